@@ -1,0 +1,77 @@
+"""Loads the native libraries and wraps their C interface (csrc/ops/registry.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_HERE = Path(__file__).resolve().parent
+DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+DEVICES = {"cpu": 0, "cuda": 1}
+_ERROR_SIZE = 4096
+
+
+def _load(name: str) -> ctypes.CDLL:
+    path = _HERE / f"{name}.so"
+    if not path.exists():
+        raise ImportError(f"ai3_ops: {path.name} is missing from {path.parent}: the package was not built (run `make build`)")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as cause:
+        raise ImportError(f"ai3_ops: cannot load {path.name} with torch {torch.__version__}: {cause}") from cause
+    return ctypes.CDLL(str(path))
+
+
+C = _load("_C")
+_QUERY = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int)
+_ERROR = (ctypes.c_char_p, ctypes.c_int64)
+C.ai3_registry.restype = ctypes.c_char_p
+C.ai3_supports.argtypes = (*_QUERY, *_ERROR)
+C.ai3_resolve.argtypes = (*_QUERY, *_ERROR)
+C.ai3_resolve.restype = ctypes.c_char_p
+C.ai3_workspace.argtypes = (*_QUERY, *_ERROR)
+C.ai3_workspace.restype = ctypes.c_int64
+C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
+C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
+
+
+def registry() -> dict[str, Any]:
+    """The registry as it is now: instruction-set level, operations, their algorithms per device with all properties."""
+    return json.loads(C.ai3_registry())
+
+
+def _query(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[Any, ...]:
+    array = (ctypes.c_int64 * len(sizes))(*sizes)
+    return operation.encode(), algorithm.encode(), DEVICES[device], DTYPES[dtype], array, len(sizes)
+
+
+def supports(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bool, str]:
+    """Whether an algorithm can do a problem, and the reason when not. `sizes` as the registry names them; -1 is unknown."""
+    if dtype not in DTYPES:
+        return False, f"does not compute in {str(dtype).removeprefix('torch.')}"
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    ok = C.ai3_supports(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
+    return bool(ok), error.value.decode()
+
+
+def resolve(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> str:
+    """The algorithm that runs: `algorithm` itself, or what its rule (`default`, `winograd`, `guess`) chooses."""
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    name = C.ai3_resolve(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
+    if name is None:
+        raise RuntimeError(f"ai3::{operation}_{algorithm}: {error.value.decode()}")
+    return name.decode()
+
+
+def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    """Bytes of workspace that a direct call allocates, packed weights included."""
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    size = C.ai3_workspace(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
+    if size < 0:
+        raise RuntimeError(f"ai3::{operation}_{algorithm}: {error.value.decode()}")
+    return size

@@ -1,0 +1,179 @@
+// What an algorithm tells the registry about itself. This header is all that a kernel file, built-in or a user's, includes:
+//
+//   #include <ai3/algorithm.h>
+//   template <class T>
+//   void conv2d_mine(const ai3::Conv2dProblem& p, const T* x, const T* w, const T* b, T* y, ai3::Workspace& workspace) { ... }
+//   AI3_ALGORITHM(conv2d, mine)
+//
+// The macro takes designated initializers of ai3::Traits for what is not the default:
+//   AI3_ALGORITHM(conv2d, mine, .supports = mine_supports, .workspace = mine_workspace)
+#pragma once
+#include <cstdint>
+#include <cstdio>
+
+#include "checked.h"
+#include "dtype.h"
+#include "isa.h"
+#include "parallel.h"
+#include "problem.h"
+#include "simd.h"
+
+namespace ai3 {
+
+// Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
+inline constexpr int32_t kAlgorithmAbi = 1;
+
+enum class Accuracy : int32_t {
+  exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
+  bounded,     // rounds differently (Winograd, FFT): max|y - y64| <= error_bound * max|y64| in float32
+  approximate  // computes something else than asked, or in fewer bits: never picked unasked
+};
+enum class Layout : int32_t { any, nchw, nhwc };  // what x and y must be; the glue converts. `any` reads the problem's strides
+enum class Device : int32_t { cpu, cuda };
+
+inline constexpr uint32_t kAllDtypes = 15;
+AI3_INLINE constexpr uint32_t dtype_bit(DType t) { return 1u << static_cast<int>(t); }
+
+// Why an algorithm cannot do a problem: one clause, as in "needs a 3x3 kernel with stride 1, got kernel (5, 5)".
+struct Reason {
+  char text[320];
+};
+// For `return refuse(reason, "needs groups == 1, got %lld", ...)`.
+template <class... Arguments>
+AI3_INLINE bool refuse(Reason& reason, const char* format, Arguments... arguments) {
+  std::snprintf(reason.text, sizeof(reason.text), format, arguments...);
+  return false;
+}
+
+// Scratch memory of the size that the algorithm asked for, 64-byte aligned, not initialized.
+struct Workspace {
+  char* data;
+  int64_t bytes;
+  int64_t used;
+  void* stream;  // CUDA: the current cudaStream_t
+  // The next `count` elements. What was not asked for in the algorithm's `workspace` is not there: nullptr.
+  template <class T>
+  AI3_INLINE T* take(int64_t count) {
+    const int64_t size = round_up(checked_mul(count, static_cast<int64_t>(sizeof(T))), 64);
+    if (checked_add(used, size) > bytes) return nullptr;
+    T* p = reinterpret_cast<T*>(data + used);
+    used += size;
+    return p;
+  }
+};
+// The bytes that take<T>(count) uses.
+template <class T>
+AI3_INLINE int64_t workspace_bytes(int64_t count) {
+  return round_up(checked_mul(count, static_cast<int64_t>(sizeof(T))), 64);
+}
+
+// Pointers of one call; unused ones are null. `weight` is the packed form where the algorithm packs.
+struct Buffers {
+  const void *input, *weight, *bias, *residual;
+  void* output;
+};
+
+// What `guess` models a time from.
+struct Cost {
+  double flops;       // executed, not effective
+  double bytes;       // moved to and from memory
+  double efficiency;  // share of the peak that the method's inner loop reaches
+};
+
+template <class Problem>
+struct Traits {
+  Accuracy accuracy = Accuracy::exact;
+  double error_bound = 0;  // with Accuracy::bounded
+  bool deterministic = true;
+  Layout layout = Layout::any;
+  uint32_t dtypes = kAllDtypes;
+  bool epilogue = false;  // honours residual and activation; the packed operator exists only where it does
+  // False, with the reason, for what the method cannot do. Sizes may be -1 (unknown): then only what no size could mend.
+  bool (*supports)(const Problem&, Reason&) = nullptr;
+  int64_t (*workspace)(const Problem&) = nullptr;  // bytes; null: none
+  Cost (*cost)(const Problem&) = nullptr;
+  // For an algorithm that reads its weights in a form of its own: its bytes, and the packer. Neither may depend on batch,
+  // in_height or in_width. `run` then always gets the packed weights: a direct call packs first.
+  int64_t (*packed_bytes)(const Problem&) = nullptr;
+  void (*pack)(const Problem&, const void* weight, void* packed) = nullptr;
+  // A rule instead of a kernel: names another algorithm of the operation. `usable(name)` says whether that one supports p.
+  const char* (*choose)(const Problem& p, bool (*usable)(const Problem&, const char* name)) = nullptr;
+  // Instead of a kernel: calls PyTorch's own operators on the glue's tensors (csrc/ops/<operation>/, which defines `call`).
+  void (*tensors)(const Problem& p, void* call) = nullptr;
+};
+
+// The registry's record; what it starts with is the same for every operation, so that one list can hold all of them.
+struct AlgorithmInfo {
+  int32_t abi;
+  Device device;
+  const char *operation, *name, *level;
+};
+template <class P>
+struct Algorithm {
+  AlgorithmInfo info;
+  Traits<P> traits;
+  void (*run)(const P&, const Buffers&, Workspace&);  // null for rules and PyTorch's own operators
+};
+
+// The problem struct of each operation.
+namespace problem_of {
+using conv2d = Conv2dProblem;
+using linear = LinearProblem;
+using max_pool2d = Pool2dProblem;
+using avg_pool2d = Pool2dProblem;
+using adaptive_avg_pool2d = Pool2dProblem;
+using relu = ElementwiseProblem;
+using flatten = ElementwiseProblem;
+}  // namespace problem_of
+
+// body.operator()<T>() for the storage type that `dtype` names.
+template <class Body>
+AI3_INLINE auto with_type(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::f64: return body.template operator()<double>();
+    case DType::bf16: return body.template operator()<bfloat16>();
+    case DType::f16: return body.template operator()<float16>();
+    default: return body.template operator()<float>();
+  }
+}
+
+#ifdef __CUDACC__
+inline constexpr Device kDevice = Device::cuda;
+#else
+inline constexpr Device kDevice = Device::cpu;
+#endif
+
+}  // namespace ai3
+
+// Lists are ELF sections: each record's address is constant data, so nothing runs at load time (code of a level that the
+// processor lacks must not) and no order of initialization matters. See docs/decisions/registration.md.
+#define AI3_REGISTER_(operation_, name_, run_, ...)                                                                    \
+  constinit const ::ai3::Algorithm<::ai3::problem_of::operation_> operation_##_##name_##_algorithm = {                 \
+      {::ai3::kAlgorithmAbi, ::ai3::kDevice, #operation_, #name_, AI3_STRINGIZE(AI3_LEVEL)}, {__VA_ARGS__}, run_}; \
+  [[gnu::section("ai3_algorithms"), gnu::used]] static const ::ai3::AlgorithmInfo* const operation_##_##name_##_record = \
+      &operation_##_##name_##_algorithm.info;
+
+// A kernel: a function template <operation>_<name><T>, in one of these forms (`weight` is the packed one where it packs):
+//   (const Problem&, const T* x, const T* w, const T* b, T* y, ai3::Workspace&)      conv2d, linear
+//   (const Problem&, const T* x, T* y, ai3::Workspace&)                              pools, relu, flatten
+//   (const Problem&, const ai3::Buffers&, ai3::Workspace&)                           any, also with residual or packed weights
+#define AI3_ALGORITHM(operation_, name_, ...)                                                                          \
+  AI3_REGISTER_(                                                                                                       \
+      operation_, name_,                                                                                               \
+      (+[](const ::ai3::problem_of::operation_& p, const ::ai3::Buffers& m, ::ai3::Workspace& workspace) {              \
+        ::ai3::with_type(p.dtype, [&]<class T>() {                                                                     \
+          const T *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight),                           \
+                  *b = static_cast<const T*>(m.bias);                                                                  \
+          T* y = static_cast<T*>(m.output);                                                                            \
+          if constexpr (requires { operation_##_##name_<T>(p, m, workspace); })                                        \
+            operation_##_##name_<T>(p, m, workspace);                                                                  \
+          else if constexpr (requires { operation_##_##name_<T>(p, x, y, workspace); })                                \
+            operation_##_##name_<T>(p, x, y, workspace);                                                               \
+          else                                                                                                         \
+            operation_##_##name_<T>(p, x, w, b, y, workspace);                                                         \
+        });                                                                                                            \
+      }),                                                                                                              \
+      __VA_ARGS__)
+
+// A rule that names another algorithm (.choose), or PyTorch's own operators (.tensors).
+#define AI3_ALGORITHM_WITHOUT_KERNEL(operation_, name_, ...) AI3_REGISTER_(operation_, name_, nullptr, __VA_ARGS__)

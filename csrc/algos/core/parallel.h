@@ -1,0 +1,38 @@
+// The one threading seam: an OpenMP team of the size that the problem allows. LibTorch brings the process's only OpenMP runtime.
+#pragma once
+#include <cstdint>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "dtype.h"
+#include "isa.h"
+
+namespace ai3::inline AI3_LEVEL {
+
+// body(i, thread) for every i in [0, count), in any order; `thread` in [0, threads) indexes per-thread workspace. Must not throw.
+template <class Body>
+AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
+#ifdef _OPENMP
+  if (threads > 1 && count > 1) {
+    const int team = static_cast<int64_t>(threads) < count ? threads : static_cast<int>(count);
+#pragma omp parallel for num_threads(team) schedule(dynamic, 1)
+    for (int64_t i = 0; i < count; i++) body(i, omp_get_thread_num());
+    return;
+  }
+#endif
+  for (int64_t i = 0; i < count; i++) body(i, 0);
+}
+
+// body(begin, end, thread) on one contiguous share of [0, count) for each thread; no share is smaller than `grain` but the last.
+template <class Body>
+AI3_INLINE void parallel_ranges(int threads, int64_t count, int64_t grain, const Body& body) {
+  const int64_t most = count / (grain > 0 ? grain : 1), shares = most < 1 ? 1 : most < threads ? most : threads;
+  parallel_for(static_cast<int>(shares), shares, [&](int64_t i, int thread) {
+    const int64_t step = count / shares, rest = count % shares;
+    const int64_t begin = i * step + (i < rest ? i : rest);
+    body(begin, begin + step + (i < rest), thread);
+  });
+}
+
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,57 @@
+// Plain descriptions of what to compute: no tensors, no ownership. Sizes are in elements unless a name says otherwise.
+#pragma once
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace ai3 {
+
+// Fused into the store of a packed operator, after bias and residual.
+enum class Activation : int32_t { none, relu, relu6, hardswish, silu, gelu };
+
+struct Strides4 {
+  int64_t n, c, h, w;
+};
+
+// y[n][k][i][j] = bias[k] + sum over c, r, s of w[k][c][r][s] * x[n][g(k) + c][i*stride_h + r*dilation_h - pad_h][...],
+// as torch.nn.functional.conv2d. A size of -1 is unknown (only in `supports`, which may then not depend on it).
+struct Conv2dProblem {
+  DType dtype;
+  int32_t threads;  // how many may be used
+  int64_t batch, in_channels, in_height, in_width;
+  int64_t out_channels, kernel_height, kernel_width;
+  int64_t out_height, out_width;
+  int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups;
+  Strides4 x_stride, y_stride;  // both dense: NCHW or NHWC (c == 1); the residual has y's; w is contiguous (K, C/groups, R, S)
+  Activation activation;
+  bool has_bias, has_residual, allow_tf32, deterministic;
+};
+
+// y[m][n] = bias[n] + sum over k of x[m][k] * w[n][k]; everything contiguous.
+struct LinearProblem {
+  DType dtype;
+  int32_t threads;
+  int64_t rows, in_features, out_features;
+  Activation activation;
+  bool has_bias, has_residual, allow_tf32, deterministic;
+};
+
+// Pooling over windows; adaptive pooling uses only the sizes.
+struct Pool2dProblem {
+  DType dtype;
+  int32_t threads;
+  int64_t batch, channels, in_height, in_width, out_height, out_width;
+  int64_t kernel_height, kernel_width, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+  int64_t divisor;  // avg_pool2d's divisor_override, 0 when absent
+  bool ceil_mode, count_include_pad;
+  Strides4 x_stride, y_stride;  // as in Conv2dProblem
+};
+
+// One pass over `count` contiguous elements (relu, flatten).
+struct ElementwiseProblem {
+  DType dtype;
+  int32_t threads;
+  int64_t count;
+};
+
+}  // namespace ai3

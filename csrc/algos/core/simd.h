@@ -1,0 +1,167 @@
+// One vector type over GCC's and Clang's vector extensions: the compiler chooses the instructions of the level.
+// At the level `counting` (tests only) every multiplication is counted, which shows that a method saves what it claims.
+#pragma once
+#include "dtype.h"
+#include "isa.h"
+#if AI3_VECTOR_BYTES > 16
+#include <immintrin.h>
+#endif
+
+namespace ai3::inline AI3_LEVEL {
+
+#ifdef AI3_COUNT_OPERATIONS
+inline constexpr bool kCounting = true;
+extern int64_t multiplications;  // of scalars; a vector operation counts its width. Not atomic: count on one thread.
+AI3_INLINE void count_multiplications(int64_t n) { multiplications += n; }
+#else
+inline constexpr bool kCounting = false;
+AI3_INLINE void count_multiplications(int64_t) {}
+#endif
+
+template <class A>
+struct RawVec;
+template <>
+struct RawVec<float> {
+  typedef float type __attribute__((vector_size(AI3_VECTOR_BYTES)));
+};
+template <>
+struct RawVec<double> {
+  typedef double type __attribute__((vector_size(AI3_VECTOR_BYTES)));
+};
+
+template <class A>  // A: float or double
+struct Vec {
+  static constexpr int width = AI3_VECTOR_BYTES / static_cast<int>(sizeof(A));
+  using Raw = typename RawVec<A>::type;
+  Raw raw;
+
+  Vec() = default;
+  AI3_INLINE Vec(Raw r) : raw(r) {}
+  AI3_INLINE Vec(A scalar) : raw(scalar - Raw{}) {}
+  AI3_INLINE A operator[](int i) const { return raw[i]; }
+
+  AI3_INLINE friend Vec operator+(Vec a, Vec b) { return a.raw + b.raw; }
+  AI3_INLINE friend Vec operator-(Vec a, Vec b) { return a.raw - b.raw; }
+  AI3_INLINE friend Vec operator*(Vec a, Vec b) {
+    count_multiplications(width);
+    return a.raw * b.raw;
+  }
+  AI3_INLINE friend Vec operator/(Vec a, Vec b) { return a.raw / b.raw; }
+  AI3_INLINE Vec& operator+=(Vec b) { return *this = *this + b; }
+};
+
+// a*b + c, fused where the level has it (-ffp-contract=fast).
+template <class A>
+AI3_INLINE Vec<A> fma(Vec<A> a, Vec<A> b, Vec<A> c) {
+  count_multiplications(Vec<A>::width);
+  return a.raw * b.raw + c.raw;
+}
+template <class A>
+AI3_INLINE Vec<A> fma(Vec<A> a, A b, Vec<A> c) {
+  count_multiplications(Vec<A>::width);
+  return a.raw * Vec<A>(b).raw + c.raw;
+}
+// c - a*b
+template <class A>
+AI3_INLINE Vec<A> fnma(Vec<A> a, A b, Vec<A> c) {
+  count_multiplications(Vec<A>::width);
+  return c.raw - a.raw * Vec<A>(b).raw;
+}
+// A scalar product that is counted like the vector ones.
+template <class A>
+AI3_INLINE A fma1(A a, A b, A c) {
+  count_multiplications(1);
+  return a * b + c;
+}
+// NaN in either argument wins, as in ATen.
+template <class A>
+AI3_INLINE Vec<A> max_nan(Vec<A> a, Vec<A> b) {
+  return (a.raw > b.raw) | (a.raw != a.raw) ? a.raw : b.raw;
+}
+// NaN stays NaN; -0 stays -0.
+template <class A>
+AI3_INLINE Vec<A> relu(Vec<A> a) {
+  return a.raw < typename Vec<A>::Raw{} ? typename Vec<A>::Raw{} : a.raw;
+}
+
+namespace detail {
+template <class To, class From>
+AI3_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  __builtin_memcpy(&to, &from, sizeof(To));
+  return to;
+}
+typedef uint32_t Words __attribute__((vector_size(AI3_VECTOR_BYTES)));
+typedef uint16_t Halves __attribute__((vector_size(AI3_VECTOR_BYTES / 2)));
+
+AI3_INLINE Words round_to_bfloat16(Words u) {
+  const Words rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
+  return (u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40u : rounded;
+}
+}  // namespace detail
+
+template <class A>
+AI3_INLINE Vec<A> load(const A* p) {
+  typename Vec<A>::Raw raw;
+  __builtin_memcpy(&raw, p, sizeof(raw));
+  return raw;
+}
+template <class A>
+AI3_INLINE void store(A* p, Vec<A> v) {
+  __builtin_memcpy(p, &v.raw, sizeof(v.raw));
+}
+AI3_INLINE Vec<float> load(const bfloat16* p) {
+  detail::Halves h;
+  __builtin_memcpy(&h, p, sizeof(h));
+  return detail::bit_cast<Vec<float>::Raw>(__builtin_convertvector(h, detail::Words) << 16);
+}
+AI3_INLINE void store(bfloat16* p, Vec<float> v) {
+  const detail::Halves h =
+      __builtin_convertvector(detail::round_to_bfloat16(detail::bit_cast<detail::Words>(v.raw)), detail::Halves);
+  __builtin_memcpy(p, &h, sizeof(h));
+}
+AI3_INLINE Vec<float> load(const float16* p) {
+#if AI3_VECTOR_BYTES == 64
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif AI3_VECTOR_BYTES == 32
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec<float> v;
+  for (int i = 0; i < Vec<float>::width; i++) v.raw[i] = widen(p[i]);
+  return v;
+#endif
+}
+AI3_INLINE void store(float16* p, Vec<float> v) {
+#if AI3_VECTOR_BYTES == 64
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v.raw, _MM_FROUND_TO_NEAREST_INT));
+#elif AI3_VECTOR_BYTES == 32
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v.raw, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < Vec<float>::width; i++) narrow(v[i], p[i]);
+#endif
+}
+
+// The first n (0 < n < width) elements; the others read as 0 and are not touched.
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_partial(const T* p, int64_t n) {
+#if AI3_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
+  if constexpr (sizeof(T) == 8) return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), p);
+#endif
+  T buffer[Vec<Acc<T>>::width] = {};
+  for (int64_t i = 0; i < n; i++) buffer[i] = p[i];
+  return load(buffer);
+}
+template <class T>
+AI3_INLINE void store_partial(T* p, Vec<Acc<T>> v, int64_t n) {
+#if AI3_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), v.raw);
+  if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, static_cast<__mmask8>((1u << n) - 1), v.raw);
+#endif
+  T buffer[Vec<Acc<T>>::width];
+  store(buffer, v);
+  for (int64_t i = 0; i < n; i++) p[i] = buffer[i];
+}
+
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,174 @@
+// From tensors to problems: checks, sizes, memory formats and allocation. Glue never computes.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../algos/core/algorithm.h"
+#include "registry.h"
+
+namespace ai3::ops {
+
+using torch::headeronly::MemoryFormat;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Sizes = std::vector<int64_t>;
+
+// Takes the arguments of a boxed call off the stack, in order. Each must be taken, also when a later one is refused: the stack owns
+// references.
+class Arguments {
+ public:
+  explicit Arguments(StableIValue* stack) : next_(stack) {}
+  template <class T>
+  T take() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
+
+ private:
+  StableIValue* next_;
+};
+template <class T>
+void give(StableIValue* stack, int i, const T& value) {
+  stack[i] = torch::stable::detail::from(value);
+}
+
+// Throws "ai3::<operation>_<algorithm>: " and the parts.
+template <class... Parts>
+[[noreturn]] void fail(const Entry& entry, const Parts&... parts) {
+  std::ostringstream s;
+  s << "ai3::" << entry.operation->name << "_" << entry.name << ": ";
+  (s << ... << parts);
+  throw std::runtime_error(s.str());
+}
+template <class... Parts>
+void check(bool ok, const Entry& entry, const Parts&... parts) {
+  if (!ok) [[unlikely]]
+    fail(entry, parts...);
+}
+
+inline std::string to_string(const Sizes& sizes) {
+  std::string s = "(";
+  for (size_t i = 0; i < sizes.size(); i++) s += (i ? ", " : "") + std::to_string(sizes[i]);
+  return s + (sizes.size() == 1 ? ",)" : ")");
+}
+inline Sizes sizes_of(const Tensor& t) { return Sizes(t.sizes().begin(), t.sizes().end()); }
+
+inline DType dtype_of(const Entry& entry, const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    default: fail(entry, "needs float64, float32, bfloat16 or float16 tensors, got ", torch::headeronly::toString(t.scalar_type()));
+  }
+}
+inline Device device_of(const Entry& entry, const Tensor& t) {
+  if (t.is_cpu()) return Device::cpu;
+  if (t.is_cuda()) return Device::cuda;
+  fail(entry, "needs CPU or CUDA tensors");
+}
+inline void check_same(const Entry& entry, const Tensor& input, const Tensor& other, const char* name) {
+  check(other.scalar_type() == input.scalar_type(), entry, "needs input and ", name, " of one dtype, got ",
+        torch::headeronly::toString(input.scalar_type()), " and ", torch::headeronly::toString(other.scalar_type()));
+  check(other.device() == input.device(), entry, "needs input and ", name, " on one device");
+}
+
+// A list argument for `count` dimensions: one element speaks of all of them, as in ATen.
+inline void spread(const Entry& entry, Sizes& list, size_t count, const char* name) {
+  if (list.size() == 1) list.resize(count, list[0]);
+  check(list.size() == count, entry, name, " needs 1 or ", count, " elements, got ", to_string(list));
+}
+inline void check_each(const Entry& entry, const Sizes& list, int64_t least, const char* name) {
+  for (int64_t v : list) check(v >= least && v <= INT32_MAX, entry, name, " needs values of at least ", least, ", got ", to_string(list));
+}
+
+// What ATen's suggest_memory_format says of a 4-D tensor.
+inline bool suggests_channels_last(const Tensor& t) {
+  if (t.dim() != 4) return false;
+  int64_t least = 0;
+  if (t.stride(1) == 0) return false;
+  for (int d : {1, 3, 2, 0}) {
+    if (t.size(d) == 0 || t.stride(d) < least || (d == 0 && least == t.stride(1))) return false;
+    least = t.stride(d) * (t.size(d) > 1 ? t.size(d) : 1);
+  }
+  return true;
+}
+AI3_INLINE Strides4 dense_strides(int64_t channels, int64_t height, int64_t width, bool channels_last) {
+  return channels_last ? Strides4{channels * height * width, 1, width * channels, channels}
+                       : Strides4{channels * height * width, height * width, width, 1};
+}
+inline bool is_dense(const Tensor& t, bool channels_last) {
+  const Strides4 s = dense_strides(t.size(1), t.size(2), t.size(3), channels_last);
+  const int64_t want[] = {s.n, s.c, s.h, s.w};
+  for (int d = 0; d < 4; d++)
+    if (t.size(d) != 1 && t.stride(d) != want[d]) return false;
+  return true;
+}
+// t itself or a copy, dense in NCHW or NHWC.
+inline Tensor dense(const Tensor& t, bool channels_last) {
+  return is_dense(t, channels_last) ? t : torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+}
+inline bool is_contiguous(const Tensor& t) {
+  int64_t want = 1;
+  for (int64_t d = t.dim() - 1; d >= 0; d--) {
+    if (t.size(d) != 1 && t.stride(d) != want) return false;
+    want *= t.size(d);
+  }
+  return true;
+}
+inline Tensor as_contiguous(const Tensor& t) { return is_contiguous(t) ? t : torch::stable::contiguous(t); }
+
+inline Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last = false) {
+  return torch::stable::empty(sizes, dtype, std::nullopt, like.device(), std::nullopt,
+                              channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+}
+inline int64_t checked_numel(const Entry& entry, const Sizes& sizes, int64_t element_size) {
+  int64_t n = element_size;
+  for (int64_t s : sizes) n = checked_mul(n, s);
+  check(n != kOverflow, entry, "a tensor of sizes ", to_string(sizes), " is too large");
+  return n / element_size;
+}
+
+// Calls an ATen operator; `arguments` are converted in order, the first result is returned.
+template <class... A>
+Tensor call_aten(const char* name, const char* overload, const A&... arguments) {
+  std::array<StableIValue, sizeof...(A) < 1 ? 1 : sizeof...(A)> stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Set by _C_cuda when it is loaded: the current stream, and a guard of the device around a call.
+struct CudaHooks {
+  void* (*current_stream)(int32_t device);
+};
+extern CudaHooks cuda_hooks;
+
+// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
+template <class P>
+void run_kernel(const Entry& entry, const Algorithm<P>& a, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(a, p), own = a.traits.workspace ? a.traits.workspace(p) : 0;
+  const int64_t bytes = checked_add(pack_bytes, own);
+  check(bytes != kOverflow && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
+  std::optional<Tensor> memory;
+  Workspace workspace{nullptr, bytes, 0, nullptr};
+  if (bytes > 0) {
+    memory = empty({bytes + 64}, ScalarType::Byte, like);
+    char* data = static_cast<char*>(memory->mutable_data_ptr());
+    workspace.data = data + (64 - reinterpret_cast<uintptr_t>(data) % 64) % 64;
+  }
+  if (like.is_cuda()) workspace.stream = cuda_hooks.current_stream(like.get_device_index());
+  if (pack_bytes) {
+    void* weights = workspace.take<char>(pack_bytes);
+    a.traits.pack(p, buffers.weight, weights);
+    buffers.weight = weights;
+  }
+  a.run(p, buffers, workspace);
+}
+
+}  // namespace ai3::ops
