@@ -1,0 +1,25 @@
+#include "../core/device.cuh"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+// Window i of `out` over `in` elements spans [floor(i*in/out), ceil((i+1)*in/out)), as in ATen.
+template <class T>
+void adaptive_avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Workspace& workspace) {
+  const bool channels_last = p.y_stride.c == 1;
+  for_each(p.batch * p.channels * p.out_height * p.out_width, workspace, "adaptive_avg_pool2d_direct", [=] __device__(int64_t i) {
+    const Place at = place_of(i, p.channels, p.out_height, p.out_width, channels_last);
+    const T* plane = x + at.n * p.x_stride.n + at.c * p.x_stride.c;
+    const int64_t h0 = at.h * p.in_height / p.out_height, h1 = ((at.h + 1) * p.in_height + p.out_height - 1) / p.out_height;
+    const int64_t w0 = at.w * p.in_width / p.out_width, w1 = ((at.w + 1) * p.in_width + p.out_width - 1) / p.out_width;
+    Acc<T> sum = 0;
+    for (int64_t h = h0; h < h1; h++)
+      for (int64_t v = w0; v < w1; v++) sum += load_acc(plane + h * p.x_stride.h + v * p.x_stride.w);
+    store_acc(y + offset_of(at, p.y_stride), sum / static_cast<Acc<T>>((h1 - h0) * (w1 - w0)));
+  });
+}
+
+AI3_ALGORITHM(adaptive_avg_pool2d, direct)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

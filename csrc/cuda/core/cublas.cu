@@ -1,0 +1,62 @@
+#include <torch/csrc/stable/library.h>
+
+#include "cublas.cuh"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+void check(cublasStatus_t status, const char* what) {
+  if (status != CUBLAS_STATUS_SUCCESS)
+    throw std::runtime_error(std::string("ai3: ") + what + ": " + cublasGetStatusString(status));
+}
+
+// The handle is PyTorch's, so its math mode must be as it was afterwards.
+class MathMode {
+ public:
+  MathMode(cublasHandle_t handle, cublasMath_t mode) : handle_(handle) {
+    check(cublasGetMathMode(handle, &before_), "cublasGetMathMode");
+    check(cublasSetMathMode(handle, mode), "cublasSetMathMode");
+  }
+  ~MathMode() { cublasSetMathMode(handle_, before_); }
+  MathMode(const MathMode&) = delete;
+  MathMode& operator=(const MathMode&) = delete;
+
+ private:
+  cublasHandle_t handle_;
+  cublasMath_t before_;
+};
+
+int narrow_size(int64_t size) {
+  if (size > INT32_MAX) throw std::runtime_error("ai3: a matrix of this problem is too large for cuBLAS");
+  return static_cast<int>(size);
+}
+
+}  // namespace
+
+void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g) {
+  if (g.m == 0 || g.n == 0 || g.batch == 0) return;
+  void* raw = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&raw));
+  const auto handle = static_cast<cublasHandle_t>(raw);
+  const MathMode mode(handle, static_cast<cublasMath_t>((allow_tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH) |
+                                                        CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
+  const cudaDataType type = dtype == DType::f64    ? CUDA_R_64F
+                            : dtype == DType::f32  ? CUDA_R_32F
+                            : dtype == DType::bf16 ? CUDA_R_16BF
+                                                   : CUDA_R_16F;
+  const double one64 = 1, zero64 = 0;
+  const float one32 = 1, zero32 = 0;
+  const bool wide = dtype == DType::f64;
+  const cublasComputeType_t compute = wide                                ? CUBLAS_COMPUTE_64F
+                                      : dtype == DType::f32 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                                          : CUBLAS_COMPUTE_32F;
+  // cuBLAS is column-major: the row-major product is that of the transposed operands in the other order.
+  check(cublasGemmStridedBatchedEx(handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
+                                   narrow_size(g.n), narrow_size(g.m), narrow_size(g.k),
+                                   wide ? static_cast<const void*>(&one64) : &one32, g.b, type, narrow_size(g.ldb), g.stride_b,
+                                   g.a, type, narrow_size(g.lda), g.stride_a, wide ? static_cast<const void*>(&zero64) : &zero32,
+                                   g.c, type, narrow_size(g.ldc), g.stride_c, narrow_size(g.batch), compute, CUBLAS_GEMM_DEFAULT),
+        "cublasGemmStridedBatchedEx");
+}
+
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,70 @@
+// What the CUDA kernels share: storage types on the device, launches, errors.
+#pragma once
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "../../algos/core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+
+// Storage type -> accumulator, on the device.
+__device__ __forceinline__ float load_acc(const float* p) { return __ldg(p); }
+__device__ __forceinline__ double load_acc(const double* p) { return __ldg(p); }
+__device__ __forceinline__ float load_acc(const bfloat16* p) { return __uint_as_float(static_cast<uint32_t>(p->bits) << 16); }
+__device__ __forceinline__ float load_acc(const float16* p) { return __half2float(__ushort_as_half(p->bits)); }
+
+__device__ __forceinline__ void store_acc(float* p, float v) { *p = v; }
+__device__ __forceinline__ void store_acc(double* p, double v) { *p = v; }
+__device__ __forceinline__ void store_acc(float16* p, float v) { p->bits = __half_as_ushort(__float2half_rn(v)); }
+__device__ __forceinline__ void store_acc(bfloat16* p, float v) {  // to nearest even; NaN stays NaN
+  const uint32_t u = __float_as_uint(v);
+  p->bits = (u & 0x7fffffffu) > 0x7f800000u ? static_cast<uint16_t>(u >> 16 | 0x40u)
+                                            : static_cast<uint16_t>((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+}
+
+inline cudaStream_t stream_of(const Workspace& workspace) { return static_cast<cudaStream_t>(workspace.stream); }
+
+inline void check_cuda(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string("ai3: ") + what + " failed: " + cudaGetErrorString(status));
+}
+
+inline constexpr int kBlock = 256;
+
+// kernel(i) for i in [0, count), in a grid-stride loop: indices are 64 bits wide, grids are not.
+template <class Body>
+__global__ void for_each_kernel(int64_t count, Body body) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) body(i);
+}
+template <class Body>
+void for_each(int64_t count, const Workspace& workspace, const char* what, const Body& body) {
+  if (count == 0) return;
+  const int64_t blocks = ceil_div(count, kBlock), most = 1 << 20;
+  for_each_kernel<<<static_cast<unsigned>(blocks < most ? blocks : most), kBlock, 0, stream_of(workspace)>>>(count, body);
+  check_cuda(cudaGetLastError(), what);
+}
+
+// A flat index over (batch, channel, row, column), split so that neighbouring threads touch neighbouring memory.
+struct Place {
+  int64_t n, c, h, w;
+};
+__device__ __forceinline__ Place place_of(int64_t i, int64_t channels, int64_t height, int64_t width, bool channels_last) {
+  Place at;
+  if (channels_last) {
+    at.c = i % channels, i /= channels;
+    at.w = i % width, i /= width;
+    at.h = i % height, at.n = i / height;
+  } else {
+    at.w = i % width, i /= width;
+    at.h = i % height, i /= height;
+    at.c = i % channels, at.n = i / channels;
+  }
+  return at;
+}
+__device__ __forceinline__ int64_t offset_of(const Place& at, const Strides4& s) {
+  return at.n * s.n + at.c * s.c + at.h * s.h + at.w * s.w;
+}
+
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,10 @@
+#include "../../algos/core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+AI3_ALGORITHM_WITHOUT_KERNEL(
+    max_pool2d, default, .choose = [](const problem_of::max_pool2d&, auto) { return "direct"; })
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
