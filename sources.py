@@ -5,23 +5,16 @@ Files are found by their place: a new algorithm is a new file and nothing else.
 
 from __future__ import annotations
 
-import platform
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 TARGET_VERSION = "-DTORCH_TARGET_VERSION=0x020b000000000000"  # LibTorch's stable ABI as of 2.11
-COMMON = ["-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror"]
-
-
-def levels() -> dict[str, list[str]]:
-    """Compiler flags of each instruction-set level that this architecture has, best first."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    avx512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -mprefer-vector-width=512"
-    return {
-        **({"avx512": avx512.split(), "avx2": ["-mavx2", "-mfma", "-mf16c"]} if x86 else {}),
-        "portable": [],
-    }
+_flags = runpy.run_path(str(ROOT / "ai3_ops/_flags.py"))  # without importing the package, which is not built yet
+COMMON: list[str] = _flags["COMMON"]
+levels: Callable[[], dict[str, list[str]]] = _flags["levels"]
 
 
 def kernels() -> list[str]:
@@ -42,6 +35,6 @@ def cuda() -> list[str]:
 if __name__ == "__main__":  # for CMake: one semicolon-separated list
     what = sys.argv[1]
     if what.startswith("flags:"):
-        print(";".join(levels()[what.removeprefix("flags:")]))
+        print(";".join(levels().get(what.removeprefix("flags:"), [])))
     else:
         print(";".join({"levels": list(levels()), "kernels": kernels(), "glue": glue(), "common": COMMON}[what]))
