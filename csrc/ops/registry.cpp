@@ -14,6 +14,7 @@ extern const ai3::ops::Operation* const __start_ai3_operations[];
 extern const ai3::ops::Operation* const __stop_ai3_operations[];
 }
 
+#include "../algos/core/level.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -131,29 +132,6 @@ std::string describe_traits(Accuracy accuracy, double error_bound, bool determin
   return std::string("\"accuracy\":\"") + accuracies[static_cast<int>(accuracy)] + "\",\"error_bound\":" + bound + ",\"layout\":\"" +
          layouts[static_cast<int>(layout)] + "\",\"dtypes\":[" + types + "]" + flag("deterministic", deterministic) +
          flag("epilogue", epilogue) + flag("packs", packs) + flag("rule", rule) + flag("vendor", tensors);
-}
-
-// The best level that this processor runs and the build has, or the lower one that AI3_OPS_ISA names.
-const char* level() {
-  static const std::string chosen = [] {
-    std::vector<std::string> usable;
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
-      usable.push_back("avx512");
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) usable.push_back("avx2");
-#endif
-    usable.push_back("portable");
-    const char* wanted = std::getenv("AI3_OPS_ISA");
-    if (!wanted || !*wanted) return usable.front();
-    for (const std::string& u : usable)
-      if (u == wanted) return u;
-    std::string message = std::string("ai3: AI3_OPS_ISA=") + wanted + " is not usable here; usable:";
-    for (const std::string& u : usable) message += " " + u;
-    throw std::runtime_error(message);
-  }();
-  return chosen.c_str();
 }
 
 }  // namespace ai3::ops

@@ -1,0 +1,92 @@
+#include "machine.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+constexpr int kThreadsAtMost = 1024, kChains = 12;
+constexpr int64_t kBytes = int64_t{96} << 20;  // beyond the last-level cache share of a few cores
+
+double now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+// Independent chains of multiply-adds in registers: more of them than latency times units. The best of a few rounds, since other
+// work on the machine can only slow one down.
+double measure_flops(int threads) {
+  constexpr int64_t kSteps = 1 << 17;
+  double best = 0;
+  for (int round = 0; round < 4; round++) {
+    float sinks[kThreadsAtMost];
+    const double start = now();
+    parallel_for(threads, threads, [&](int64_t i, int) {
+      Vec<float> chain[kChains];
+      for (auto& c : chain) c = Vec<float>(static_cast<float>(i));
+      const Vec<float> factor(0.999999f), term(1e-6f);
+      for (int64_t step = 0; step < kSteps; step++) {
+#pragma GCC unroll 12
+        for (int c = 0; c < kChains; c++) chain[c] = fma(chain[c], factor, term);
+      }
+      Vec<float> sum = chain[0];
+      for (int c = 1; c < kChains; c++) sum += chain[c];
+      sinks[i] = sum[0];
+    });
+    const double flops = 2.0 * kSteps * kChains * Vec<float>::width * threads / (now() - start);
+    if (flops > best && sinks[0] == sinks[0]) best = flops;
+  }
+  return best;
+}
+
+double measure_bytes(int threads) {
+  auto* data = static_cast<float*>(aligned_alloc(64, kBytes));
+  if (!data) return 1e10;
+  const int64_t count = kBytes / static_cast<int64_t>(sizeof(float));
+  parallel_ranges(threads, count, 1 << 16,
+                  [&](int64_t begin, int64_t end, int) { memset(data + begin, 0, static_cast<size_t>(end - begin) * sizeof(float)); });
+  double best = 0;
+  for (int round = 0; round < 2; round++) {
+    float sinks[kThreadsAtMost] = {};
+    const double start = now();
+    parallel_ranges(threads, count, 1 << 16, [&](int64_t begin, int64_t end, int thread) {
+      constexpr int kWidth = Vec<float>::width;
+      Vec<float> sum[4] = {Vec<float>(0.f), Vec<float>(0.f), Vec<float>(0.f), Vec<float>(0.f)};
+      for (int64_t i = begin; i + 4 * kWidth <= end; i += 4 * kWidth)
+        for (int c = 0; c < 4; c++) sum[c] += load(data + i + c * kWidth);
+      sinks[thread] += ((sum[0] + sum[1]) + (sum[2] + sum[3]))[0];
+    });
+    const double bytes = static_cast<double>(kBytes) / (now() - start);
+    if (bytes > best && sinks[0] == 0) best = bytes;
+  }
+  free(data);
+  return best;
+}
+
+pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+Machine measured[kThreadsAtMost + 1];
+
+}  // namespace
+
+Machine machine(int threads) {
+  threads = threads < 1 ? 1 : threads > kThreadsAtMost ? kThreadsAtMost : threads;
+  pthread_mutex_lock(&mutex);
+  Machine& m = measured[threads];
+  if (m.flops == 0) m = {measure_flops(threads), measure_bytes(threads)};
+  const Machine result = m;
+  pthread_mutex_unlock(&mutex);
+  return result;
+}
+
+namespace {
+[[gnu::section("ai3_probes"), gnu::used]] constinit const MachineProbe probe = {AI3_STRINGIZE(AI3_LEVEL), machine};
+}
+
+}  // namespace ai3::inline AI3_LEVEL
