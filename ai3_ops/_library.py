@@ -28,6 +28,9 @@ def _load(name: str) -> ctypes.CDLL:
 
 
 C = _load("_C")
+C.ai3_load_failure.restype = ctypes.c_char_p
+if failure := C.ai3_load_failure().decode():
+    raise ImportError(f"ai3_ops: {failure}")
 _QUERY = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int)
 _ERROR = (ctypes.c_char_p, ctypes.c_int64)
 C.ai3_registry.restype = ctypes.c_char_p

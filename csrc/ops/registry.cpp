@@ -233,9 +233,18 @@ AI3_EXPORT const char* ai3_registry() {
 }
 }  // extern "C"
 
+namespace {
+char load_failure[1024];  // an exception must not leave a library's initialization: it would end the process
+}
+// Why the library could not register its operators; empty when it could.
+extern "C" AI3_EXPORT const char* ai3_load_failure() { return load_failure; }
+
 STABLE_TORCH_LIBRARY_FRAGMENT(ai3, m) {
   (void)m;
-  const std::string wanted = level();
-  for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++)
-    if (wanted == (*a)->level || std::string("glue") == (*a)->level) add(**a, false);
+  guarded(load_failure, sizeof(load_failure), [] {
+    const std::string& wanted = level();
+    for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++)
+      if (wanted == (*a)->level || std::string("glue") == (*a)->level) add(**a, false);
+    return 1;
+  });
 }
