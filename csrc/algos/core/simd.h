@@ -123,7 +123,7 @@ AI3_INLINE void store(bfloat16* p, Vec<float> v) {
 }
 AI3_INLINE Vec<float> load(const float16* p) {
 #if AI3_VECTOR_BYTES == 64
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 #elif AI3_VECTOR_BYTES == 32
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
@@ -134,7 +134,8 @@ AI3_INLINE Vec<float> load(const float16* p) {
 }
 AI3_INLINE void store(float16* p, Vec<float> v) {
 #if AI3_VECTOR_BYTES == 64
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v.raw, _MM_FROUND_TO_NEAREST_INT));
+  // The masked form: GCC 12 warns of an uninitialized value inside the plain one.
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(0xffff, v.raw, _MM_FROUND_TO_NEAREST_INT));
 #elif AI3_VECTOR_BYTES == 32
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v.raw, _MM_FROUND_TO_NEAREST_INT));
 #else
