@@ -29,8 +29,8 @@ inline std::vector<std::string> usable_levels() {
   return usable;
 }
 
-// The best usable level, or the lower one that the environment variable AI3_OPS_ISA names; throws std::runtime_error when it names
-// one that is not usable.
+// The best usable level, or the lower one that the environment variable AI3_OPS_ISA names; throws std::runtime_error when it
+// names one that is not usable.
 inline const std::string& level() {
   static const std::string chosen = [] {
     const std::vector<std::string> usable = usable_levels();
