@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-from ai3_ops import _library
+from ai3_ops import operations as operations  # loads the library and registers the operators' rules
+from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports
+
+__all__ = ["AlgorithmInfo", "algorithms", "resolve", "supports"]

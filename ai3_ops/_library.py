@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,12 @@ C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
 def registry() -> dict[str, Any]:
     """The registry as it is now: instruction-set level, operations, their algorithms per device with all properties."""
     return json.loads(C.ai3_registry())
+
+
+@functools.cache
+def size_names(operation: str) -> tuple[str, ...]:
+    """The names of a query's sizes, in order."""
+    return tuple(registry()["operations"][operation]["sizes"].split())
 
 
 def _query(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[Any, ...]:

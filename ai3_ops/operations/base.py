@@ -1,0 +1,273 @@
+"""What every operation's Python rules share: checks, the fake kernel, and the registration of all rules with the dispatcher.
+
+The stable ABI has neither fake kernels nor autograd, autocast and vmap rules, so these live here, once per operation; an
+algorithm gets them by being registered. A new operation is one more subclass of `Operation` in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._prims_common import alert_not_deterministic, suggest_memory_format
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from ai3_ops import _library, registry
+
+LIBRARY = torch.library.Library("ai3", "FRAGMENT")
+AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+Dims = Sequence["int | None"]
+
+
+class Problem(NamedTuple):
+    """A call's arguments, checked: what the registry is asked about, and what the output looks like."""
+
+    device: str
+    dtype: torch.dtype
+    sizes: dict[str, Any]  # by the names of the operation's query; a size may be a SymInt
+    shape: tuple[Any, ...]  # of the output; with a batch dimension of 1 when `unbatched`
+    channels_last: bool = False
+    unbatched: bool = False
+
+    def empty(self, device: torch.device) -> Tensor:
+        """The output, uninitialized."""
+        layout = torch.channels_last if self.channels_last else torch.contiguous_format
+        output = torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=layout)
+        return output.squeeze(0) if self.unbatched else output
+
+
+def check(condition: Any, label: str, needs: str) -> None:
+    """Raises `RuntimeError("<label>: <needs>")` unless the condition (which may be symbolic) holds."""
+    torch._check(condition, lambda: f"{label}: {needs}")
+
+
+def check_dtype(label: str, tensor: Tensor) -> None:
+    """The dtypes that any algorithm computes in."""
+    check(
+        tensor.dtype in _library.DTYPES,
+        label,
+        f"needs float64, float32, bfloat16 or float16 tensors, got {str(tensor.dtype).removeprefix('torch.')}",
+    )
+
+
+def check_same(label: str, input: Tensor, other: Tensor, name: str) -> None:
+    """`input` and `other` have one dtype and one device."""
+    check(
+        input.dtype == other.dtype,
+        label,
+        f"needs input and {name} of one dtype, got {input.dtype} and {other.dtype}",
+    )
+    check(input.device == other.device, label, f"needs input and {name} on one device")
+
+
+def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
+    """A list argument for `count` dimensions: an int or one element speaks of all of them, as in ATen."""
+    values = (value,) if isinstance(value, (int, torch.SymInt)) else tuple(value)
+    if len(values) == 1:
+        values *= count
+    check(len(values) == count, label, f"{name} needs 1 or {count} elements, got {values}")
+    check(
+        all(least <= v <= 2**31 - 1 for v in values), label, f"{name} needs values of at least {least}, got {values}"
+    )
+    return values
+
+
+def batched(input: Tensor) -> Tensor:
+    """(C, H, W) as (1, C, H, W)."""
+    return input.unsqueeze(0) if input.ndim == 3 else input
+
+
+def is_channels_last(*tensors: Tensor) -> bool:
+    """Whether ATen would answer in channels_last for one of these 4-D tensors."""
+    return any(suggest_memory_format(t) == torch.channels_last for t in tensors)
+
+
+def fold(tensor: Tensor, dim: int | None, into: int, size: int) -> Tensor:
+    """Makes a vmap dimension of `size` (None: expanded) the outer part of dimension `into` of the per-sample tensor."""
+    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.movedim(0, into).flatten(into, into + 1)
+
+
+def algorithm_operators(operation: str, algorithm: str) -> dict[str, torch._ops.OpOverload]:
+    """The dispatcher operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
+    names = {"": f"{operation}_{algorithm}"}
+    names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in ("backward", "pack", "packed", "packed_out")}
+    return {
+        kind: getattr(torch.ops.ai3, name).default for kind, name in names.items() if hasattr(torch.ops.ai3, name)
+    }
+
+
+class Operation:
+    """The rules of one operation, for all of its algorithms.
+
+    A subclass gives `name`, `problem`, and `save` / `backward`; what it has in addition (`vmap`, `flops`, rules of its
+    `_backward` or packing operators) it overrides.
+    """
+
+    name: ClassVar[str]
+    autocast: ClassVar[bool] = False  # casts to the autocast dtype, as ATen does for the function it replaces
+
+    # What subclasses define -------------------------------------------------------------------------------------------
+    def problem(self, label: str, *args: Any, **kwargs: Any) -> Problem:
+        """Checks a call's arguments (RuntimeError) and describes it."""
+        raise NotImplementedError
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """Keeps for `backward` what it needs; `options` are the keyword-only arguments."""
+        raise NotImplementedError
+
+    def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the first arguments; trailing ones that have none are left out."""
+        raise NotImplementedError
+
+    def vmap(self, op: Callable[..., Tensor], size: int, dims: Dims, *args: Any, **options: Any) -> tuple[Tensor, int]:
+        """The operator over one more dimension of `size`, by one call; dims[i] is its place in args[i], or None."""
+        raise NotImplementedError
+
+    flops: Callable[..., int] | None = None  # of shapes, as torch.utils.flop_counter calls it
+    rules: ClassVar[dict[str, Callable[..., None]]] = {}  # kind of operator -> function (self, op, algorithm)
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "name"):
+            registry.OPERATIONS[cls.name] = cls()
+
+    # What they get ----------------------------------------------------------------------------------------------------
+    def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
+        """The output without its values: sizes, strides, dtype and device are the real kernel's, and so are the errors."""
+        label = f"ai3::{self.name}_{algorithm}"
+        problem = self.problem(label, *args, **kwargs)
+        ok, reason = registry.supports_problem(self.name, algorithm, problem)
+        check(ok, label, reason)
+        return problem.empty(args[0].device)
+
+    def register(self, algorithm: str) -> None:
+        """Gives the operators of an algorithm their rules."""
+        operators = algorithm_operators(self.name, algorithm)
+        op = operators.pop("")
+        register_fake(op, lambda *args, **kwargs: self.fake(algorithm, *args, **kwargs))
+
+        def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            ctx.algorithm = algorithm
+            self.save(ctx, inputs, options, output)
+
+        register_autograd(op, self.backward, save)
+        register_vmap(op, self.vmap)
+        if self.autocast:
+            register_autocast(op)
+        if self.flops:
+            register_flops(op, self.flops)
+        register_determinism(op, self.name, algorithm)
+        for kind, other in operators.items():
+            if kind in self.rules:
+                self.rules[kind](self, other, algorithm)
+
+
+# Registration with the dispatcher -------------------------------------------------------------------------------------
+def register_fake(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+    """The kernel for fake and meta tensors."""
+    torch.library.register_fake(op.name(), function, lib=LIBRARY)
+
+
+def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+    """`save(ctx, inputs, options, output)` and `backward(ctx, *grads)`, which may leave out trailing gradients.
+
+    As torch.library.register_autograd, which cannot be used under torch.func.grad: a dispatcher kernel already runs at one
+    level of the function transforms, so a single-level Function is what is needed there.
+    """
+    arguments = op._schema.arguments
+    count = sum(not a.kwarg_only for a in arguments)
+    defaults = [a.default_value for a in arguments]
+    names = [a.name for a in arguments[count:]]
+
+    def below(keys: torch._C.DispatchKeySet, args: Any, options: dict[str, Any]) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+    class Rule(_SingleLevelFunction):
+        @staticmethod
+        def forward(keys: torch._C.DispatchKeySet, options: dict[str, Any], *args: Any) -> Any:
+            return below(keys, args, options)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            _, options, *args = inputs
+            options = {n: options.get(n, d) for n, d in zip(names, defaults[count:], strict=True)}
+            save(ctx, tuple(args), options, output)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            ctx.needs = ctx.needs_input_grad[2:]
+            return (None, None, *backward(ctx, *grads), *[None] * count)[: count + 2]
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(keys, args, options)
+        args = (*args, *defaults[len(args) : count])
+        if not torch._C._are_functorch_transforms_active():
+            return Rule.apply(keys, options, *args)
+        with enable_single_level_autograd_function():
+            return Rule.apply(keys, options, *args)
+
+    LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
+
+
+def register_vmap(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+    """`rule(op, size, dims, *args, **options)` gives the result and the place of its new dimension."""
+
+    def batch(info: Any, dims: Any, *args: Any, **options: Any) -> Any:
+        return rule(op, info.batch_size, dims, *args, **options)
+
+    torch.library.register_vmap(op.name(), batch, lib=LIBRARY)
+
+
+def register_autocast(op: torch._ops.OpOverload) -> None:
+    """Floating-point tensors but float64 ones are cast to the autocast dtype, as ATen does for convolutions and linear."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+        torch._C.DispatchKey.AutocastCUDA
+    )
+    for device, key in AUTOCAST.items():
+
+        def kernel(*args: Any, _device: str = device, **options: Any) -> Any:
+            dtype = torch.get_autocast_dtype(_device)
+
+            def cast(value: Any) -> Any:
+                eligible = (
+                    isinstance(value, Tensor)
+                    and value.is_floating_point()
+                    and value.dtype != torch.float64
+                    and value.device.type == _device
+                )
+                return value.to(dtype) if eligible else value
+
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return op(*map(cast, args), **options)
+
+        LIBRARY.impl(op, kernel, key)
+
+
+def register_flops(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
+    """For `torch.utils.flop_counter`: multiplications and additions of the direct method, whatever the algorithm."""
+    if op.overloadpacket not in flop_registry:
+        register_flop_formula(op.overloadpacket)(formula)
+
+
+def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: str) -> None:
+    """An algorithm that is not deterministic says so under `torch.use_deterministic_algorithms(True)`.
+
+    BackendSelect is the one key that every eager call passes, also under inference_mode; only such algorithms pay for it.
+    """
+    devices = {a.device for a in registry.algorithms(operation) if a.name == algorithm and not a.deterministic}
+    if not devices:
+        return
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if args[0].device.type in devices:
+            alert_not_deterministic(op.name())
+        return op.redispatch(keys & below, *args, **options)
+
+    LIBRARY.impl(op, kernel, "BackendSelect", with_keyset=True)

@@ -1,0 +1,182 @@
+"""What algorithms there are, what they promise, and whether they can do a given call."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ai3_ops import _library
+
+if TYPE_CHECKING:
+    from ai3_ops.operations.base import Operation, Problem
+
+OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
+
+
+@dataclass(frozen=True)
+class AlgorithmInfo:
+    """One algorithm on one device, as its own file (or its registration) describes it."""
+
+    operation: str
+    name: str
+    device: str  # "cpu" or "cuda"
+    accuracy: str  # "exact": only a sum of products' rounding; "bounded": within error_bound; "approximate"
+    error_bound: float  # of max|y - y64| / max|y64| in float32, where accuracy is "bounded"
+    deterministic: bool
+    dtypes: tuple[str, ...]
+    layout: str = "any"  # the memory layout it computes in; tensors in another one are converted: "any", "nchw", "nhwc"
+    packs: bool = False  # has weights in a form of its own, made once by ai3::_<operation>_<name>_pack
+    epilogue: bool = False  # its packed operator adds a residual and applies an activation
+    rule: bool = False  # no method of its own: names another algorithm for each problem
+    vendor: bool = False  # calls PyTorch's own operators
+    python: bool = field(default=False, compare=False)  # a Python callable
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        """`torch.ops.ai3.<operation>_<name>.default`."""
+        return getattr(torch.ops.ai3, f"{self.operation}_{self.name}").default
+
+
+_python: dict[tuple[str, str], AlgorithmInfo] = {}
+
+
+def add_python(info: AlgorithmInfo) -> None:
+    """Lists an algorithm that is a Python callable; it replaces one of that name."""
+    _python[info.operation, info.name] = info
+
+
+def operations() -> list[str]:
+    """The names of all operations."""
+    return list(_library.registry()["operations"])
+
+
+def algorithms(operation: str | None = None, device: str | torch.device | None = None) -> list[AlgorithmInfo]:
+    """What is available in this process: one entry per algorithm and device, in alphabetical order.
+
+    `operation` ("conv2d", ...) and `device` ("cpu" or "cuda") leave out the others; an unknown one is a ValueError.
+    """
+    listed = _library.registry()["operations"]
+    if operation is not None:
+        _known(operation, listed, "operation")
+    kind = None if device is None else torch.device(device).type
+    if kind is not None:
+        _known(kind, _library.DEVICES, "device")
+    found = [
+        AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"])})
+        for o, record in listed.items()
+        for name, devices in record["algorithms"].items()
+        for d, traits in devices.items()
+    ]
+    found += [info for info in _python.values()]
+    found = [a for a in found if operation in (None, a.operation) and kind in (None, a.device)]
+    return sorted(found, key=lambda a: (a.operation, a.name, a.device))
+
+
+def algorithm(operation: str, name: str, device: str | None = None) -> AlgorithmInfo:
+    """One algorithm, on `device` where it has several; an unknown name is a ValueError that names near matches."""
+    found = algorithms(operation)
+    _known(name, [a.name for a in found], f"{operation} algorithm")
+    matches = [a for a in found if a.name == name]
+    return next((a for a in matches if a.device == device), matches[0])
+
+
+def supports(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Whether `ai3::<operation>_<algorithm>` can do a call with these arguments, and the reason when it cannot.
+
+    The arguments are the operator's own; tensors may be real, meta or fake ones (on the meta device the answer is yes where
+    any device can). Arguments that no algorithm accepts, such as a wrong channel count, are a reason too. Unknown names
+    are a ValueError. Nothing is computed.
+    """
+    _check_names(operation, algorithm)
+    try:
+        problem = _problem(operation, algorithm, args, kwargs)
+    except RuntimeError as error:
+        return False, str(error).removeprefix(f"ai3::{operation}_{algorithm}: ")
+    return supports_problem(operation, algorithm, problem)
+
+
+def resolve(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> str:
+    """The algorithm that a call with these arguments runs: `algorithm` itself, or what its rule (`default`) chooses.
+
+    RuntimeError where there is none, ValueError for unknown names.
+    """
+    _check_names(operation, algorithm)
+    p = _problem(operation, algorithm, args, kwargs)
+    return resolve_sizes(operation, algorithm, p.device, p.dtype, **p.sizes)
+
+
+def supports_problem(operation: str, algorithm: str, problem: Problem) -> tuple[bool, str]:
+    """`supports_sizes` of a checked call; on the meta device, of any device."""
+    devices = _library.DEVICES if problem.device == "meta" else (problem.device,)
+    answers = [supports_sizes(operation, algorithm, d, problem.dtype, **problem.sizes) for d in devices]
+    return next((a for a in answers if a[0]), answers[0])
+
+
+def supports_sizes(
+    operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
+) -> tuple[bool, str]:
+    """As `supports`, from sizes by the names that the registry gives them, for callers that do not know all.
+
+    A size left out, None, negative or symbolic is unknown: the answer is then no only where no value of it could help.
+    """
+    kind = torch.device(device).type
+    if kind not in _library.DEVICES:
+        return False, f"has no kernel for {kind} tensors"
+    info = _python.get((operation, algorithm))
+    if info is not None:
+        return True, ""
+    return _library.supports(operation, algorithm, kind, dtype, _query(operation, sizes))
+
+
+def resolve_sizes(
+    operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
+) -> str:
+    """As `resolve`, from sizes as `supports_sizes` takes them."""
+    if (operation, algorithm) in _python:
+        return algorithm
+    return _library.resolve(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
+
+
+def workspace_sizes(operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any) -> int:
+    """Bytes of workspace, packed weights included, that a direct call of these sizes allocates."""
+    if (operation, algorithm) in _python:
+        return 0
+    return _library.workspace(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
+
+
+def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
+    return OPERATIONS[operation].problem(f"ai3::{operation}_{algorithm}", *args, **kwargs)
+
+
+def _query(operation: str, sizes: dict[str, Any]) -> list[int]:
+    names = _library.size_names(operation)
+    unknown = sizes.keys() - set(names)
+    if unknown:
+        raise TypeError(f"{operation} has no size {sorted(unknown)}; its sizes: {', '.join(names)}")
+    return [_known_size(sizes.get(name)) for name in names]
+
+
+def _known_size(size: Any) -> int:
+    if isinstance(size, torch.SymInt):
+        size = size.node.maybe_as_int()
+    return -1 if size is None else int(size)
+
+
+def _check_names(operation: str, algorithm: str) -> None:
+    listed = _library.registry()["operations"]
+    _known(operation, listed, "operation")
+    names = [*listed[operation]["algorithms"], *(name for o, name in _python if o == operation)]
+    _known(algorithm, names, f"{operation} algorithm")
+
+
+def _known(word: str, words: Iterable[str], what: str) -> None:
+    words = sorted(set(words))
+    if word in words:
+        return
+    near = difflib.get_close_matches(word, words)
+    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {', '.join(words)}"
+    raise ValueError(f"no {what} {word!r}; {hint}")
