@@ -1,31 +1,314 @@
-// thin first version
+// Direct convolution: no transform and no copy of the image. A register tile holds a few neighbouring output pixels of a row by
+// two vectors of output channels and stays in registers over all kernel positions and input channels (Georganas et al. 2018,
+// Zhang et al. 2018). Weights are read in the blocked form [group][K/b][R][S][C/groups][b], b up to 32, in the accumulator's
+// type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes. Strides are
+// read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/algorithm.h"
+#include "../core/epilogue.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-template <class T>
-void conv2d_direct(const Conv2dProblem& p, const T* x, const T* w, const T* b, T* y, Workspace&) {
-  const int64_t cg = p.in_channels / p.groups, kg = p.out_channels / p.groups;
-  parallel_for(p.threads, p.batch * p.out_channels, [&](int64_t i, int) {
-    const int64_t n = i / p.out_channels, k = i % p.out_channels, c0 = k / kg * cg;
-    for (int64_t oh = 0; oh < p.out_height; oh++)
-      for (int64_t ow = 0; ow < p.out_width; ow++) {
-        Acc<T> sum = b ? widen(b[k]) : 0;
-        for (int64_t c = 0; c < cg; c++)
-          for (int64_t r = 0; r < p.kernel_height; r++)
-            for (int64_t s = 0; s < p.kernel_width; s++) {
-              const int64_t h = oh * p.stride_h - p.pad_h + r * p.dilation_h, v = ow * p.stride_w - p.pad_w + s * p.dilation_w;
-              if (h < 0 || h >= p.in_height || v < 0 || v >= p.in_width) continue;
-              sum = fma1<Acc<T>>(widen(w[((k * cg + c) * p.kernel_height + r) * p.kernel_width + s]),
-                        widen(x[n * p.x_stride.n + (c0 + c) * p.x_stride.c + h * p.x_stride.h + v * p.x_stride.w]), sum);
-            }
-        y[n * p.y_stride.n + k * p.y_stride.c + oh * p.y_stride.h + ow * p.y_stride.w] = narrowed<T>(sum);
-      }
+// Pixels of a register tile: with two vectors each, two of weights and one broadcast they fill 32 or 16 registers.
+constexpr int kPixels = AI3_VECTOR_BYTES == 64 ? 14 : 6;
+constexpr int64_t kBlockAtMost = 32;
+constexpr int64_t kStageSpan = 64, kStageChannels = 32;  // elements of the tile's input that are widened at a time
+
+template <class A, class B>
+constexpr bool same = false;
+template <class A>
+constexpr bool same<A, A> = true;
+
+AI3_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+AI3_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
+struct Blocking {
+  int64_t channels, out_channels, block, blocks;  // of one group; `block` output channels are stored side by side
+  AI3_INLINE explicit Blocking(const Conv2dProblem& p)
+      : channels(p.in_channels / p.groups), out_channels(p.out_channels / p.groups) {
+    for (block = 4; block < kBlockAtMost && block < out_channels;) block *= 2;
+    blocks = ceil_div(out_channels, block);
+  }
+};
+
+int64_t packed_bytes(const Conv2dProblem& p) {
+  const Blocking b(p);
+  const int64_t size = p.dtype == DType::f64 ? 8 : 4;
+  // Vectors may read past a narrow block, into the next one or this margin; what they find there is not stored.
+  return checked_add(checked_product({size, p.groups, b.blocks, b.block, b.channels, p.kernel_height, p.kernel_width}),
+                     2 * AI3_VECTOR_BYTES);
+}
+
+void pack(const Conv2dProblem& p, const void* weight, void* packed) {
+  const Blocking b(p);
+  const int64_t window = p.kernel_height * p.kernel_width, panel = window * b.channels * b.block;
+  with_type(p.dtype, [&]<class T>() {
+    const T* w = static_cast<const T*>(weight);
+    Acc<T>* out = static_cast<Acc<T>*>(packed);
+    __builtin_memset(out + p.groups * b.blocks * panel, 0, 2 * AI3_VECTOR_BYTES);
+    parallel_for(p.threads, p.groups * b.blocks, [&](int64_t i, int) {
+      const int64_t k0 = i / b.blocks * b.out_channels + i % b.blocks * b.block;
+      const int64_t count = least(b.block, b.out_channels - i % b.blocks * b.block);
+      for (int64_t c = 0; c < b.channels; c++)
+        for (int64_t rs = 0; rs < window; rs++) {
+          Acc<T>* row = out + i * panel + (rs * b.channels + c) * b.block;
+          for (int64_t k = 0; k < b.block; k++)
+            row[k] = k < count ? widen(w[((k0 + k) * b.channels + c) * window + rs]) : Acc<T>(0);
+        }
+    });
   });
 }
 
-AI3_ALGORITHM(conv2d, direct)
+// Kernel positions and channels that a tile adds up, with the strides from one to the next.
+struct Span {
+  int64_t rows, columns, channels;
+  int64_t x_row, x_column, x_channel, x_pixel;
+  int64_t w_row, w_column, w_channel;
+};
+
+// tile[j][0 .. v vectors) += sum over the span of x[j] * w, for n pixels; it starts from `start`, the same for each pixel, if
+// given.
+template <class A, int n, int v>
+[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
+  constexpr int width = Vec<A>::width;
+  Vec<A> sum[n][v];
+#pragma GCC unroll 16
+  for (int j = 0; j < n; j++)
+#pragma GCC unroll 2
+    for (int q = 0; q < v; q++) sum[j][q] = load(start ? start + q * width : tile + j * tile_pixel + q * width);
+  const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
+  for (int64_t r = 0; r < span.rows; r++)
+    for (int64_t s = 0; s < span.columns; s++) {
+      const A* xc = x + r * span.x_row + s * span.x_column;
+      const A* wc = w + r * span.w_row + s * span.w_column;
+      for (int64_t c = 0; c < span.channels; c++, xc += x_channel, wc += w_channel) {
+        Vec<A> weights[v];
+#pragma GCC unroll 2
+        for (int q = 0; q < v; q++) weights[q] = load(wc + q * width);
+#pragma GCC unroll 16
+        for (int j = 0; j < n; j++) {
+          const Vec<A> pixel(xc[j * x_pixel]);
+#pragma GCC unroll 2
+          for (int q = 0; q < v; q++) sum[j][q] = fma(weights[q], pixel, sum[j][q]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+  for (int j = 0; j < n; j++)
+#pragma GCC unroll 2
+    for (int q = 0; q < v; q++) store(tile + j * tile_pixel + q * width, sum[j][q]);
+}
+template <int n, class A>
+AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start,
+                           const Span& span) {
+  if (pixels == n)
+    (two ? accumulate<A, n, 2> : accumulate<A, n, 1>)(x, w, tile, tile_pixel, start, span);
+  else if constexpr (n > 1)
+    accumulate<n - 1>(pixels, two, x, w, tile, tile_pixel, start, span);
+}
+
+template <class T>
+AI3_INLINE void widen_row(const T* from, Acc<T>* to, int64_t count) {
+  constexpr int width = Vec<Acc<T>>::width;
+  int64_t i = 0;
+  for (; i + width <= count; i += width) store(to + i, load(from + i));
+  if (i < count) store_partial(to + i, load_partial(from + i, count - i), count - i);
+}
+
+// The same for stored types that must be widened first, and for pixels so far apart that they share a few cache sets: the tile's
+// input goes through a small buffer.
+template <class T>
+void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Acc<T>* tile, int64_t tile_pixel,
+                       const Acc<T>* start, const Span& span) {
+  using A = Acc<T>;
+  alignas(64) A stage[kStageSpan * kStageChannels];
+  const bool by_pixel = span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
+  const int64_t chunk = by_pixel ? kStageSpan : kStageChannels, reach = (pixels - 1) * span.x_pixel + 1;
+  for (int64_t r = 0; r < span.rows; r++)
+    for (int64_t s = 0; s < span.columns; s++)
+      for (int64_t c0 = 0; c0 < span.channels; c0 += chunk) {
+        const T* from = x + r * span.x_row + s * span.x_column + c0 * span.x_channel;
+        Span part = span;
+        part.rows = part.columns = 1, part.channels = least(chunk, span.channels - c0);
+        if (by_pixel) {
+          for (int64_t j = 0; j < pixels; j++) widen_row(from + j * span.x_pixel, stage + j * kStageSpan, part.channels);
+          part.x_pixel = kStageSpan;
+        } else {
+          for (int64_t c = 0; c < part.channels; c++) {
+            const T* row = from + c * span.x_channel;
+            if (reach <= kStageSpan)
+              widen_row(row, stage + c * kStageSpan, reach);
+            else
+              for (int64_t j = 0; j < pixels; j++) stage[c * kStageSpan + j] = widen(row[j * span.x_pixel]);
+          }
+          part.x_channel = kStageSpan, part.x_pixel = reach <= kStageSpan ? span.x_pixel : 1;
+        }
+        accumulate<kPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile, tile_pixel,
+                            start, part);
+        start = nullptr;
+      }
+}
+
+// Adds the residual, applies the activation and stores `pixels` x `count` values of a tile.
+template <class T>
+AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_pixel, int64_t pixels, int64_t count,
+                       const T* residual, T* y) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width;
+  auto row = [&](const A* from, int64_t offset, int64_t n) {
+    for (int64_t i = 0; i < n; i += width) {
+      const int64_t rest = n - i, at = offset + i;
+      Vec<A> v = load(from + i);
+      if (residual) v += rest < width ? load_partial(residual + at, rest) : load(residual + at);
+      v = activate(p.activation, v);
+      rest < width ? store_partial(y + at, v, rest) : store(y + at, v);
+    }
+  };
+  if (p.y_stride.c == 1) {
+    for (int64_t j = 0; j < pixels; j++) row(tile + j * tile_pixel, j * p.y_stride.w, count);
+  } else {
+    A turned[kPixels + width];
+    for (int64_t k = 0; k < count; k++) {
+      for (int64_t j = 0; j < pixels; j++) turned[j] = tile[j * tile_pixel + k];
+      row(turned, k * p.y_stride.c, pixels);
+    }
+  }
+}
+
+// A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of four tiles, over the whole batch where images follow
+// each other pixel by pixel, as in NHWC.
+Conv2dProblem regrouped(Conv2dProblem p) {
+  if (p.kernel_height != 1 || p.kernel_width != 1 || p.stride_h != 1 || p.stride_w != 1 || p.pad_h || p.pad_w) return p;
+  int64_t pixels = p.out_height * p.out_width;
+  if (p.x_stride.n == pixels * p.x_stride.w && p.y_stride.n == pixels * p.y_stride.w) pixels *= p.batch, p.batch = 1;
+  p.out_width = p.in_width = least(pixels, 4 * kPixels);
+  p.out_height = p.in_height = ceil_div(pixels, p.out_width);
+  p.x_stride.h = p.out_width * p.x_stride.w, p.y_stride.h = p.out_width * p.y_stride.w;
+  return p;
+}
+
+template <class T>
+void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width;
+  const T *x = static_cast<const T*>(m.input), *bias = static_cast<const T*>(m.bias),
+          *residual = static_cast<const T*>(m.residual);
+  const A* w = static_cast<const A*>(m.weight);
+  T* y = static_cast<T*>(m.output);
+  const Blocking b(problem);
+  const Conv2dProblem p = regrouped(problem);
+  const int64_t all_pixels = problem.out_height * problem.out_width * (problem.batch / p.batch);  // of what is one image in p
+  const bool in_place = same<T, A> && p.y_stride.c == 1;
+  const bool needs_finish = residual || p.activation != Activation::none;
+
+  Span whole{};
+  whole.rows = p.kernel_height, whole.columns = p.kernel_width, whole.channels = b.channels;
+  whole.x_row = p.dilation_h * p.x_stride.h, whole.x_column = p.dilation_w * p.x_stride.w;
+  whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
+  whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
+  const int64_t panel = p.kernel_height * whole.w_row;
+  const bool staged = !same<T, A> || (p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 2048 == 0);
+
+  // One tile: output pixels [column, column + pixels) of a row, channels [k, k + count) of a block whose sums start from `start`.
+  auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const A* start,
+                  int64_t count) {
+    alignas(64) A buffer[kPixels * 2 * width];
+    const bool direct = in_place && count % width == 0, two = count > width;
+    T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
+    A* sums = buffer;
+    int64_t sums_pixel = 2 * width;
+    if constexpr (same<T, A>)
+      if (direct) sums = out, sums_pixel = p.y_stride.w;
+    // The part of the kernel that lies inside the image: rows [r0, r1) for all pixels; columns differ from pixel to pixel.
+    const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
+    const int64_t r0 = top < 0 ? ceil_div(-top, p.dilation_h) : 0,
+                  r1 = most(r0, least(p.kernel_height, ceil_div(most(p.in_height - top, 0), p.dilation_h)));
+    bool started = false;
+    auto fill = [&] {
+      for (int64_t j = 0; j < pixels; j++)
+        for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(start + q));
+      started = true;
+    };
+    for (int64_t s = 0; s < p.kernel_width && r0 < r1;) {
+      // Pixels [j0, j1) see kernel column s inside the image; so do they the following columns, up to `end`.
+      auto inside = [&](int64_t column_s, int64_t& j0, int64_t& j1) {
+        const int64_t at = left + column_s * p.dilation_w;
+        j0 = at < 0 ? ceil_div(-at, p.stride_w) : 0;
+        j1 = least(pixels, ceil_div(most(p.in_width - at, 0), p.stride_w));
+      };
+      int64_t j0, j1, end = s + 1;
+      inside(s, j0, j1);
+      for (int64_t other0, other1; end < p.kernel_width; end++) {
+        inside(end, other0, other1);
+        if (other0 != j0 || other1 != j1) break;
+      }
+      if (j0 < j1) {
+        const bool full = j1 - j0 == pixels;
+        if (!started && !full) fill();
+        Span span = whole;
+        span.rows = r1 - r0, span.columns = end - s;
+        // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long
+        // loops.
+        if (span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
+        const T* from =
+            xi + (top + r0 * p.dilation_h) * p.x_stride.h + (left + s * p.dilation_w + j0 * p.stride_w) * p.x_stride.w;
+        const A* panel_part = weights + r0 * span.w_row + s * span.w_column;
+        const A* first = started ? nullptr : start;
+        if constexpr (same<T, A>) {
+          if (!staged) accumulate<kPixels>(j1 - j0, two, from, panel_part, sums + j0 * sums_pixel, sums_pixel, first, span);
+        }
+        if (staged) accumulate_staged<T>(j1 - j0, two, from, panel_part, sums + j0 * sums_pixel, sums_pixel, first, span);
+        started = true;
+      }
+      s = end;
+    }
+    if (!started) fill();
+    if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
+  };
+
+  // A task's input rows stay in the second-level cache while the blocks of output channels pass over them.
+  const int64_t row_bytes = most(1, p.stride_h * p.in_width * b.channels * static_cast<int64_t>(sizeof(T)));
+  const int64_t rows =
+      most(1, least(ceil_div(p.out_height, p.batch * p.groups < p.threads ? p.threads : 1), (int64_t{256} << 10) / row_bytes));
+  const int64_t chunks = ceil_div(p.out_height, rows), tasks = p.batch * p.groups * chunks;
+  const int64_t splits = p.threads == 1 ? 1 : least(b.blocks, ceil_div(4 * p.threads, tasks)),
+                blocks = ceil_div(b.blocks, splits);
+  const double work = static_cast<double>(all_pixels * p.batch) * static_cast<double>(p.out_channels) *
+                      static_cast<double>(whole.rows * whole.columns * b.channels);
+  parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
+    const int64_t first_block = i % splits * blocks, row0 = i / splits % chunks * rows, image = i / splits / chunks;
+    const int64_t n = image / p.groups, g = image % p.groups;
+    for (int64_t kb = first_block; kb < least(b.blocks, first_block + blocks); kb++) {
+      const int64_t k0 = g * b.out_channels + kb * b.block, in_block = least(b.block, b.out_channels - kb * b.block);
+      alignas(64) A start[kBlockAtMost + 2 * width] = {};
+      for (int64_t k = 0; bias && k < in_block; k++) start[k] = widen(bias[k0 + k]);
+      for (int64_t row = row0; row < least(p.out_height, row0 + rows); row++) {
+        const int64_t columns = least(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, kPixels);
+        for (int64_t k = 0; k < in_block; k += 2 * width)
+          for (int64_t t = 0; t < tiles; t++) {
+            const int64_t column = t * columns / tiles, at = n * p.y_stride.n + (k0 + k) * p.y_stride.c;
+            tile(x + n * p.x_stride.n + g * b.channels * p.x_stride.c, y + at, residual ? residual + at : nullptr, row, column,
+                 (t + 1) * columns / tiles - column, w + (g * b.blocks + kb) * panel + k, start + k,
+                 least(2 * width, in_block - k));
+          }
+      }
+    }
+  });
+}
+
+Cost cost(const Conv2dProblem& p) {
+  const Blocking b(p);
+  const int64_t width = AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4), lanes = round_up(b.out_channels, width);
+  const double pixels = static_cast<double>(p.batch) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
+  const double weights =
+      static_cast<double>(p.groups * lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);
+  const double image =
+      static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width);
+  const double moved = image + static_cast<double>(p.out_channels) * pixels + weights;
+  return {2 * pixels * weights, moved * static_cast<double>(size_of(p.dtype)), .85};
+}
+
+AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
