@@ -1,0 +1,275 @@
+// Packed matrix multiplication, C = A * B, after Goto & van de Geijn (2008) and BLIS (Van Zee & van de Geijn 2015): B lies in
+// panels of two vectors' width; a micro-kernel keeps up to kRows rows of one panel's columns in registers and reads A element by
+// element. Sums stay in registers over the whole of k: they are never rounded to a storage type, and do not depend on blocks or
+// threads.
+//
+// Panels of B: [ceil(n / kPanel)][k][kPanel], the last one zero-padded. The panels of a weight also serve as A of the transposed
+// product, so that one packing serves both layouts of a convolution:
+//   NHWC: rows are pixels, columns are output channels; A is the patches, B the packed weight (gemm_rows).
+//   NCHW: rows are output channels, columns are pixels; A is the packed weight, B the packed patches (gemm_columns).
+#pragma once
+#include "algorithm.h"
+#include "epilogue.h"
+
+namespace ai3::inline AI3_LEVEL {
+
+template <class A>
+inline constexpr int kPanel = 2 * Vec<A>::width;
+// 2 * kRows accumulators, two vectors of B and one broadcast fill the register file.
+inline constexpr int kRows = AI3_VECTOR_BYTES == 64 ? 14 : AI3_VECTOR_BYTES == 32 ? 6 : 4;
+
+template <class A>
+AI3_INLINE int64_t panel_count(int64_t columns) {
+  return ceil_div(columns, kPanel<A>);
+}
+// Elements of a packed k x columns matrix.
+template <class A>
+AI3_INLINE int64_t packed_size(int64_t k, int64_t columns) {
+  return checked_product({panel_count<A>(columns), k, kPanel<A>});
+}
+
+// Part `i` of [0, count) in `parts` shares whose sizes differ by one at most.
+struct Share {
+  int64_t begin, end;
+};
+AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count * i / parts, count * (i + 1) / parts}; }
+
+// ---- Micro-kernel ------------------------------------------------------------------------------------------------------------
+
+// R rows of a panel's columns, in registers.
+template <class A, int R>
+struct MicroTile {
+  using V = Vec<A>;
+  V left[R], right[R];
+
+  AI3_INLINE void clear() {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) left[r] = right[r] = V(A{0});
+  }
+  AI3_INLINE void load(const A* c, int64_t ldc) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) left[r] = AI3_LEVEL::load(c + r * ldc), right[r] = AI3_LEVEL::load(c + r * ldc + V::width);
+  }
+  AI3_INLINE void store(A* c, int64_t ldc) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) AI3_LEVEL::store(c + r * ldc, left[r]), AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
+  }
+  template <class Rows>
+  AI3_INLINE void multiply(const Rows& rows, const A* panel, int64_t k) {
+    for (int64_t i = 0; i < k; i++) {
+      const V b0 = AI3_LEVEL::load(panel + i * kPanel<A>), b1 = AI3_LEVEL::load(panel + i * kPanel<A> + V::width);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        const V a = rows.at(r, i);
+        left[r] = fma(a, b0, left[r]);
+        right[r] = fma(a, b1, right[r]);
+      }
+    }
+  }
+};
+
+// Where A is read: rows with contiguous k;
+template <class A>
+struct StridedRows {
+  const A* data;
+  int64_t stride;
+  AI3_INLINE StridedRows from(int64_t row) const { return {data + row * stride, stride}; }
+  AI3_INLINE A at(int row, int64_t k) const { return data[row * stride + k]; }
+  template <int R>
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k) const {
+    tile.multiply(*this, panel, k);
+  }
+};
+// columns of one panel, which become rows;
+template <class A>
+struct PanelRows {
+  const A* data;
+  AI3_INLINE PanelRows from(int64_t column) const { return {data + column}; }
+  AI3_INLINE A at(int row, int64_t k) const { return data[k * kPanel<A> + row]; }
+  template <int R>
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k) const {
+    tile.multiply(*this, panel, k);
+  }
+};
+// or, for k = taps * length, `length` elements at offset behind each of the pointers data[tap * stride + row].
+template <class A>
+struct IndirectRows {
+  const A* const* data;
+  int64_t stride, offset, length;
+  AI3_INLINE IndirectRows from(int64_t row) const { return {data + row, stride, offset, length}; }
+  template <int R>
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k) const {
+    struct Tap {
+      const A* const* pointers;
+      int64_t offset;
+      AI3_INLINE A at(int row, int64_t i) const { return pointers[row][offset + i]; }
+    };
+    const A* const* pointers = data;
+    for (const A* end = panel + k * kPanel<A>; panel < end; panel += length * kPanel<A>, pointers += stride)
+      tile.multiply(Tap{pointers, offset}, panel, length);
+  }
+};
+
+// C (=, +=) rows * panel; all kPanel columns of c are written.
+template <class A, int R, class Rows>
+void micro_kernel(Rows rows, const A* panel, int64_t k, A* c, int64_t ldc, bool add) {
+  MicroTile<A, R> tile;
+  if (add)
+    tile.load(c, ldc);
+  else
+    tile.clear();
+  rows.multiply(tile, panel, k);
+  tile.store(c, ldc);
+}
+template <class A, class Rows, int R = kRows>
+AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, A* c, int64_t ldc, bool add) {
+  if constexpr (R > 1)
+    if (row_count < R) return multiply_tile<A, Rows, R - 1>(row_count, rows, panel, k, c, ldc, add);
+  micro_kernel<A, R, Rows>(rows, panel, k, c, ldc, add);
+}
+
+// ---- Output ------------------------------------------------------------------------------------------------------------------
+
+// Where a product goes: activation(product + bias + residual), narrowed to T. One of the two strides is 1.
+template <class T>
+struct Output {
+  T* data;
+  int64_t row_stride, column_stride = 1;
+  const T* bias = nullptr;
+  bool bias_per_row = false;
+  const T* residual = nullptr;  // laid out as data
+  Activation activation = Activation::none;
+  bool add = false;  // onto what is there; only where T is the accumulator type
+
+  AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
+  AI3_INLINE Output from(int64_t row, int64_t column) const {
+    Output o = *this;
+    const int64_t shift = row * row_stride + column * column_stride;
+    o.data += shift;
+    if (residual) o.residual += shift;
+    if (bias) o.bias += bias_per_row ? row : column;
+    return o;
+  }
+};
+
+// The epilogue on `count` contiguous elements; the bias is contiguous too, or one value.
+template <class T>
+AI3_INLINE void store_line(const Output<T>& out, int64_t shift, const Acc<T>* sums, const T* bias, bool one_bias, int64_t count) {
+  using V = Vec<Acc<T>>;
+  const V one = Acc<T>(bias && one_bias ? widen(*bias) : 0);
+  const T* residual = out.residual ? out.residual + shift : nullptr;
+  int64_t i = 0;
+  for (; i + V::width <= count; i += V::width) {
+    V v = load(sums + i);
+    if (bias) v += one_bias ? one : load(bias + i);
+    if (residual) v += load(residual + i);
+    store(out.data + shift + i, activate(out.activation, v));
+  }
+  if (const int64_t rest = count - i; rest > 0) {
+    V v = load_partial(sums + i, rest);
+    if (bias) v += one_bias ? one : load_partial(bias + i, rest);
+    if (residual) v += load_partial(residual + i, rest);
+    store_partial(out.data + shift + i, activate(out.activation, v), rest);
+  }
+}
+// Stores rows x columns sums, with the epilogue.
+template <class T>
+void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t rows, int64_t columns) {
+  if (out.column_stride == 1) {
+    for (int64_t r = 0; r < rows; r++)
+      store_line(out, r * out.row_stride, sums + r * lds, out.bias && out.bias_per_row ? out.bias + r : out.bias,
+                 out.bias_per_row, columns);
+    return;
+  }
+  constexpr int64_t kLine = 64;
+  Acc<T> line[kLine];
+  for (int64_t r0 = 0; r0 < rows; r0 += kLine) {
+    const int64_t n = rows - r0 < kLine ? rows - r0 : kLine;
+    for (int64_t c = 0; c < columns; c++) {
+      for (int64_t r = 0; r < n; r++) line[r] = sums[(r0 + r) * lds + c];
+      const T* bias = !out.bias ? nullptr : out.bias_per_row ? out.bias + r0 : out.bias + c;
+      store_line(out, r0 * out.row_stride + c * out.column_stride, line, bias, !out.bias_per_row, n);
+    }
+  }
+}
+
+// ---- One thread --------------------------------------------------------------------------------------------------------------
+
+// A slab of at most kRows rows times the panels of `columns` columns.
+template <class T, class Rows>
+AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>* panel, int64_t columns, int64_t k,
+                              const Output<T>& out) {
+  using A = Acc<T>;
+  alignas(64) A tile[kRows * kPanel<A>];
+  for (int64_t c = 0; c < columns; c += kPanel<A>, panel += k * kPanel<A>) {
+    const int64_t n = columns - c < kPanel<A> ? columns - c : kPanel<A>;
+    const Output<T> at = out.from(0, c);
+    if constexpr (sizeof(T) == sizeof(A)) {
+      if (n == kPanel<A> && out.plain()) {
+        multiply_tile<A>(row_count, rows, panel, k, at.data, at.row_stride, at.add);
+        continue;
+      }
+      if (at.add)
+        for (int64_t r = 0; r < row_count; r++)
+          for (int64_t i = 0; i < kPanel<A>; i++)
+            tile[r * kPanel<A> + i] = i < n ? at.data[r * at.row_stride + i * at.column_stride] : A{0};
+      multiply_tile<A>(row_count, rows, panel, k, tile, kPanel<A>, at.add);
+    } else {
+      multiply_tile<A>(row_count, rows, panel, k, tile, kPanel<A>, false);
+    }
+    store_block(at, tile, kPanel<A>, row_count, n);
+  }
+}
+
+// out[rows][columns] (=, +=) A * B; A as StridedRows or IndirectRows. Panels outside, slabs inside: a panel stays in the L1 or L2
+// cache.
+template <class T, class Rows>
+void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t columns, int64_t k, const Output<T>& out) {
+  const int64_t slabs = ceil_div(rows, kRows);
+  for (int64_t c = 0; c < columns; c += kPanel<Acc<T>>)
+    for (int64_t s = 0; s < slabs; s++) {
+      const Share r = share(rows, slabs, s);
+      const int64_t n = columns - c < kPanel<Acc<T>> ? columns - c : kPanel<Acc<T>>;
+      multiply_slab<T>(a.from(r.begin), r.end - r.begin, panels + c * k, n, k, out.from(r.begin, c));
+    }
+}
+// The same with the columns of packed panels `a` as rows.
+template <class T>
+void gemm_block(const PanelRows<Acc<T>>& a, int64_t rows, const Acc<T>* panels, int64_t columns, int64_t k,
+                const Output<T>& out) {
+  for (int64_t p = 0; p < rows; p += kPanel<Acc<T>>) {
+    const int64_t n = rows - p < kPanel<Acc<T>> ? rows - p : kPanel<Acc<T>>, slabs = ceil_div(n, kRows);
+    for (int64_t s = 0; s < slabs; s++) {
+      const Share r = share(n, slabs, s);
+      multiply_slab<T>(PanelRows<Acc<T>>{a.data + p * k}.from(r.begin), r.end - r.begin, panels, columns, k,
+                       out.from(p + r.begin, 0));
+    }
+  }
+}
+// c[rows][columns] (=, +=) a[rows][k] * B, for use inside other kernels.
+template <class A>
+AI3_INLINE void gemm_block(const A* a, int64_t lda, int64_t rows, const A* panels, int64_t columns, int64_t k, A* c, int64_t ldc,
+                           bool add) {
+  Output<A> out{c, ldc};
+  out.add = add;
+  gemm_block<A>(StridedRows<A>{a, lda}, rows, panels, columns, k, out);
+}
+
+// Packs b[k][columns], whose elements lie at k_stride and column_stride, into panels `panel_stride` elements apart (k * kPanel
+// where the matrix is packed whole, more where it is a part of one that is longer in k).
+template <class T>
+void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64_t column_stride, Acc<T>* panels,
+                 int64_t panel_stride) {
+  constexpr int P = kPanel<Acc<T>>;
+  for (int64_t c = 0; c < columns; c += P, panels += panel_stride) {
+    const int64_t n = columns - c < P ? columns - c : P;
+    for (int64_t i = 0; i < k; i++) {
+      const T* from = b + i * k_stride + c * column_stride;
+      Acc<T>* to = panels + i * P;
+      for (int64_t j = 0; j < n; j++) to[j] = widen(from[j * column_stride]);
+      for (int64_t j = n; j < P; j++) to[j] = 0;
+    }
+  }
+}
+
+}  // namespace ai3::inline AI3_LEVEL
