@@ -20,7 +20,9 @@ _ERROR_SIZE = 4096
 def _load(name: str) -> ctypes.CDLL:
     path = _HERE / f"{name}.so"
     if not path.exists():
-        raise ImportError(f"ai3_ops: {path.name} is missing from {path.parent}: the package was not built (run `make build`)")
+        raise ImportError(
+            f"ai3_ops: {path.name} is missing from {path.parent}: the package was not built (run `make build`)"
+        )
     try:
         torch.ops.load_library(str(path))
     except OSError as cause:

@@ -132,16 +132,16 @@ def supports_sizes(
     return _library.supports(operation, algorithm, kind, dtype, _query(operation, sizes))
 
 
-def resolve_sizes(
-    operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
-) -> str:
+def resolve_sizes(operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any) -> str:
     """As `resolve`, from sizes as `supports_sizes` takes them."""
     if (operation, algorithm) in _python:
         return algorithm
     return _library.resolve(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
 
 
-def workspace_sizes(operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any) -> int:
+def workspace_sizes(
+    operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
+) -> int:
     """Bytes of workspace, packed weights included, that a direct call of these sizes allocates."""
     if (operation, algorithm) in _python:
         return 0

@@ -70,9 +70,7 @@ def spread(label: str, value: int | Sequence[int], count: int, name: str, least:
     if len(values) == 1:
         values *= count
     check(len(values) == count, label, f"{name} needs 1 or {count} elements, got {values}")
-    check(
-        all(least <= v <= 2**31 - 1 for v in values), label, f"{name} needs values of at least {least}, got {values}"
-    )
+    check(all(least <= v <= 2**31 - 1 for v in values), label, f"{name} needs values of at least {least}, got {values}")
     return values
 
 
@@ -86,19 +84,21 @@ def is_channels_last(*tensors: Tensor) -> bool:
     return any(suggest_memory_format(t) == torch.channels_last for t in tensors)
 
 
+def lead(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """The tensor with its vmap dimension of `size` in front; where it has none (dim is None), expanded."""
+    return tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
 def fold(tensor: Tensor, dim: int | None, into: int, size: int) -> Tensor:
-    """Makes a vmap dimension of `size` (None: expanded) the outer part of dimension `into` of the per-sample tensor."""
-    tensor = tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-    return tensor.movedim(0, into).flatten(into, into + 1)
+    """Makes the vmap dimension the outer part of dimension `into` of the per-sample tensor."""
+    return lead(tensor, dim, size).movedim(0, into).flatten(into, into + 1)
 
 
 def algorithm_operators(operation: str, algorithm: str) -> dict[str, torch._ops.OpOverload]:
     """The dispatcher operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
     names = {"": f"{operation}_{algorithm}"}
     names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in ("backward", "pack", "packed", "packed_out")}
-    return {
-        kind: getattr(torch.ops.ai3, name).default for kind, name in names.items() if hasattr(torch.ops.ai3, name)
-    }
+    return {kind: getattr(torch.ops.ai3, name).default for kind, name in names.items() if hasattr(torch.ops.ai3, name)}
 
 
 class Operation:
@@ -136,13 +136,17 @@ class Operation:
             registry.OPERATIONS[cls.name] = cls()
 
     # What they get ----------------------------------------------------------------------------------------------------
-    def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
-        """The output without its values: sizes, strides, dtype and device are the real kernel's, and so are the errors."""
+    def checked(self, algorithm: str, *args: Any, **kwargs: Any) -> Problem:
+        """The problem of a call that the algorithm can do; RuntimeError otherwise."""
         label = f"ai3::{self.name}_{algorithm}"
         problem = self.problem(label, *args, **kwargs)
         ok, reason = registry.supports_problem(self.name, algorithm, problem)
         check(ok, label, reason)
-        return problem.empty(args[0].device)
+        return problem
+
+    def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
+        """The output without its values: sizes, strides, dtype, device and errors are the real kernel's."""
+        return self.checked(algorithm, *args, **kwargs).empty(args[0].device)
 
     def register(self, algorithm: str) -> None:
         """Gives the operators of an algorithm their rules."""

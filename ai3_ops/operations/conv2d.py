@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,7 +143,9 @@ class Conv2d(Operation):
         return conv_flop_count([*lead, *input], list(weight), [*lead, *out_shape])
 
 
-def backward_convolution(ctx: Any, grad: Tensor, input: Tensor, weight: Tensor, algorithm: str) -> tuple[Tensor | None, ...]:
+def backward_convolution(
+    ctx: Any, grad: Tensor, input: Tensor, weight: Tensor, algorithm: str
+) -> tuple[Tensor | None, ...]:
     """Gradients of input, weight and bias that `ctx` needs, from ai3::_conv2d_<algorithm>_backward where there is one.
 
     A Python callable has none: ATen's is used.
@@ -155,7 +157,15 @@ def backward_convolution(ctx: Any, grad: Tensor, input: Tensor, weight: Tensor, 
         unbatched = input.ndim == 3
         spread = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in window]
         grads = torch.ops.aten.convolution_backward(
-            base.batched(grad), base.batched(input), weight, [weight.shape[0]], *spread, False, [0, 0], ctx.groups, needs
+            base.batched(grad),
+            base.batched(input),
+            weight,
+            [weight.shape[0]],
+            *spread,
+            False,
+            [0, 0],
+            ctx.groups,
+            needs,
         )
         if unbatched and needs[0]:
             grads = (grads[0].squeeze(0), *grads[1:])

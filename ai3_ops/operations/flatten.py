@@ -1,0 +1,59 @@
+"""flatten: dimensions start_dim to end_dim become one; always a copy, since an operator's output may not alias its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ai3_ops.operations import base
+from ai3_ops.operations.base import Dims, Operation, Problem, check
+
+
+class Flatten(Operation):
+    """Rules of `ai3::flatten_<algorithm>`, as torch.flatten."""
+
+    name = "flatten"
+
+    def problem(self, label: str, input: Tensor, start_dim: int = 0, end_dim: int = -1, **_: Any) -> Problem:
+        """Any shape; RuntimeError for dimensions that it does not have."""
+        rank = max(input.ndim, 1)
+        for value, name in ((start_dim, "start_dim"), (end_dim, "end_dim")):
+            check(-rank <= value < rank, label, f"needs {name} in [{-rank}, {rank - 1}], got {value}")
+        start, end = start_dim % rank, end_dim % rank
+        check(start <= end, label, f"needs start_dim no later than end_dim, got {start_dim} and {end_dim}")
+        base.check_dtype(label, input)
+        shape = tuple(input.shape) or (1,)
+        joined = 1
+        for size in shape[start : end + 1]:
+            joined = joined * size
+        shape = (*shape[:start], joined, *shape[end + 1 :])
+        return Problem(input.device.type, input.dtype, {"count": input.numel()}, shape)
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
+        """Only the shape is needed."""
+        ctx.shape = inputs[0].shape
+
+    def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The same elements in the old shape."""
+        return (grad.reshape(ctx.shape),)
+
+    def vmap(
+        self,
+        op: Callable[..., Tensor],
+        size: int,
+        dims: Dims,
+        input: Tensor,
+        start_dim: int = 0,
+        end_dim: int = -1,
+        **options: Any,
+    ) -> tuple[Tensor, int]:
+        """The new dimension comes first and stays."""
+        assert dims[0] is not None
+        input = input.movedim(dims[0], 0)
+        if input.ndim == 1:  # samples without dimensions are flattened to one element
+            input = input.unsqueeze(1)
+        rank = input.ndim - 1
+        start, end = (d + 1 if d >= 0 else d + 1 + rank for d in (start_dim, end_dim))
+        return op(input, start, end, **options), 0

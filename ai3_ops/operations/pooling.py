@@ -1,0 +1,89 @@
+"""What the 2-D poolings share: windows, output sizes, the fold of a vmap dimension into the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from ai3_ops.operations import base
+from ai3_ops.operations.base import Dims, Operation, Problem, check
+
+
+class Pooling(Operation):
+    """Rules that do not depend on what is done with a window."""
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
+        """ATen's backward operators read the input and the arguments."""
+        input, *ctx.arguments = inputs
+        ctx.save_for_backward(input)
+
+    def vmap(
+        self, op: Callable[..., Tensor], size: int, dims: Dims, input: Tensor, *args: Any, **options: Any
+    ) -> tuple[Tensor, int]:
+        """The new dimension becomes the outer part of the batch, or the batch itself."""
+        dim = dims[0]
+        assert dim is not None
+        if input.ndim == 4:
+            return op(input.movedim(dim, 0), *args, **options), 0
+        return op(base.fold(input, dim, 0, size), *args, **options).unflatten(0, (size, -1)), 0
+
+
+def batch_of(label: str, input: Tensor) -> Tensor:
+    """The input as (N, C, H, W), checked."""
+    check(input.ndim in (3, 4), label, f"needs input (N, C, H, W) or (C, H, W), got {tuple(input.shape)}")
+    base.check_dtype(label, input)
+    return base.batched(input)
+
+
+def window_problem(
+    label: str,
+    input: Tensor,
+    kernel_size: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    ceil_mode: bool,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Problem:
+    """The problem of a pooling with explicit windows; an empty stride is the kernel's size."""
+    kernel = base.spread(label, kernel_size, 2, "kernel_size", 1)
+    steps = kernel if stride is None or stride == [] or stride == () else base.spread(label, stride, 2, "stride", 1)
+    pad = base.spread(label, padding, 2, "padding", 0)
+    spacing = base.spread(label, dilation, 2, "dilation", 1)
+    check(
+        all(p <= k // 2 for p, k in zip(pad, kernel, strict=True)),
+        label,
+        f"needs padding of at most half the kernel size, got padding {pad} and kernel_size {kernel}",
+    )
+    check(divisor_override != 0, label, "needs a divisor_override other than 0")
+    n, c, h, w = batch_of(label, input).shape
+    check(
+        (c > 0) & (h > 0) & (w > 0),
+        label,
+        f"needs input with no dimension of 0 but the batch, got {tuple(input.shape)}",
+    )
+    outputs = [_pooled(*sizes, ceil_mode=ceil_mode) for sizes in zip((h, w), kernel, steps, pad, spacing, strict=True)]
+    check(
+        (outputs[0] > 0) & (outputs[1] > 0),
+        label,
+        f"the input of {h}x{w} is too small: no window of kernel_size {kernel} and dilation {spacing} fits",
+    )
+    channels_last = base.is_channels_last(input)
+    sizes = {
+        "batch": n, "channels": c, "in_height": h, "in_width": w,
+        "kernel_height": kernel[0], "kernel_width": kernel[1], "stride_h": steps[0], "stride_w": steps[1],
+        "pad_h": pad[0], "pad_w": pad[1], "dilation_h": spacing[0], "dilation_w": spacing[1],
+        "ceil_mode": ceil_mode, "count_include_pad": count_include_pad, "divisor": divisor_override or 0,
+        "channels_last": channels_last,
+    }  # fmt: skip
+    return Problem(input.device.type, input.dtype, sizes, (n, c, *outputs), channels_last, input.ndim == 3)
+
+
+def _pooled(size: Any, kernel: int, stride: int, pad: int, dilation: int, *, ceil_mode: bool) -> Any:
+    """A window may start in the input or its left padding, never in what ceil_mode adds on the right."""
+    room = size + 2 * pad - dilation * (kernel - 1) - 1
+    out = (room + (stride - 1 if ceil_mode else 0)) // stride + 1
+    return out - 1 if ceil_mode and (out - 1) * stride >= size + pad else out
