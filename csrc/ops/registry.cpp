@@ -19,7 +19,7 @@ extern const ai3::ops::Operation* const __stop_ai3_operations[];
 
 namespace ai3::ops {
 
-CudaHooks cuda_hooks{};
+void* (*current_cuda_stream)(int32_t) = [](int32_t) -> void* { return nullptr; };
 
 namespace {
 
@@ -119,8 +119,8 @@ const Entry* default_override(const Operation& operation) {
   return it == r.defaults.end() ? nullptr : it->second.load();
 }
 
-std::string describe_traits(Accuracy accuracy, double error_bound, bool deterministic, Layout layout, uint32_t dtypes, bool epilogue,
-                            bool packs, bool rule, bool tensors) {
+std::string describe_traits(Accuracy accuracy, double error_bound, bool deterministic, Layout layout, uint32_t dtypes,
+                            bool epilogue, bool packs, bool rule, bool tensors) {
   static const char* const accuracies[] = {"exact", "bounded", "approximate"};
   static const char* const layouts[] = {"any", "nchw", "nhwc"};
   auto flag = [](const char* name, bool value) { return std::string(",\"") + name + "\":" + (value ? "true" : "false"); };
@@ -129,9 +129,10 @@ std::string describe_traits(Accuracy accuracy, double error_bound, bool determin
     if (dtypes & dtype_bit(t)) types += std::string(types.empty() ? "\"" : ",\"") + ai3::name_of(t) + "\"";
   char bound[32];
   std::snprintf(bound, sizeof(bound), "%.3g", error_bound);
-  return std::string("\"accuracy\":\"") + accuracies[static_cast<int>(accuracy)] + "\",\"error_bound\":" + bound + ",\"layout\":\"" +
-         layouts[static_cast<int>(layout)] + "\",\"dtypes\":[" + types + "]" + flag("deterministic", deterministic) +
-         flag("epilogue", epilogue) + flag("packs", packs) + flag("rule", rule) + flag("vendor", tensors);
+  return std::string("\"accuracy\":\"") + accuracies[static_cast<int>(accuracy)] + "\",\"error_bound\":" + bound +
+         ",\"layout\":\"" + layouts[static_cast<int>(layout)] + "\",\"dtypes\":[" + types + "]" +
+         flag("deterministic", deterministic) + flag("epilogue", epilogue) + flag("packs", packs) + flag("rule", rule) +
+         flag("vendor", tensors);
 }
 
 }  // namespace ai3::ops
@@ -164,6 +165,8 @@ extern "C" {
 AI3_EXPORT int ai3_register(const AlgorithmInfo* info, int replace, char* error, int64_t size) {
   return guarded(error, size, [&] { return add(*info, replace != 0), 1; });
 }
+// What gives CUDA kernels their stream; _C_cuda calls this when it is loaded.
+AI3_EXPORT void ai3_set_cuda_stream(void* (*current_stream)(int32_t device)) { current_cuda_stream = current_stream; }
 // `name` null or "": back to the rule.
 AI3_EXPORT int ai3_set_default(const char* operation, const char* name, char* error, int64_t size) {
   return guarded(error, size, [&] {
@@ -180,17 +183,19 @@ AI3_EXPORT int ai3_supports(const char* operation, const char* name, int device,
   return guarded(error, size, [&] {
     const Entry& e = entry_named(operation, name);
     Reason reason{};
-    if (e.operation->supports(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count}, reason)) return 1;
-    throw std::runtime_error(reason.text);
+    if (!e.operation->select(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count}, reason))
+      throw std::runtime_error(reason.text);
+    return 1;
   });
 }
 // The name of the algorithm that runs: `name` itself unless it is a rule.
-AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
-                                   char* error, int64_t size) {
+AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
+                                   int count, char* error, int64_t size) {
   return guarded(error, size, [&]() -> const char* {
     const Entry& e = entry_named(operation, name);
-    const Entry* chosen = e.operation->resolve(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count});
-    if (!chosen) throw std::runtime_error("no algorithm that its rule may choose supports this case");
+    Reason reason{};
+    const Entry* chosen = e.operation->select(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count}, reason);
+    if (!chosen) throw std::runtime_error(reason.text);
     return chosen->name.c_str();
   });
 }
@@ -200,13 +205,16 @@ AI3_EXPORT int64_t ai3_workspace(const char* operation, const char* name, int de
   struct Bytes {
     int64_t value = -1;
   };
-  return guarded(error, size, [&] {
-           const Entry& e = entry_named(operation, name);
-           return Bytes{e.operation->workspace(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count})};
-         }).value;
+  return guarded(
+             error, size,
+             [&] {
+               const Entry& e = entry_named(operation, name);
+               return Bytes{e.operation->workspace(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count})};
+             })
+      .value;
 }
-// JSON: {"level": ..., "levels": [...], "operations": {name: {"sizes": [...], "algorithms": {name: {"CPU": {...}, "CUDA": {...}}}}}}.
-// Valid until the next call from the same thread.
+// JSON: {"level": ..., "levels": [...], "operations": {name: {"sizes": [...], "algorithms": {name: {"CPU": {...}, "CUDA":
+// {...}}}}}}. Valid until the next call from the same thread.
 AI3_EXPORT const char* ai3_registry() {
   static thread_local std::string json;
   json = std::string("{\"level\":\"") + level() + "\",\"operations\":{";

@@ -34,14 +34,13 @@ struct Operation {
   const char* sizes;  // names of Query's sizes, space-separated: the contract with Python
   const OperatorKind* kinds;
   int kind_count;
-  bool (*supports)(const Entry&, Device, const Query&, Reason&);
-  const Entry* (*resolve)(const Entry&, Device, const Query&);  // follows rules (`default`, `winograd`) to what runs
-  int64_t (*workspace)(const Entry&, Device, const Query&);     // bytes, a direct call's packed weights included
-  std::string (*describe)(const AlgorithmInfo&);                // JSON members of its traits
+  const Entry* (*select)(const Entry&, Device, const Query&, Reason&);  // what runs, see below
+  int64_t (*workspace)(const Entry&, Device, const Query&);             // bytes, a direct call's packed weights included
+  std::string (*describe)(const AlgorithmInfo&);                        // JSON members of its traits
 };
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
-#define AI3_OPERATION(name_, ...)                                   \
-  constinit const ::ai3::ops::Operation name_##_operation = {#name_, __VA_ARGS__}; \
+#define AI3_OPERATION(name_, ...)                                                                                    \
+  constinit const ::ai3::ops::Operation name_##_operation = {#name_, __VA_ARGS__};                                   \
   [[gnu::section("ai3_operations"), gnu::used]] static const ::ai3::ops::Operation* const name_##_operation_record = \
       &name_##_operation;
 
@@ -51,7 +50,9 @@ struct Entry {
   std::string name;
   std::atomic<const AlgorithmInfo*> implementations[2];
 
-  const AlgorithmInfo* on(Device device) const { return implementations[static_cast<int>(device)].load(std::memory_order_acquire); }
+  const AlgorithmInfo* on(Device device) const {
+    return implementations[static_cast<int>(device)].load(std::memory_order_acquire);
+  }
   template <class Problem>
   const Algorithm<Problem>* algorithm(Device device) const {
     return reinterpret_cast<const Algorithm<Problem>*>(on(device));
@@ -64,51 +65,35 @@ std::vector<const Entry*> entries(const Operation& operation);
 const Entry* default_override(const Operation& operation);
 AI3_INLINE const char* name_of(Device d) { return d == Device::cpu ? "CPU" : "CUDA"; }
 
-// Whether `entry` can do `p` on `device`; otherwise the reason.
+// What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
+// cannot.
 template <class P>
-bool supports(const Entry& entry, Device device, const P& p, Reason& reason);
-
-// The entry that `entry` runs for p: itself, or what its rule chooses. Null when the rule finds nothing.
-template <class P>
-const Entry* resolve(const Entry& entry, Device device, const P& p) {
-  const Entry* e = &entry;
-  for (int depth = 0; e && depth < 4; depth++) {
-    if (e->name == "default")
-      if (const Entry* chosen = default_override(*e->operation)) {
-        Reason ignored;
-        if (chosen != e && supports(*chosen, device, p, ignored)) return chosen;
-      }
-    const auto* a = e->algorithm<P>(device);
-    if (!a || !a->traits.choose) return e;
-    static thread_local Device asked;
-    static thread_local const Operation* operation;
-    asked = device, operation = e->operation;
-    const char* name = a->traits.choose(p, [](const P& problem, const char* candidate) {
-      const Device d = asked;
-      const Operation* o = operation;
-      const Entry* c = find(o->name, candidate);
-      Reason ignored;
-      const bool yes = c && supports(*c, d, problem, ignored);
-      asked = d, operation = o;
-      return yes;
-    });
-    e = name ? find(e->operation->name, name) : nullptr;
-  }
-  return e;
-}
-
-template <class P>
-bool supports(const Entry& entry, Device device, const P& p, Reason& reason) {
+const Entry* select(const Entry& entry, Device device, const P& p, Reason& reason) {
   const auto* a = entry.algorithm<P>(device);
-  if (!a) return refuse(reason, "has no %s kernel", name_of(device));
-  if (!(a->traits.dtypes & dtype_bit(p.dtype))) return refuse(reason, "does not compute in %s", ai3::name_of(p.dtype));
-  if (a->traits.supports && !a->traits.supports(p, reason)) return false;
-  if (a->traits.choose) {
-    const Entry* chosen = resolve(entry, device, p);
-    if (!chosen) return refuse(reason, "no algorithm that its rule may choose supports this case");
-    return chosen == &entry || supports(*chosen, device, p, reason);
-  }
-  return true;
+  if (!a) return refuse(reason, "has no %s kernel", name_of(device)), nullptr;
+  if (!(a->traits.dtypes & dtype_bit(p.dtype))) return refuse(reason, "does not compute in %s", ai3::name_of(p.dtype)), nullptr;
+  if (a->traits.supports && !a->traits.supports(p, reason)) return nullptr;
+  if (!a->traits.choose) return &entry;
+  Reason ignored;
+  if (entry.name == "default")
+    if (const Entry* preferred = default_override(*entry.operation); preferred && preferred != &entry)
+      if (const Entry* chosen = select(*preferred, device, p, ignored)) return chosen;
+  // `choose` takes a plain function, so what it needs to know waits here; rules may ask other rules.
+  static thread_local Device asked_device;
+  static thread_local const Operation* asked_operation;
+  asked_device = device, asked_operation = entry.operation;
+  const char* name = a->traits.choose(p, [](const P& problem, const char* candidate) {
+    const Device d = asked_device;
+    const Operation* o = asked_operation;
+    const Entry* c = find(o->name, candidate);
+    Reason unused;
+    const bool yes = c && select(*c, d, problem, unused);
+    asked_device = d, asked_operation = o;
+    return yes;
+  });
+  const Entry* chosen = name ? find(entry.operation->name, name) : nullptr;
+  if (!chosen) return refuse(reason, "no algorithm that its rule may choose supports this case"), nullptr;
+  return select(*chosen, device, p, reason);
 }
 
 // The sentence for a refusal: what the operator needs and got, and who can do it.
@@ -119,7 +104,7 @@ template <class P>
   bool first = true;
   for (const Entry* e : entries(*entry.operation)) {
     Reason ignored;
-    if (e == &entry || !supports(*e, device, p, ignored)) continue;
+    if (e == &entry || !select(*e, device, p, ignored)) continue;
     message += (first ? "" : ", ") + e->name;
     first = false;
   }
@@ -127,14 +112,27 @@ template <class P>
   throw std::runtime_error(message);
 }
 
+// What runs for p when `asked` is called; throws the refusal.
+template <class P>
+struct Chosen {
+  Chosen(const Entry& asked, Device device, const P& p) {
+    Reason reason;
+    entry = select(asked, device, p, reason);
+    if (!entry) refused(asked, device, p, reason);
+    algorithm = entry->algorithm<P>(device);
+  }
+  const Entry* entry;
+  const Algorithm<P>* algorithm;
+};
+
 // Bytes of workspace in a direct call: the algorithm's own, and its packed weights.
 template <class P>
-int64_t packed_bytes_of(const Algorithm<P>& a, const P& p) {
-  return a.traits.packed_bytes ? round_up(a.traits.packed_bytes(p), 64) : 0;
+int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {
+  return traits.packed_bytes ? round_up(traits.packed_bytes(p), 64) : 0;
 }
 template <class P>
-int64_t workspace_bytes_of(const Algorithm<P>& a, const P& p) {
-  return checked_add(packed_bytes_of(a, p), a.traits.workspace ? a.traits.workspace(p) : 0);
+int64_t workspace_bytes_of(const Traits<P>& traits, const P& p) {
+  return checked_add(packed_bytes_of(traits, p), traits.workspace ? traits.workspace(p) : 0);
 }
 
 std::string describe_traits(Accuracy, double error_bound, bool deterministic, Layout, uint32_t dtypes, bool epilogue, bool packs,
@@ -148,19 +146,17 @@ std::string describe(const AlgorithmInfo& info) {
 // The functions of an Operation over its problem struct, given `P problem_from(const Query&)`.
 template <class P, P (*problem_from)(const Query&)>
 struct Queries {
-  static bool supports(const Entry& e, Device d, const Query& q, Reason& reason) {
-    return ops::supports(e, d, problem_from(q), reason);
+  static const Entry* select(const Entry& e, Device d, const Query& q, Reason& reason) {
+    return ops::select(e, d, problem_from(q), reason);
   }
-  static const Entry* resolve(const Entry& e, Device d, const Query& q) { return ops::resolve(e, d, problem_from(q)); }
   static int64_t workspace(const Entry& e, Device d, const Query& q) {
     const P p = problem_from(q);
-    const Entry* chosen = ops::resolve(e, d, p);
-    const auto* a = chosen ? chosen->algorithm<P>(d) : nullptr;
-    return a ? workspace_bytes_of(*a, p) : 0;
+    Reason reason;
+    const Entry* chosen = ops::select(e, d, p, reason);
+    return chosen ? workspace_bytes_of(chosen->algorithm<P>(d)->traits, p) : 0;
   }
 };
-#define AI3_QUERIES(P, problem_from)                                                          \
-  ::ai3::ops::Queries<P, problem_from>::supports, ::ai3::ops::Queries<P, problem_from>::resolve, \
-      ::ai3::ops::Queries<P, problem_from>::workspace, ::ai3::ops::describe<P>
+#define AI3_QUERIES(P, problem_from) \
+  ::ai3::ops::Queries<P, problem_from>::select, ::ai3::ops::Queries<P, problem_from>::workspace, ::ai3::ops::describe<P>
 
 }  // namespace ai3::ops

@@ -20,8 +20,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
-// Takes the arguments of a boxed call off the stack, in order. Each must be taken, also when a later one is refused: the stack owns
-// references.
+// Takes the arguments of a boxed call off the stack, in order. Each must be taken, also when a later one is refused: the stack
+// owns references.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack) : next_(stack) {}
@@ -65,7 +65,8 @@ inline DType dtype_of(const Entry& entry, const Tensor& t) {
     case ScalarType::Float: return DType::f32;
     case ScalarType::BFloat16: return DType::bf16;
     case ScalarType::Half: return DType::f16;
-    default: fail(entry, "needs float64, float32, bfloat16 or float16 tensors, got ", torch::headeronly::toString(t.scalar_type()));
+    default:
+      fail(entry, "needs float64, float32, bfloat16 or float16 tensors, got ", torch::headeronly::toString(t.scalar_type()));
   }
 }
 inline Device device_of(const Entry& entry, const Tensor& t) {
@@ -85,7 +86,8 @@ inline void spread(const Entry& entry, Sizes& list, size_t count, const char* na
   check(list.size() == count, entry, name, " needs 1 or ", count, " elements, got ", to_string(list));
 }
 inline void check_each(const Entry& entry, const Sizes& list, int64_t least, const char* name) {
-  for (int64_t v : list) check(v >= least && v <= INT32_MAX, entry, name, " needs values of at least ", least, ", got ", to_string(list));
+  for (int64_t v : list)
+    check(v >= least && v <= INT32_MAX, entry, name, " needs values of at least ", least, ", got ", to_string(list));
 }
 
 // What ATen's suggest_memory_format says of a 4-D tensor.
@@ -112,7 +114,9 @@ inline bool is_dense(const Tensor& t, bool channels_last) {
 }
 // t itself or a copy, dense in NCHW or NHWC.
 inline Tensor dense(const Tensor& t, bool channels_last) {
-  return is_dense(t, channels_last) ? t : torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+  return is_dense(t, channels_last)
+             ? t
+             : torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
 }
 inline bool is_contiguous(const Tensor& t) {
   int64_t want = 1;
@@ -143,18 +147,18 @@ Tensor call_aten(const char* name, const char* overload, const A&... arguments) 
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Set by _C_cuda when it is loaded: the current stream, and a guard of the device around a call.
-struct CudaHooks {
-  void* (*current_stream)(int32_t device);
-};
-extern CudaHooks cuda_hooks;
+// Set by _C_cuda when it is loaded.
+extern void* (*current_cuda_stream)(int32_t device);
+
+inline int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
 
 // Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
 template <class P>
-void run_kernel(const Entry& entry, const Algorithm<P>& a, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
-  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(a, p), own = a.traits.workspace ? a.traits.workspace(p) : 0;
+void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+  const Traits<P>& traits = chosen.algorithm->traits;
+  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
   const int64_t bytes = checked_add(pack_bytes, own);
-  check(bytes != kOverflow && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
+  check(bytes >= 0 && bytes < (int64_t{1} << 62), *chosen.entry, "needs more workspace than can be addressed");
   std::optional<Tensor> memory;
   Workspace workspace{nullptr, bytes, 0, nullptr};
   if (bytes > 0) {
@@ -162,13 +166,32 @@ void run_kernel(const Entry& entry, const Algorithm<P>& a, const P& p, Buffers b
     char* data = static_cast<char*>(memory->mutable_data_ptr());
     workspace.data = data + (64 - reinterpret_cast<uintptr_t>(data) % 64) % 64;
   }
-  if (like.is_cuda()) workspace.stream = cuda_hooks.current_stream(like.get_device_index());
+  if (like.is_cuda()) workspace.stream = current_cuda_stream(like.get_device_index());
   if (pack_bytes) {
     void* weights = workspace.take<char>(pack_bytes);
-    a.traits.pack(p, buffers.weight, weights);
+    traits.pack(p, buffers.weight, weights);
     buffers.weight = weights;
   }
-  a.run(p, buffers, workspace);
+  chosen.algorithm->run(p, buffers, workspace);
 }
+
+// run(x, y) on 4-D tensors as the algorithm wants them, p's strides set: one that reads a single layout gets copies in that
+// layout.
+template <class P, class Run>
+void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool channels_last), const Tensor& input, Tensor& output,
+               bool channels_last, const Run& run) {
+  const Layout layout = chosen.algorithm->traits.layout;
+  const bool nhwc = layout == Layout::any ? channels_last : layout == Layout::nhwc;
+  set_strides(p, nhwc);
+  const Tensor x = dense(input, nhwc);
+  if (nhwc == channels_last) return run(x, output);
+  Tensor y = empty(sizes_of(output), output.scalar_type(), output, nhwc);
+  run(x, y);
+  torch::stable::copy_(output, y);
+}
+
+// One pass over contiguous memory.
+void run_elementwise(const Entry& asked, const Tensor& x, Tensor& y);
+ElementwiseProblem elementwise_from(const Query& q);
 
 }  // namespace ai3::ops

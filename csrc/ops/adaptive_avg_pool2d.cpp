@@ -1,0 +1,17 @@
+#include "pool2d.h"
+
+namespace ai3::ops {
+namespace {
+
+void forward(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack);
+  const Tensor input = in.take<Tensor>();
+  give(stack, 0, adaptive_pool2d_run(entry, input, in.take<Sizes>()));
+}
+
+constexpr OperatorKind kinds[] = {{"adaptive_avg_pool2d_", "", "(Tensor input, int[2] output_size) -> Tensor", forward, nullptr}};
+AI3_OPERATION(adaptive_avg_pool2d, "batch channels in_height in_width out_height out_width channels_last", kinds,
+              std::size(kinds), AI3_QUERIES(Pool2dProblem, adaptive_pool2d_from))
+
+}  // namespace
+}  // namespace ai3::ops

@@ -1,0 +1,103 @@
+#include "pool2d.h"
+
+namespace ai3::ops {
+namespace {
+
+// A window may start in the input or its left padding, never in what ceil_mode adds on the right.
+int64_t pooled(int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation, bool ceil_mode) {
+  if (in < 0) return -1;
+  const int64_t room = in + 2 * pad - dilation * (kernel - 1) - 1;
+  if (room < 0 && !(ceil_mode && room + stride > 0)) return 0;
+  const int64_t out = (room + (ceil_mode ? stride - 1 : 0)) / stride + 1;
+  return ceil_mode && (out - 1) * stride >= in + pad ? out - 1 : out;
+}
+void set_outputs(Pool2dProblem& p) {
+  p.out_height = pooled(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, p.ceil_mode);
+  p.out_width = pooled(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, p.ceil_mode);
+}
+void set_strides(Pool2dProblem& p, bool channels_last) {
+  p.x_stride = dense_strides(p.channels, p.in_height, p.in_width, channels_last);
+  p.y_stride = dense_strides(p.channels, p.out_height, p.out_width, channels_last);
+}
+
+Pool2dProblem problem_of_input(const Entry& entry, const Tensor& input) {
+  const int64_t rank = input.dim();
+  check(rank == 3 || rank == 4, entry, "needs input (N, C, H, W) or (C, H, W), got ", to_string(sizes_of(input)));
+  Pool2dProblem p{};
+  p.dtype = dtype_of(entry, input), p.threads = threads();
+  p.batch = rank == 4 ? input.size(0) : 1;
+  p.channels = input.size(rank - 3), p.in_height = input.size(rank - 2), p.in_width = input.size(rank - 1);
+  return p;
+}
+
+// Runs p, whose output sizes are known.
+Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p) {
+  const bool channels_last = suggests_channels_last(input), unbatched = input.dim() == 3;
+  checked_numel(asked, {p.batch, p.channels, p.out_height, p.out_width}, 8);
+  set_strides(p, channels_last);
+  const Chosen<Pool2dProblem> chosen(asked, device_of(asked, input), p);
+  if (unbatched) input = torch::stable::unsqueeze(input, 0);
+  Tensor output = empty({p.batch, p.channels, p.out_height, p.out_width}, input.scalar_type(), input, channels_last);
+  if (p.batch > 0 && p.channels > 0 && p.out_height > 0 && p.out_width > 0)
+    run_dense(chosen, p, set_strides, input, output, channels_last, [&](const Tensor& x, Tensor& y) {
+      run_kernel(chosen, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x);
+    });
+  return unbatched ? torch::stable::squeeze(output, 0) : output;
+}
+
+}  // namespace
+
+Tensor pool2d_run(const Entry& asked, Pool2dCall& c) {
+  spread(asked, c.kernel, 2, "kernel_size");
+  if (c.stride.empty()) c.stride = c.kernel;
+  spread(asked, c.stride, 2, "stride"), spread(asked, c.padding, 2, "padding"), spread(asked, c.dilation, 2, "dilation");
+  check_each(asked, c.kernel, 1, "kernel_size"), check_each(asked, c.stride, 1, "stride");
+  check_each(asked, c.padding, 0, "padding"), check_each(asked, c.dilation, 1, "dilation");
+  for (int i : {0, 1})
+    check(c.padding[i] <= c.kernel[i] / 2, asked, "needs padding of at most half the kernel size, got padding ",
+          to_string(c.padding), " and kernel_size ", to_string(c.kernel));
+  check(!c.divisor || *c.divisor != 0, asked, "needs a divisor_override other than 0");
+  Pool2dProblem p = problem_of_input(asked, c.input);
+  check(p.channels > 0 && p.in_height > 0 && p.in_width > 0, asked, "needs input with no dimension of 0 but the batch, got ",
+        to_string(sizes_of(c.input)));
+  p.kernel_height = c.kernel[0], p.kernel_width = c.kernel[1], p.stride_h = c.stride[0], p.stride_w = c.stride[1];
+  p.pad_h = c.padding[0], p.pad_w = c.padding[1], p.dilation_h = c.dilation[0], p.dilation_w = c.dilation[1];
+  p.ceil_mode = c.ceil_mode, p.count_include_pad = c.count_include_pad, p.divisor = c.divisor.value_or(0);
+  set_outputs(p);
+  check(p.out_height > 0 && p.out_width > 0, asked, "the input of ", p.in_height, "x", p.in_width,
+        " is too small: no window of kernel_size ", to_string(c.kernel), " and dilation ", to_string(c.dilation), " fits");
+  return run(asked, c.input, p);
+}
+
+Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size) {
+  spread(asked, output_size, 2, "output_size"), check_each(asked, output_size, 0, "output_size");
+  Pool2dProblem p = problem_of_input(asked, input);
+  check(p.in_height > 0 && p.in_width > 0, asked, "needs input with a height and width of at least 1, got ",
+        to_string(sizes_of(input)));
+  p.out_height = output_size[0], p.out_width = output_size[1];
+  return run(asked, input, p);
+}
+
+Pool2dProblem pool2d_from(const Query& q) {
+  if (q.count != 16) throw std::runtime_error("ai3: a pooling query needs 16 sizes");
+  const int64_t* s = q.sizes;
+  Pool2dProblem p{};
+  p.dtype = q.dtype, p.threads = threads();
+  p.batch = s[0], p.channels = s[1], p.in_height = s[2], p.in_width = s[3];
+  p.kernel_height = s[4], p.kernel_width = s[5], p.stride_h = s[6], p.stride_w = s[7], p.pad_h = s[8], p.pad_w = s[9];
+  p.dilation_h = s[10], p.dilation_w = s[11], p.ceil_mode = s[12] != 0, p.count_include_pad = s[13] != 0, p.divisor = s[14];
+  set_outputs(p), set_strides(p, s[15] != 0);
+  return p;
+}
+
+Pool2dProblem adaptive_pool2d_from(const Query& q) {
+  if (q.count != 7) throw std::runtime_error("ai3: an adaptive pooling query needs 7 sizes");
+  const int64_t* s = q.sizes;
+  Pool2dProblem p{};
+  p.dtype = q.dtype, p.threads = threads();
+  p.batch = s[0], p.channels = s[1], p.in_height = s[2], p.in_width = s[3], p.out_height = s[4], p.out_width = s[5];
+  set_strides(p, s[6] != 0);
+  return p;
+}
+
+}  // namespace ai3::ops

@@ -1,0 +1,21 @@
+#include "tensors.h"
+
+namespace ai3::ops {
+namespace {
+
+// One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first. Strides as ATen's empty_like.
+void forward(const Entry& entry, StableIValue* stack) {
+  const Tensor input = Arguments(stack).take<Tensor>();
+  dtype_of(entry, input), device_of(entry, input);
+  Tensor output = torch::stable::empty_like(input);
+  bool same = true;
+  for (int64_t d = 0; d < input.dim(); d++) same &= input.size(d) == 1 || input.stride(d) == output.stride(d);
+  run_elementwise(entry, same ? input : torch::stable::clone(input), output);
+  give(stack, 0, output);
+}
+
+constexpr OperatorKind kinds[] = {{"relu_", "", "(Tensor input) -> Tensor", forward, nullptr}};
+AI3_OPERATION(relu, "count", kinds, std::size(kinds), AI3_QUERIES(ElementwiseProblem, elementwise_from))
+
+}  // namespace
+}  // namespace ai3::ops

@@ -1,0 +1,111 @@
+"""What the glue of the operations owes to ATen: argument forms, sizes, strides, refusals. Values are checked with any sound kernel."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ai3_ops  # noqa: F401  (defines torch.ops.ai3)
+
+ops = torch.ops.ai3
+LAYOUTS = {
+    "contiguous": lambda t: t.contiguous(),
+    "channels_last": lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t.contiguous(),
+    "transposed": lambda t: t.mT.contiguous().mT if t.dim() > 1 else t,
+    "sliced": lambda t: torch.cat([t, t], -1)[..., ::2].copy_(t),
+    "expanded": lambda t: t[..., :1].expand(t.shape),
+}
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-2 if expected.dtype.itemsize == 2 else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert actual.stride() == expected.stride() or not expected.numel()
+
+
+def data(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 9, 8), (3, 9, 8), (0, 3, 9, 8), (1, 1, 9, 8)])
+@pytest.mark.parametrize("ceil_mode", [False, True])
+def test_pools(layout, shape, ceil_mode):
+    x = LAYOUTS[layout](data(*shape))
+    for kernel, stride, padding in itertools.product([2, 3, (3, 2)], [[], 1, 2, (2, 3), 4], [0, 1, (1, 0)]):
+        same(ops.max_pool2d_direct(x, kernel, stride, padding, ceil_mode=ceil_mode), F.max_pool2d(x, kernel, stride or None, padding, ceil_mode=ceil_mode))
+        for include, divisor in [(True, None), (False, None), (True, 3), (False, -2)]:
+            same(
+                ops.avg_pool2d_direct(x, kernel, stride, padding, ceil_mode, include, divisor),
+                torch.ops.aten.avg_pool2d(x, kernel, stride, padding, ceil_mode, include, divisor),
+            )
+    same(ops.max_pool2d_direct(x, [2], [2], [1], [2], ceil_mode), F.max_pool2d(x, 2, 2, 1, 2, ceil_mode))
+    for size in [1, (2, 3), (11, 5), (0, 2)]:
+        torch.testing.assert_close(ops.adaptive_avg_pool2d_direct(x, size), F.adaptive_avg_pool2d(x, size))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (4, 5), (3, 0, 2), (6,), ()])
+def test_relu_and_flatten(layout, shape):
+    x = data(*shape) if not shape else LAYOUTS[layout](data(*shape))
+    before = x.clone()
+    same(ops.relu_direct(x), F.relu(x))
+    for start, end in itertools.product(range(-max(x.dim(), 1), max(x.dim(), 1)), repeat=2):
+        try:
+            expected = torch.flatten(x, start, end).contiguous()
+        except RuntimeError:
+            with pytest.raises(RuntimeError, match="start_dim"):
+                ops.flatten_direct(x, start, end)
+        else:
+            y = ops.flatten_direct(x, start, end)
+            same(y, expected)
+            assert y.data_ptr() != x.data_ptr() or not y.numel()
+    assert torch.equal(x, before)
+    with pytest.raises(RuntimeError, match="start_dim in"):
+        ops.flatten_direct(x, 7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3, 4), (4,), (2, 1, 3, 4), (0, 4), (3, 0)])
+def test_linear(layout, dtype, shape):
+    x, w = LAYOUTS[layout](data(*shape, dtype=dtype)), LAYOUTS[layout](data(5, shape[-1], dtype=dtype))
+    for bias in [None, data(5, dtype=dtype), data(10, dtype=dtype)[::2], data(1, dtype=dtype), data(dtype=dtype)]:
+        if layout == "contiguous" or shape != (3, 4):
+            same(ops.linear_gemm(x, w, bias), F.linear(x, w, bias))
+    same(ops.linear_gemm(x, w[0]), F.linear(x, w[0]))
+    scalar = data(dtype=dtype)
+    torch.testing.assert_close(ops.linear_gemm(x, w[0], scalar), F.linear(x, w[0]) + scalar, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: ops.linear_gemm(data(2, 3), data(5, 4)), "needs input of 4 features"),
+        (lambda: ops.linear_gemm(data(2, 3), data(5, 3), data(4)), "needs a bias"),
+        (lambda: ops.linear_gemm(data(2, 3), data(5, 3).double()), "one dtype"),
+        (lambda: ops.linear_gemm(data(2, 3).int(), data(5, 3).int()), "needs float64, float32"),
+        (lambda: ops.linear_gemm(data(), data(5, 3)), "at least one dimension"),
+        (lambda: ops.max_pool2d_direct(data(1, 1, 4, 4), 2, padding=2), "half the kernel size"),
+        (lambda: ops.max_pool2d_direct(data(1, 1, 2, 2), 3), "too small"),
+        (lambda: ops.max_pool2d_direct(data(1, 0, 4, 4), 2), "no dimension of 0"),
+        (lambda: ops.max_pool2d_direct(data(4, 4), 2), "needs input"),
+        (lambda: ops.max_pool2d_direct(data(1, 1, 4, 4), [2, 2, 2]), "kernel_size needs 1 or 2 elements"),
+        (lambda: ops.max_pool2d_direct(data(1, 1, 4, 4), 2, 0), "stride"),
+        (lambda: ops.max_pool2d_direct(data(1, 1, 4, 4), 2, 2**40), "stride"),
+        (lambda: ops.avg_pool2d_direct(data(1, 1, 4, 4), 2, divisor_override=0), "divisor_override"),
+        (lambda: ops.adaptive_avg_pool2d_direct(data(1, 1, 4, 4), -1), "output_size"),
+        (lambda: ops.adaptive_avg_pool2d_direct(data(1, 1, 4, 4), 2**30), "too large|memory|allocate"),
+        (lambda: ops.relu_direct(torch.ones(2, dtype=torch.int32)), "needs float64, float32"),
+        (lambda: ops.conv2d_direct(data(1, 3, 4, 4), data(2, 4, 3, 3)), "needs input of 4 channels"),
+        (lambda: ops.conv2d_direct(data(1, 3, 4, 4), data(2, 3, 5, 5)), "kernel's extent"),
+        (lambda: ops.conv2d_direct(data(1, 3, 4, 4), data(2, 3, 1, 1), padding=2**31), "padding"),
+        (lambda: ops.conv2d_direct(data(1, 3, 4, 4), data(2, 3, 1, 1), padding=2**31 - 1), "too large|memory|allocate"),
+    ],
+)
+def test_bad_arguments_are_refused_readably(call, words):
+    with pytest.raises(RuntimeError, match=words):
+        call()
