@@ -138,8 +138,16 @@ class CMakeBuild(build_ext):
 class PlatformWheel(bdist_wheel):
     """The libraries hold no Python symbols: one wheel for every Python (docs/decisions/wheel.md)."""
 
+    def run(self) -> None:
+        # setuptools would pack what earlier builds left there, such as modules that have since been removed.
+        shutil.rmtree(self.get_finalized_command("build").build_lib, ignore_errors=True)
+        super().run()
+
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
+if sys.argv[1:] == ["--jobs"]:  # for the Makefile
+    print(max_jobs())
+    sys.exit()
 setup(ext_modules=[Extension("ai3_ops._C", sources=[])], cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel})
