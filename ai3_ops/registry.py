@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch._prims_common import alert_not_deterministic
 
 from ai3_ops import _library
 
 if TYPE_CHECKING:
     from ai3_ops.operations.base import Operation, Problem
 
+DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _library.DTYPES)
 OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class AlgorithmInfo:
     """One algorithm on one device, as its own file (or its registration) describes it."""
 
@@ -33,7 +36,7 @@ class AlgorithmInfo:
     epilogue: bool = False  # its packed operator adds a residual and applies an activation
     rule: bool = False  # no method of its own: names another algorithm for each problem
     vendor: bool = False  # calls PyTorch's own operators
-    python: bool = field(default=False, compare=False)  # a Python callable
+    python: bool = dataclasses.field(default=False, compare=False)  # a Python callable
 
     @property
     def operator(self) -> torch._ops.OpOverload:
@@ -42,11 +45,40 @@ class AlgorithmInfo:
 
 
 _python: dict[tuple[str, str], AlgorithmInfo] = {}
+_functions: dict[tuple[str, str], Callable[..., Tensor]] = {}
 
 
-def add_python(info: AlgorithmInfo) -> None:
-    """Lists an algorithm that is a Python callable; it replaces one of that name."""
-    _python[info.operation, info.name] = info
+def add_python_algorithm(
+    operation: str,
+    name: str,
+    function: Callable[..., Tensor],
+    *,
+    replace: bool = False,
+    exact: bool = True,
+    deterministic: bool = True,
+) -> None:
+    """Makes `ai3::<operation>_<name>` of a Python callable, for every device that its own calls have.
+
+    `function` gets the operator's positional arguments, in the order of the schema and with defaults filled in; its result
+    must have the operation's output sizes and dtype. Gradients are ATen's.
+    """
+    key = (operation, name)
+    _known(operation, OPERATIONS, "operation")
+    defined = hasattr(torch.ops.ai3, f"{operation}_{name}")
+    if defined and (key not in _python or not replace):
+        kind = "" if key in _python else " in C++, which a Python callable cannot replace"
+        raise ValueError(f"{operation} has an algorithm {name!r} already{kind}")
+    _functions[key] = function
+    accuracy = "exact" if exact else "approximate"
+    _python[key] = AlgorithmInfo(operation, name, "cpu", accuracy, 0.0, deterministic, DTYPE_NAMES, python=True)
+    if not defined:
+
+        def call(*args: Any) -> Tensor:  # looks the callable up, so that it can be replaced
+            if not _python[key].deterministic:
+                alert_not_deterministic(f"ai3::{operation}_{name}")
+            return _functions[key](*args)
+
+        OPERATIONS[operation].define(name, call)
 
 
 def operations() -> list[str]:
@@ -71,7 +103,7 @@ def algorithms(operation: str | None = None, device: str | torch.device | None =
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()
     ]
-    found += [info for info in _python.values()]
+    found += [dataclasses.replace(info, device=d) for info in _python.values() for d in _library.DEVICES]
     found = [a for a in found if operation in (None, a.operation) and kind in (None, a.device)]
     return sorted(found, key=lambda a: (a.operation, a.name, a.device))
 

@@ -10,14 +10,10 @@ from ai3_ops import registry
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-_registered: set[tuple[str, str]] = set()
-
 
 def register_rules(operation: str, name: str) -> None:
-    """Gives the operators of one algorithm their rules; for an algorithm that has them already, nothing is done."""
-    if (operation, name) not in _registered:
-        _registered.add((operation, name))
-        registry.OPERATIONS[operation].register(name)
+    """Gives the operators of an algorithm, built in or registered later, their rules; those that have them keep them."""
+    registry.OPERATIONS[operation].register(name)
 
 
 for _algorithm in registry.algorithms():

@@ -109,6 +109,7 @@ class Operation:
     """
 
     name: ClassVar[str]
+    registered: ClassVar[set[str]]  # algorithms that have their rules
     autocast: ClassVar[bool] = False  # casts to the autocast dtype, as ATen does for the function it replaces
 
     # What subclasses define -------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class Operation:
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "name"):
             registry.OPERATIONS[cls.name] = cls()
+            cls.registered = set()
 
     # What they get ----------------------------------------------------------------------------------------------------
     def checked(self, algorithm: str, *args: Any, **kwargs: Any) -> Problem:
@@ -148,8 +150,36 @@ class Operation:
         """The output without its values: sizes, strides, dtype, device and errors are the real kernel's."""
         return self.checked(algorithm, *args, **kwargs).empty(args[0].device)
 
+    def define(self, algorithm: str, function: Callable[..., Tensor]) -> None:
+        """Defines the operator of an algorithm that is a Python callable, with the operation's schema and rules."""
+        model = next(a.operator for a in registry.algorithms(self.name) if not a.python)._schema
+        name = f"{self.name}_{algorithm}"
+        label, defaults = f"ai3::{name}", [a.default_value for a in model.arguments if not a.kwarg_only]
+
+        def kernel(*args: Any, **options: Any) -> Tensor:
+            output = self.fake(algorithm, *args, **options)
+            result = function(*args, *defaults[len(args) :])
+            fits = result.shape == output.shape and result.dtype == output.dtype and result.device == output.device
+            check(
+                fits,
+                label,
+                f"the callable must return {tuple(output.shape)}, {output.dtype} on {output.device}, got "
+                f"{tuple(result.shape)}, {result.dtype} on {result.device}",
+            )
+            inputs = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
+            if result.stride() == output.stride() and result.untyped_storage()._cdata not in inputs:
+                return result
+            return output.copy_(result)
+
+        LIBRARY.define(str(model).replace(model.name, label, 1).removeprefix("ai3::"))
+        LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+        self.register(algorithm)
+
     def register(self, algorithm: str) -> None:
-        """Gives the operators of an algorithm their rules."""
+        """Gives the operators of an algorithm their rules; those that have them already keep them."""
+        if algorithm in self.registered:
+            return
+        self.registered.add(algorithm)
         operators = algorithm_operators(self.name, algorithm)
         op = operators.pop("")
         register_fake(op, lambda *args, **kwargs: self.fake(algorithm, *args, **kwargs))
@@ -264,7 +294,9 @@ def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: s
 
     BackendSelect is the one key that every eager call passes, also under inference_mode; only such algorithms pay for it.
     """
-    devices = {a.device for a in registry.algorithms(operation) if a.name == algorithm and not a.deterministic}
+    devices = {
+        a.device for a in registry.algorithms(operation) if a.name == algorithm and not (a.deterministic or a.python)
+    }
     if not devices:
         return
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
