@@ -1,0 +1,263 @@
+"""A user's own algorithm: a C++ header that is compiled on first use, or a Python callable."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ai3_ops import _flags, _library
+
+ENTRY_POINTS = "ai3_ops.algorithms"
+_INCLUDE = Path(__file__).resolve().parent / "include"
+_SHOWN_LINES = 24  # of a compiler's messages
+_lock = threading.RLock()
+
+# Passes on the ELF section that AI3_ALGORITHM writes to. Weak: a header without the macro has no such section.
+_UNIT = """\
+#include <ai3/algorithm.h>
+#include "{header}"
+extern "C" {{
+[[gnu::weak, gnu::visibility("hidden")]] extern const ai3::AlgorithmInfo* const __start_ai3_algorithms[];
+[[gnu::weak, gnu::visibility("hidden")]] extern const ai3::AlgorithmInfo* const __stop_ai3_algorithms[];
+[[gnu::visibility("default")]] const ai3::AlgorithmInfo* const* ai3_records() {{ return __start_ai3_algorithms; }}
+[[gnu::visibility("default")]] int64_t ai3_record_count() {{ return __stop_ai3_algorithms - __start_ai3_algorithms; }}
+}}
+"""
+
+
+class _Info(ctypes.Structure):  # ai3::AlgorithmInfo
+    _fields_ = (
+        ("abi", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("operation", ctypes.c_char_p),
+        ("name", ctypes.c_char_p),
+        ("level", ctypes.c_char_p),
+    )
+
+
+def register(
+    operation: str,
+    name: str,
+    source: str | os.PathLike[str] | Callable[..., torch.Tensor] | None = None,
+    *,
+    default: bool = False,
+    replace: bool = False,
+    exact: bool = True,
+    deterministic: bool = True,
+) -> Any:
+    """Makes `ai3::<operation>_<name>` out of a C++ header or a Python callable, selectable wherever a built-in algorithm is.
+
+    Args:
+        operation: what it computes, such as `"conv2d"`.
+        name: what it is called; letters, digits and underscores.
+        source: the path of a header that holds one function template `<operation>_<name>` and
+            `AI3_ALGORITHM(<operation>, <name>)`, see docs/your-own-algorithm.md. It is compiled for this machine's
+            instruction set and cached; only the header named here is ever built. Or a callable that takes the operator's
+            tensors and arguments in the order of its schema. Without it, `register` is a decorator for such a callable.
+        default: the operation's `default` runs it wherever it supports the case.
+        replace: takes the place of an algorithm of that name, also in models that are swapped already.
+        exact: of a callable: rounds only as a sum of products does. A header says it in its macro (`.accuracy`).
+        deterministic: of a callable: bitwise the same result every time. A header says it in its macro.
+
+    Returns:
+        The operator `torch.ops.ai3.<operation>_<name>`; as a decorator, the callable.
+
+    Raises:
+        ValueError: unknown operation, a name that is taken or no identifier.
+        FileNotFoundError: no such header.
+        RuntimeError: the header does not compile (with the compiler's messages) or registers something else.
+    """
+    if source is None:
+
+        def decorator(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            register(
+                operation, name, function, default=default, replace=replace, exact=exact, deterministic=deterministic
+            )
+            return function
+
+        return decorator
+    with _lock:
+        _check_name(operation, name, replace)
+        if callable(source):
+            from ai3_ops import registry
+
+            registry.add_python_algorithm(
+                operation, name, source, replace=replace, exact=exact, deterministic=deterministic
+            )
+        else:
+            if not (exact and deterministic):
+                raise ValueError(
+                    "ai3_ops.register: a header says in its macro what it is, as in AI3_ALGORITHM"
+                    f"({operation}, {name}, .accuracy = ai3::Accuracy::approximate, .deterministic = false)"
+                )
+            _add(operation, name, _build(operation, name, Path(source)), Path(source), replace)
+        if default:
+            set_default(operation, name)
+    return getattr(torch.ops.ai3, f"{operation}_{name}")
+
+
+def set_default(operation: str, name: str | None) -> None:
+    """Makes `name` what the operation's `default` runs wherever it supports the case; `None` goes back to the rules."""
+    error = ctypes.create_string_buffer(4096)
+    if not _library.C.ai3_set_default(operation.encode(), (name or "").encode(), error, len(error)):
+        raise RuntimeError(error.value.decode())
+
+
+@cache
+def load_entry_points() -> None:
+    """Calls the entry points of the group `ai3_ops.algorithms` once per process; each calls `register`.
+
+    One that fails is a warning that names its package, so that one broken package does not take the others away.
+    """
+    for point in metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            point.load()()
+        except Exception as cause:
+            package = point.dist.name if point.dist else point.value
+            warnings.warn(f"ai3_ops: entry point {point.name!r} of {package} failed: {cause}", stacklevel=2)
+
+
+def _check_name(operation: str, name: str, replace: bool) -> None:
+    operations = _library.registry()["operations"]
+    if operation not in operations:
+        raise ValueError(f"ai3_ops.register: unknown operation {operation!r}; operations: {', '.join(operations)}")
+    if not (name.isascii() and name.isidentifier()):
+        raise ValueError(f"ai3_ops.register: {name!r} cannot name an algorithm: letters, digits and underscores only")
+    if not replace and hasattr(torch.ops.ai3, f"{operation}_{name}"):
+        raise ValueError(
+            f"ai3_ops.register: {operation} has an algorithm {name!r} already; replace=True puts this one in its place"
+        )
+
+
+def _compiler() -> list[str]:
+    if chosen := os.environ.get("CXX"):
+        return shlex.split(chosen)
+    for candidate in ("g++", "c++", "clang++"):
+        if path := shutil.which(candidate):
+            return [path]
+    raise RuntimeError("ai3_ops.register: a header needs a C++20 compiler: install g++, or let CXX name one")
+
+
+@cache
+def _flags_for(compiler: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The compiler's version and the flags of this machine's instruction-set level."""
+    try:
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as cause:
+        raise RuntimeError(f"ai3_ops.register: the compiler {shlex.join(compiler)} does not run: {cause}") from cause
+    flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-DAI3_LEVEL=user", f"-I{_INCLUDE}"]
+    flags += ["-fmax-errors=3", "-fdiagnostics-color=never", "-Wl,--as-needed"]
+    flags += [f for f in _flags.COMMON if not f.startswith("-W")]
+    flags += _flags.levels()[_library.registry()["level"]]
+    if "clang" in version:
+        # Clang's OpenMP runtime would be a second thread pool in the process.
+        warnings.warn("ai3_ops.register: built with Clang, the algorithm runs on one thread; use g++", stacklevel=2)
+    else:
+        flags.append("-fopenmp")
+    return version, flags
+
+
+def cache_directory() -> Path:
+    """Where compiled algorithms are kept: `$XDG_CACHE_HOME/ai3_ops`, readable and writable by its owner only."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    directory = Path(base) / "ai3_ops"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        return _private_directory()
+    owner = directory.stat()
+    if owner.st_uid != os.geteuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RuntimeError(f"ai3_ops: {directory} must belong to you and be writable by nobody else")
+    return directory
+
+
+@cache
+def _private_directory() -> Path:
+    """For a home that cannot be written: lives as long as the process."""
+    _private_directory.keep = keep = tempfile.TemporaryDirectory(prefix="ai3_ops_")  # type: ignore[attr-defined]
+    return Path(keep.name)
+
+
+def _run(command: list[str], unit: str, header: Path) -> str:
+    done = subprocess.run([*command, "-x", "c++", "-"], input=unit, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ai3_ops.register: {header} does not compile:\n{_readable(done.stderr, header)}")
+    return done.stdout
+
+
+def _readable(messages: str, header: Path) -> str:
+    """The errors, once per place, without the paths of inclusion and instantiation that lead to them."""
+    shown, places, fresh, keep = [], set(), False, False
+    for line in messages.splitlines():
+        if "error:" in line:
+            place = line.partition("error:")[0]
+            keep = fresh = place not in places
+            places.add(place)
+        elif not line.startswith(" "):
+            keep = (fresh and "note:" in line and str(header) in line) or "undefined reference" in line
+        if keep:
+            shown.append(line)
+    shown = shown or messages.splitlines()
+    rest = len(shown) - _SHOWN_LINES
+    return "\n".join(shown[:_SHOWN_LINES]) + (f"\n({rest} more lines)" if rest > 0 else "")
+
+
+def _build(operation: str, name: str, header: Path) -> Path:
+    """Compiles the header unless the cache has the result of the same sources, flags, torch and compiler."""
+    header = header.expanduser().absolute()
+    if not header.is_file():
+        raise FileNotFoundError(f"ai3_ops.register: no header {header}")
+    compiler = _compiler()
+    version, flags = _flags_for(tuple(compiler))
+    unit = _UNIT.format(header=str(header).replace("\\", "\\\\").replace('"', '\\"'))
+    # Preprocessed text holds everything that the result depends on: the header and all that it includes.
+    text = _run([*compiler, *flags, "-E", "-P"], unit, header)
+    key = hashlib.sha256("\0".join([text, *compiler, *flags, version, torch.__version__]).encode()).hexdigest()[:32]
+    directory = cache_directory() / "algorithms" / key
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    library = directory / f"{operation}_{name}.so"
+    with open(directory / "lock", "w") as lock:  # released by the kernel however the process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            building = library.with_suffix(f".{os.getpid()}")
+            try:
+                _run([*compiler, *flags, "-o", str(building)], unit, header)
+                building.replace(library)
+            finally:
+                building.unlink(missing_ok=True)
+    return library
+
+
+def _add(operation: str, name: str, library: Path, header: Path, replace: bool) -> None:
+    loaded = ctypes.CDLL(str(library))
+    loaded.ai3_records.restype = ctypes.POINTER(ctypes.POINTER(_Info))
+    loaded.ai3_record_count.restype = ctypes.c_int64
+    records = loaded.ai3_records()[: loaded.ai3_record_count()]
+    found = [f"{r.contents.operation.decode()}, {r.contents.name.decode()}" for r in records]
+    if found != [f"{operation}, {name}"]:
+        raise RuntimeError(
+            f"ai3_ops.register: {header} needs one AI3_ALGORITHM({operation}, {name}, ...), has "
+            + (" and ".join(f"AI3_ALGORITHM({f})" for f in found) or "none")
+        )
+    error = ctypes.create_string_buffer(4096)
+    if not _library.C.ai3_register(records[0], int(replace), error, len(error)):
+        raise RuntimeError(error.value.decode())
+    from ai3_ops import operations
+
+    operations.register_rules(operation, name)
