@@ -1,0 +1,97 @@
+// A name is a promise: the multiplications that each method is known for, counted by kernels built at the level `counting`.
+//
+// The product phase is what grows with the product of input and output channels, so its multiplications are the mixed difference
+// f(2C, 2K) - f(2C, K) - f(C, 2K) + f(C, K) = a C K of the counts f; transforms and the epilogue grow with one of them and
+// vanish.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "problems.h"
+#include "support.h"
+
+namespace {
+using namespace ai3;
+
+int64_t count(const Algorithm<Conv2dProblem>& a, const Conv2dProblem& p) {
+  const auto& t = a.traits;
+  const int64_t elements[] = {p.batch * p.in_channels * p.in_height * p.in_width,
+                              p.out_channels * (p.in_channels / p.groups) * p.kernel_height * p.kernel_width,
+                              p.batch * p.out_channels * p.out_height * p.out_width};
+  std::vector<float> x(elements[0], 1), w(elements[1], 1), y(elements[2]);
+  const int64_t bytes = t.workspace ? t.workspace(p) : 0;
+  const Guarded scratch(bytes, Flush::end), packed(t.packed_bytes ? round_up(t.packed_bytes(p), 64) : 0, Flush::end);
+  if (t.pack) t.pack(p, w.data(), packed.as<char>());
+  Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+  take_multiplications();
+  a.run(p, {x.data(), t.pack ? packed.as<char>() : static_cast<const void*>(w.data()), nullptr, nullptr, y.data()}, workspace);
+  return take_multiplications();
+}
+
+constexpr int64_t kChannels = 16;
+
+// Multiplications of the product phase for each pair of input and output channels.
+double per_channel_pair(const Algorithm<Conv2dProblem>& a, problems::Conv c) {
+  auto f = [&](int64_t in, int64_t out) {
+    c.c = in, c.k = out;
+    return static_cast<double>(count(a, problems::conv2d(c, a.traits.layout != Layout::nchw, false)));
+  };
+  const int64_t n = kChannels;
+  return (f(2 * n, 2 * n) - f(2 * n, n) - f(n, 2 * n) + f(n, n)) / static_cast<double>(n * n);
+}
+
+// Sizes that tiles of 2, 3, 4, 6, 7, 12, 14, 21, 28 or 42 divide, so that no method computes a remainder in vain.
+constexpr int64_t kHeight = 12, kWidth = 84, kPixels = kHeight * kWidth;
+constexpr problems::Conv kNoPadding = {1, 0, kHeight + 2, kWidth + 2, 0, 3, 3, 1, 1, 0, 0, 1, 1, 1};
+constexpr problems::Conv kPadded = {1, 0, kHeight, kWidth, 0, 3, 3, 1, 1, 1, 1, 1, 1, 1};
+constexpr problems::Conv kLargeKernel = {1, 0, 24, 24, 0, 11, 11, 1, 1, 5, 5, 1, 1, 1};
+
+struct Promise {
+  const char* why;
+  problems::Conv problem;
+  double least, most;  // multiplications in the product phase for each pair of channels
+};
+constexpr double kDirect = kPixels * 9, kLargeDirect = 24 * 24 * 121;
+const std::multimap<std::string, Promise> promises = {
+    {"direct", {"each product once", kNoPadding, kDirect, kDirect}},
+    {"direct", {"no more than the padded window", kPadded, 0, kDirect}},
+    {"smm", {"each product once", kNoPadding, kDirect, kDirect}},
+    {"im2col", {"a matrix of N*OH*OW x C*R*S", kNoPadding, kDirect, 1.1 * kDirect}},
+    {"implicit_gemm", {"a matrix of N*OH*OW x C*R*S", kNoPadding, kDirect, 1.1 * kDirect}},
+    {"implicit_precomp_gemm", {"a matrix of N*OH*OW x C*R*S", kNoPadding, kDirect, 1.1 * kDirect}},
+    {"kn2row",
+     {"R*S GEMMs over the whole input", kNoPadding, 9.0 * (kHeight + 2) * (kWidth + 2), 9.9 * (kHeight + 2) * (kWidth + 2)}},
+    {"winograd_f2", {"16 for 36: 2.25 times fewer", kNoPadding, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
+    {"winograd_f4", {"36 for 144: 4 times fewer", kNoPadding, kDirect * 36 / 144, 1.02 * kDirect * 36 / 144}},
+    {"winograd_f6", {"64 for 324: 5.06 times fewer", kNoPadding, kDirect * 64 / 324, 1.02 * kDirect * 64 / 324}},
+    {"winograd_f2", {"padding costs nothing more", kPadded, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
+    {"fft", {"below direct for large kernels", kLargeKernel, 0, kLargeDirect / 4}},
+};
+
+class Counting : public testing::TestWithParam<std::pair<const std::string, Promise>> {};
+
+TEST_P(Counting, MultiplicationsAreThoseOfTheMethod) {
+  const auto& [name, promise] = GetParam();
+  const AlgorithmInfo* info = algorithm("counting", "conv2d", name);
+  if (!info) GTEST_SKIP() << "no conv2d algorithm " << name;
+  const double found = per_channel_pair(reinterpret_cast<const Algorithm<Conv2dProblem>&>(*info), promise.problem);
+  EXPECT_GE(found, promise.least) << promise.why;
+  EXPECT_LE(found, promise.most) << promise.why;
+}
+INSTANTIATE_TEST_SUITE_P(, Counting, testing::ValuesIn(promises.begin(), promises.end()),
+                         [](const auto& info) { return std::to_string(info.index) + "_" + info.param.first; });
+
+TEST(CountingDepthwise, EachProductOnce) {
+  const AlgorithmInfo* info = algorithm("counting", "conv2d", "depthwise");
+  if (!info) GTEST_SKIP() << "no conv2d algorithm depthwise";
+  const auto& a = reinterpret_cast<const Algorithm<Conv2dProblem>&>(*info);
+  problems::Conv c = kNoPadding;
+  c.c = c.k = c.groups = 32;
+  const int64_t found = count(a, problems::conv2d(c, a.traits.layout != Layout::nchw, false));
+  EXPECT_GE(found, 32 * kPixels * 9);
+  EXPECT_LE(found, 32 * kPixels * 9 * 11 / 10) << "direct convolution multiplies by each of the kernel's weights once";
+}
+
+}  // namespace

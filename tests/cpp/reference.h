@@ -1,0 +1,141 @@
+// Each operation by its definition, in float64: the value, and what its rounding error is proportional to.
+#pragma once
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "../../csrc/algos/core/algorithm.h"
+
+// Elements of each buffer, and the number of terms in the longest sum.
+struct Extent {
+  int64_t input, weight, bias, output, terms;
+};
+
+inline Extent extent(const ai3::Conv2dProblem& p) {
+  const int64_t terms = p.in_channels / p.groups * p.kernel_height * p.kernel_width;
+  return {p.batch * p.in_channels * p.in_height * p.in_width, p.out_channels * terms, p.has_bias ? p.out_channels : 0,
+          p.batch * p.out_channels * p.out_height * p.out_width, terms + 2};
+}
+inline Extent extent(const ai3::LinearProblem& p) {
+  return {p.rows * p.in_features, p.out_features * p.in_features, p.has_bias ? p.out_features : 0, p.rows * p.out_features,
+          p.in_features + 2};
+}
+inline Extent extent(const ai3::Pool2dProblem& p) {
+  return {p.batch * p.channels * p.in_height * p.in_width, 0, 0, p.batch * p.channels * p.out_height * p.out_width,
+          p.in_height * p.in_width + 1};
+}
+inline Extent extent(const ai3::ElementwiseProblem& p) { return {p.count, 0, 0, p.count, 1}; }
+
+// y[i] is the exact value, magnitude[i] the sum of the terms' absolute values.
+struct Reference {
+  std::vector<double> y, magnitude;
+};
+
+inline double activate(ai3::Activation a, double v) {
+  switch (a) {
+    case ai3::Activation::relu: return v > 0 ? v : 0;
+    case ai3::Activation::relu6: return std::fmin(v > 0 ? v : 0, 6);
+    case ai3::Activation::hardswish: return v * std::fmin(std::fmax(v + 3, 0), 6) / 6;
+    case ai3::Activation::silu: return v / (1 + std::exp(-v));
+    case ai3::Activation::gelu: return v / 2 * (1 + std::erf(v / std::sqrt(2.0)));
+    default: return v;
+  }
+}
+// Bias, residual and activation on the sum of products.
+inline void finish(Reference& r, int64_t at, double sum, double magnitude, const double* bias, const double* residual,
+                   ai3::Activation a) {
+  for (const double* more : {bias, residual})
+    if (more) sum += *more, magnitude += std::fabs(*more);
+  r.y[at] = activate(a, sum);
+  r.magnitude[at] = magnitude;
+}
+
+inline Reference reference(const std::string&, const ai3::Conv2dProblem& p, const double* x, const double* w, const double* b,
+                           const double* residual) {
+  const int64_t cg = p.in_channels / p.groups, kg = p.out_channels / p.groups, count = extent(p).output;
+  Reference result{std::vector<double>(count), std::vector<double>(count)};
+  for (int64_t n = 0; n < p.batch; n++)
+    for (int64_t k = 0; k < p.out_channels; k++)
+      for (int64_t i = 0; i < p.out_height; i++)
+        for (int64_t j = 0; j < p.out_width; j++) {
+          double sum = 0, magnitude = 0;
+          for (int64_t c = 0; c < cg; c++)
+            for (int64_t r = 0; r < p.kernel_height; r++)
+              for (int64_t s = 0; s < p.kernel_width; s++) {
+                const int64_t h = i * p.stride_h - p.pad_h + r * p.dilation_h, v = j * p.stride_w - p.pad_w + s * p.dilation_w;
+                if (h < 0 || h >= p.in_height || v < 0 || v >= p.in_width) continue;
+                const double term = w[((k * cg + c) * p.kernel_height + r) * p.kernel_width + s] *
+                                    x[n * p.x_stride.n + (k / kg * cg + c) * p.x_stride.c + h * p.x_stride.h + v * p.x_stride.w];
+                sum += term, magnitude += std::fabs(term);
+              }
+          const int64_t at = n * p.y_stride.n + k * p.y_stride.c + i * p.y_stride.h + j * p.y_stride.w;
+          finish(result, at, sum, magnitude, b ? b + k : nullptr, residual ? residual + at : nullptr, p.activation);
+        }
+  return result;
+}
+
+inline Reference reference(const std::string&, const ai3::LinearProblem& p, const double* x, const double* w, const double* b,
+                           const double* residual) {
+  Reference result{std::vector<double>(p.rows * p.out_features), std::vector<double>(p.rows * p.out_features)};
+  for (int64_t m = 0; m < p.rows; m++)
+    for (int64_t n = 0; n < p.out_features; n++) {
+      double sum = 0, magnitude = 0;
+      for (int64_t k = 0; k < p.in_features; k++) {
+        const double term = x[m * p.in_features + k] * w[n * p.in_features + k];
+        sum += term, magnitude += std::fabs(term);
+      }
+      const int64_t at = m * p.out_features + n;
+      finish(result, at, sum, magnitude, b ? b + n : nullptr, residual ? residual + at : nullptr, p.activation);
+    }
+  return result;
+}
+
+inline Reference reference(const std::string& operation, const ai3::Pool2dProblem& p, const double* x, const double*,
+                           const double*, const double*) {
+  const int64_t count = extent(p).output;
+  Reference result{std::vector<double>(count), std::vector<double>(count)};
+  const bool max = operation == "max_pool2d", adaptive = operation == "adaptive_avg_pool2d";
+  for (int64_t n = 0; n < p.batch; n++)
+    for (int64_t c = 0; c < p.channels; c++)
+      for (int64_t i = 0; i < p.out_height; i++)
+        for (int64_t j = 0; j < p.out_width; j++) {
+          int64_t h0 = i * p.stride_h - p.pad_h, v0 = j * p.stride_w - p.pad_w;
+          int64_t h1 = h0 + (p.kernel_height - 1) * p.dilation_h + 1, v1 = v0 + (p.kernel_width - 1) * p.dilation_w + 1;
+          if (adaptive) {
+            h0 = i * p.in_height / p.out_height, h1 = ((i + 1) * p.in_height + p.out_height - 1) / p.out_height;
+            v0 = j * p.in_width / p.out_width, v1 = ((j + 1) * p.in_width + p.out_width - 1) / p.out_width;
+          }
+          // A window may reach over the padded input's end in ceil mode; what lies there does not count.
+          const int64_t padded = (std::min(h1, p.in_height + p.pad_h) - h0) * (std::min(v1, p.in_width + p.pad_w) - v0);
+          const int64_t dh = adaptive || !max ? 1 : p.dilation_h, dv = adaptive || !max ? 1 : p.dilation_w;
+          double value = max ? -std::numeric_limits<double>::infinity() : 0, magnitude = 0;
+          int64_t inside = 0;
+          for (int64_t h = h0; h < h1; h += dh)
+            for (int64_t v = v0; v < v1; v += dv) {
+              if (h < 0 || h >= p.in_height || v < 0 || v >= p.in_width) continue;
+              const double e = x[n * p.x_stride.n + c * p.x_stride.c + h * p.x_stride.h + v * p.x_stride.w];
+              value = max ? std::fmax(value, e) : value + e;
+              magnitude = max ? std::fabs(value) : magnitude + std::fabs(e);
+              inside++;
+            }
+          const int64_t at = n * p.y_stride.n + c * p.y_stride.c + i * p.y_stride.h + j * p.y_stride.w;
+          const int64_t divisor = max                                ? 1
+                                  : p.divisor && !adaptive           ? p.divisor
+                                  : p.count_include_pad && !adaptive ? padded
+                                                                     : inside;
+          result.y[at] = value / static_cast<double>(divisor);
+          result.magnitude[at] = magnitude / std::fabs(static_cast<double>(divisor));
+        }
+  return result;
+}
+
+inline Reference reference(const std::string& operation, const ai3::ElementwiseProblem& p, const double* x, const double*,
+                           const double*, const double*) {
+  Reference result{std::vector<double>(p.count), std::vector<double>(p.count)};
+  for (int64_t i = 0; i < p.count; i++) {
+    result.y[i] = operation == "relu" ? std::fmax(x[i], 0) : x[i];
+    result.magnitude[i] = std::fabs(x[i]);
+  }
+  return result;
+}
