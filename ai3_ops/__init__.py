@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
+from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports
 
-__all__ = ["AlgorithmInfo", "algorithms", "resolve", "supports"]
+__all__ = ["AlgorithmInfo", "algorithms", "register", "resolve", "supports"]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ai3_ops import _flags, _library
+from ai3_ops import _flags, _library, operations, registry
 
 ENTRY_POINTS = "ai3_ops.algorithms"
 _INCLUDE = Path(__file__).resolve().parent / "include"
@@ -61,14 +61,14 @@ def register(
     exact: bool = True,
     deterministic: bool = True,
 ) -> Any:
-    """Makes `ai3::<operation>_<name>` out of a C++ header or a Python callable, selectable wherever a built-in algorithm is.
+    """Makes `ai3::<operation>_<name>` of a C++ header or a Python callable, selectable wherever built-in ones are.
 
     Args:
         operation: what it computes, such as `"conv2d"`.
         name: what it is called; letters, digits and underscores.
         source: the path of a header that holds one function template `<operation>_<name>` and
             `AI3_ALGORITHM(<operation>, <name>)`, see docs/your-own-algorithm.md. It is compiled for this machine's
-            instruction set and cached; only the header named here is ever built. Or a callable that takes the operator's
+            instruction set and cached; only a header named here is ever built. Or a callable that takes the operator's
             tensors and arguments in the order of its schema. Without it, `register` is a decorator for such a callable.
         default: the operation's `default` runs it wherever it supports the case.
         replace: takes the place of an algorithm of that name, also in models that are swapped already.
@@ -95,8 +95,8 @@ def register(
     with _lock:
         _check_name(operation, name, replace)
         if callable(source):
-            from ai3_ops import registry
-
+            if default:
+                raise ValueError("ai3_ops.register: `default` runs without Python; only a header can be what it runs")
             registry.add_python_algorithm(
                 operation, name, source, replace=replace, exact=exact, deterministic=deterministic
             )
@@ -134,9 +134,8 @@ def load_entry_points() -> None:
 
 
 def _check_name(operation: str, name: str, replace: bool) -> None:
-    operations = _library.registry()["operations"]
-    if operation not in operations:
-        raise ValueError(f"ai3_ops.register: unknown operation {operation!r}; operations: {', '.join(operations)}")
+    if operation not in registry.operations():
+        raise ValueError(f"ai3_ops.register: no operation {operation!r}; there are: {', '.join(registry.operations())}")
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"ai3_ops.register: {name!r} cannot name an algorithm: letters, digits and underscores only")
     if not replace and hasattr(torch.ops.ai3, f"{operation}_{name}"):
@@ -258,6 +257,4 @@ def _add(operation: str, name: str, library: Path, header: Path, replace: bool) 
     error = ctypes.create_string_buffer(4096)
     if not _library.C.ai3_register(records[0], int(replace), error, len(error)):
         raise RuntimeError(error.value.decode())
-    from ai3_ops import operations
-
     operations.register_rules(operation, name)
