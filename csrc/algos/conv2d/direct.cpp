@@ -72,10 +72,15 @@ template <class A, int n, int v>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
   Vec<A> sum[n][v];
-#pragma GCC unroll 16
-  for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-    for (int q = 0; q < v; q++) sum[j][q] = load(start ? start + q * width : tile + j * tile_pixel + q * width);
+  for (int q = 0; q < v; q++)
+#pragma GCC unroll 16
+    for (int j = 0; j < n; j++) sum[j][q] = load(tile + j * tile_pixel + q * width);
+  if (start)
+#pragma GCC unroll 2
+    for (int q = 0; q < v; q++)
+#pragma GCC unroll 16
+      for (int j = 0; j < n; j++) sum[j][q] = load(start + q * width);
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
   for (int64_t r = 0; r < span.rows; r++)
     for (int64_t s = 0; s < span.columns; s++) {

@@ -1,0 +1,79 @@
+// Vectors whose lanes are neighbouring output columns of a row: lanes outside the image are not read.
+#pragma once
+#include "checked.h"
+#include "simd.h"
+
+namespace ai3::inline AI3_LEVEL {
+
+AI3_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+AI3_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The i with 0 <= first + i*step < size, of [0, count): an empty range where there is none. step > 0.
+struct Range {
+  int64_t begin, end;
+  AI3_INLINE int64_t size() const { return end - begin; }
+};
+AI3_INLINE Range inside(int64_t first, int64_t step, int64_t size, int64_t count) {
+  const int64_t begin = first < 0 ? smaller(count, ceil_div(-first, step)) : 0;
+  const int64_t end = first < size ? smaller(count, ceil_div(size - first, step)) : 0;
+  return {begin, larger(begin, end)};
+}
+
+// What [offset, offset + width) holds of a range, counted from offset.
+AI3_INLINE Range part_of(Range range, int64_t offset, int64_t width) {
+  return {larger(0, smaller(width, range.begin - offset)), larger(0, smaller(width, range.end - offset))};
+}
+
+// Lanes 0, 2, 4, ... of `low`, then 1, 3, 5, ... of `high`.
+template <class A>
+AI3_INLINE Vec<A> even_odd(Vec<A> low, Vec<A> high) {
+  if constexpr (Vec<A>::width == 16)
+    return __builtin_shufflevector(low.raw, high.raw, 0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31);
+  else if constexpr (Vec<A>::width == 8)
+    return __builtin_shufflevector(low.raw, high.raw, 0, 2, 4, 6, 9, 11, 13, 15);
+  else if constexpr (Vec<A>::width == 4)
+    return __builtin_shufflevector(low.raw, high.raw, 0, 2, 5, 7);
+  else
+    return __builtin_shufflevector(low.raw, high.raw, 0, 3);
+}
+
+// p[0], p[step], p[2*step], ... as a vector; nothing behind the last of them is read.
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_strided(const T* p, int64_t step) {
+  constexpr int width = Vec<Acc<T>>::width;
+  if (step == 1) return load(p);
+  if (step == 2) return even_odd(load(p), load(p + width - 1));
+  T lanes[width];
+  for (int i = 0; i < width; i++) lanes[i] = p[i * step];
+  return load(lanes);
+}
+// The same for some lanes only; the others are not read and hold 0.
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_strided(const T* p, int64_t step, Range lanes) {
+  constexpr int width = Vec<Acc<T>>::width;
+#if AI3_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) >= 4)
+    if (step == 1) {
+      const unsigned mask = ((1u << lanes.end) - 1) & ~((1u << lanes.begin) - 1);
+      if constexpr (sizeof(T) == 4)
+        return _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), p);
+      else
+        return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
+    }
+#endif
+  T values[width] = {};
+  for (int64_t i = lanes.begin; i < lanes.end; i++) values[i] = p[i * step];
+  return load(values);
+}
+
+// Lanes of `inner` inside the range, of `outer` outside.
+template <class A>
+AI3_INLINE Vec<A> select(Range lanes, Vec<A> inner, Vec<A> outer) {
+  using Index = decltype(inner.raw < outer.raw);
+  Index lane, begin, end;
+  for (int i = 0; i < Vec<A>::width; i++) lane[i] = i;
+  begin = lane - lane + static_cast<int>(lanes.begin), end = lane - lane + static_cast<int>(lanes.end);
+  return (lane >= begin) & (lane < end) ? inner.raw : outer.raw;
+}
+
+}  // namespace ai3::inline AI3_LEVEL
