@@ -111,6 +111,7 @@ class CMakeBuild(build_ext):
             "Python_EXECUTABLE": sys.executable,
             "AI3_OUTPUT_DIRECTORY": package,
             "AI3_WITH_CUDA": "ON" if nvcc else "OFF",
+            "AI3_CUDA_REASON": "" if nvcc else reason,
             **({"CMAKE_CUDA_COMPILER": nvcc} if nvcc else {}),
         }
         print("ai3_ops build configuration:")
@@ -132,7 +133,7 @@ class CMakeBuild(build_ext):
             print(f"ai3_ops: built for the CPU alone, because {reason}.")
 
     def get_outputs(self) -> list[str]:
-        return sorted(str(p) for p in (Path(self.build_lib) / "ai3_ops").rglob("*") if p.suffix in (".so", ".h"))
+        return sorted(str(p) for p in (Path(self.build_lib) / "ai3_ops").rglob("*") if p.suffix in (".so", ".h", ".json"))
 
 
 class PlatformWheel(bdist_wheel):

@@ -213,6 +213,14 @@ AI3_EXPORT int64_t ai3_workspace(const char* operation, const char* name, int de
              })
       .value;
 }
+// Measured with this many threads (at the first call, under 50 ms): float32 multiply-add peak and read bandwidth, per second.
+AI3_EXPORT int ai3_machine(int threads, double* flops, double* bytes, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    const Machine m = measure_machine(threads);
+    *flops = m.flops, *bytes = m.bytes;
+    return 1;
+  });
+}
 // JSON: {"level": ..., "levels": [...], "operations": {name: {"sizes": [...], "algorithms": {name: {"CPU": {...}, "CUDA":
 // {...}}}}}}. Valid until the next call from the same thread.
 AI3_EXPORT const char* ai3_registry() {

@@ -1,0 +1,184 @@
+"""What was built, what runs here, what is missing and how to get it: `python -m ai3_ops doctor`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ai3_ops import _library, registry
+
+_OPENMP = re.compile(r"/(lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$")
+
+
+def build_information() -> dict[str, Any]:
+    """What the build wrote down: torch, compiler, levels, and the CUDA toolkit or the reason why there is no CUDA part."""
+    path = Path(_library.__file__).with_name("_build.json")
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def cpu_name() -> str:
+    """The processor's name, as it gives it."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def openmp_runtimes() -> list[str]:
+    """The OpenMP runtimes loaded into this process, by real path."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[-1] for line in lines if _OPENMP.search(line)}
+    return sorted({os.path.realpath(p) for p in paths})
+
+
+def gpu_names() -> list[str]:
+    """The CUDA devices that torch can use."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def machine() -> dict[str, str]:
+    """What a measurement needs to be told with: processor, level, threads, GPU, versions."""
+    level = _library.registry()["level"]
+    forced = " (AI3_OPS_ISA)" if os.environ.get("AI3_OPS_ISA") else ""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "processor": f"{cpu_name()}, {cores} logical cores",
+        "instruction set": level + forced,
+        "threads": str(torch.get_num_threads()),
+        "GPU": ", ".join(gpu_names()) or "none",
+        "versions": f"ai3_ops {version()}, torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def version() -> str:
+    """The installed package's version."""
+    try:
+        return metadata.version("ai3_ops")
+    except metadata.PackageNotFoundError:
+        return "from the source tree"
+
+
+def limits() -> dict[str, str]:
+    """Measured float32 multiply-add peak and read bandwidth with all threads, in words."""
+    flops, bandwidth = _library.machine(torch.get_num_threads())
+    return {
+        "multiply-add peak": f"{flops / 1e9:.0f} GFLOP/s in float32 (measured)",
+        "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s (measured)",
+    }
+
+
+def cuda_state(build: dict[str, Any]) -> tuple[str, str]:
+    """The CUDA part in words, and what to do about it ("" when there is nothing to do)."""
+    built = Path(_library.__file__).with_name("_C_cuda.so").exists()
+    gpus = gpu_names()
+    if built and gpus:
+        return f"built with {build.get('cuda', 'an unknown toolkit')}, for {build.get('cuda_architectures', '?')}", ""
+    if built:
+        return "built, but torch finds no CUDA device", "" if torch.version.cuda is None else "install an NVIDIA driver to use it"
+    reason = build.get("cuda_reason") or "the build did not include it"
+    advice = f"install a CUDA toolkit {torch.version.cuda or 'of the major version of a CUDA torch'} and build again with FORCE_CUDA=1"
+    return f"not built: {reason}", advice if gpus else ""
+
+
+def problems() -> list[str]:
+    """What is broken: each a sentence that says what to do."""
+    found = []
+    runtimes = openmp_runtimes()
+    if len(runtimes) > 1:
+        found.append(
+            f"{len(runtimes)} OpenMP runtimes are loaded ({', '.join(runtimes)}): they compete for the cores; "
+            "install packages that use torch's, or preload one"
+        )
+    found += [f"{operator} is wrong on this machine: {why}" for operator, why in self_test()]
+    return found
+
+
+def self_test() -> list[tuple[str, str]]:
+    """Runs every CPU operator on a small problem that has an exact answer; those that fail, with the reason."""
+    generator = torch.Generator().manual_seed(0)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-3, 4, shape, generator=generator).float()
+
+    x, w, b = integers(2, 8, 9, 11), integers(8, 8, 3, 3), integers(8)
+    aten = torch.ops.aten
+    cases: dict[str, tuple[Any, tuple[Any, ...]]] = {
+        "conv2d": (aten.conv2d, (x, w, b, [1, 1], [1, 1])),
+        "linear": (aten.linear, (integers(5, 16), integers(7, 16), integers(7))),
+        "max_pool2d": (aten.max_pool2d, (x, [2, 2])),
+        "avg_pool2d": (aten.avg_pool2d, (x, [2, 2])),
+        "adaptive_avg_pool2d": (aten.adaptive_avg_pool2d, (x, [2, 3])),
+        "relu": (aten.relu, (x,)),
+        "flatten": (aten.flatten, (x, 1)),
+    }
+    failures = []
+    for a in registry.algorithms(device="cpu"):
+        if a.operation not in cases or a.python:
+            continue
+        reference, arguments = cases[a.operation]
+        if not registry.supports(a.operation, a.name, *arguments)[0]:
+            continue
+        expected = reference(*arguments)
+        scale = expected.abs().max()
+        allowed = {"exact": 1e-6, "bounded": max(a.error_bound, 1e-5)}.get(a.accuracy, 0.05)
+        try:
+            error = ((a.operator(*arguments) - expected).abs().max() / scale).item()
+        except RuntimeError as cause:
+            failures.append((f"ai3::{a.operation}_{a.name}", str(cause)))
+            continue
+        if not error <= allowed:
+            failures.append((f"ai3::{a.operation}_{a.name}", f"error {error:.1e} of the largest value, allowed {allowed:.0e}"))
+    return failures
+
+
+def main(console: Console | None = None) -> int:
+    """Prints the report; 1 when something is broken."""
+    console = console or Console()
+    build = build_information()
+    cuda, advice = cuda_state(build)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = {
+        **machine(),
+        **limits(),
+        "built": f"against torch {build.get('torch', 'unknown')} with {build.get('compiler', 'an unknown compiler')}",
+        "levels built": f"{', '.join(build.get('levels', [])) or 'unknown'}; AI3_OPS_ISA chooses a lower one",
+        "CUDA part": cuda,
+        "OpenMP runtime": ", ".join(openmp_runtimes()) or "none",
+        "operators": f"{len(registry.algorithms())} algorithms of {len(registry.operations())} operations (python -m ai3_ops list)",
+        "package": str(Path(_library.__file__).parent),
+        "Python": sys.executable,
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console.print(table, highlight=False)
+    missing = [f"CUDA: {advice}"] if advice else []
+    for module, purpose in (("torchvision", "demo and explain"), ("sklearn", "demo"), ("matplotlib", "demo")):
+        try:
+            __import__(module)
+        except ImportError:
+            package = {"sklearn": "scikit-learn"}.get(module, module)
+            missing.append(f"{package} for {purpose}: pip install 'ai3_ops[demo]'")
+    for line in missing:
+        console.print(f"missing: {line}", style="yellow", markup=False, highlight=False)
+    broken = problems()
+    for line in broken:
+        console.print(f"broken: {line}", style="red", markup=False, highlight=False)
+    if not broken:
+        console.print("every operator gives the right result here", style="green")
+    return 1 if broken else 0
