@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
 import platform
 import re
@@ -18,12 +18,6 @@ from rich.table import Table
 from ai3_ops import _library, registry
 
 _OPENMP = re.compile(r"/(lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$")
-
-
-def build_information() -> dict[str, Any]:
-    """What the build wrote down: torch, compiler, levels, and the CUDA toolkit or the reason why there is no CUDA part."""
-    path = Path(_library.__file__).with_name("_build.json")
-    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def cpu_name() -> str:
@@ -81,14 +75,16 @@ def limits() -> dict[str, str]:
     }
 
 
-def cuda_state(build: dict[str, Any]) -> tuple[str, str]:
+def cuda_state() -> tuple[str, str]:
     """The CUDA part in words, and what to do about it ("" when there is nothing to do)."""
-    built = Path(_library.__file__).with_name("_C_cuda.so").exists()
-    gpus = gpu_names()
-    if built and gpus:
-        return f"built with {build.get('cuda', 'an unknown toolkit')}, for {build.get('cuda_architectures', '?')}", ""
-    if built:
-        return "built, but torch finds no CUDA device", "" if torch.version.cuda is None else "install an NVIDIA driver to use it"
+    build, gpus = _library.BUILD, gpu_names()
+    if Path(_library.__file__).with_name("_C_cuda.so").exists():
+        built = f"built with CUDA {build['cuda']} for {build['cuda_architectures']}"
+        if torch.version.cuda is None:
+            return f"{built}; torch {torch.__version__} is a CPU build", ""
+        if not hasattr(_library, "CUDA"):
+            return f"{built}; torch has CUDA {torch.version.cuda}", f"install a torch for CUDA {build['cuda'].split('.')[0]}, or build again"
+        return built + ("" if gpus else "; torch finds no GPU"), ""
     reason = build.get("cuda_reason") or "the build did not include it"
     advice = f"install a CUDA toolkit {torch.version.cuda or 'of the major version of a CUDA torch'} and build again with FORCE_CUDA=1"
     return f"not built: {reason}", advice if gpus else ""
@@ -148,8 +144,8 @@ def self_test() -> list[tuple[str, str]]:
 def main(console: Console | None = None) -> int:
     """Prints the report; 1 when something is broken."""
     console = console or Console()
-    build = build_information()
-    cuda, advice = cuda_state(build)
+    build = _library.BUILD
+    cuda, advice = cuda_state()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -169,9 +165,7 @@ def main(console: Console | None = None) -> int:
     console.print(table, highlight=False)
     missing = [f"CUDA: {advice}"] if advice else []
     for module, purpose in (("torchvision", "demo and explain"), ("sklearn", "demo"), ("matplotlib", "demo")):
-        try:
-            __import__(module)
-        except ImportError:
+        if importlib.util.find_spec(module) is None:  # not imported: scikit-learn brings an OpenMP runtime of its own
             package = {"sklearn": "scikit-learn"}.get(module, module)
             missing.append(f"{package} for {purpose}: pip install 'ai3_ops[demo]'")
     for line in missing:
