@@ -42,15 +42,15 @@ struct Call {
 
   // The first n lanes of v go to y[at], y[at + step], ...
   AI3_INLINE void put(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
-    constexpr int width = Vec<Acc<T>>::width;
-    const Range lanes{0, n};
-    if (residual) v += n == width ? load_strided(residual + at, step) : load_strided(residual + at, step, lanes);
+    if (n == Vec<Acc<T>>::width && step == 1 && !residual && p.activation == Activation::none)
+      store(y + at, v);
+    else
+      put_any(at, step, n, v);
+  }
+  [[gnu::noinline]] void put_any(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
+    if (residual) v += load_strided(residual + at, step, {0, n});
     v = activate(p.activation, v);
-    if (step == 1) {
-      n == width ? store(y + at, v) : store_partial(y + at, v, n);
-    } else {
-      for (int i = 0; i < n; i++) y[at + i * step] = narrowed<T>(v[i]);
-    }
+    for (int i = 0; i < n; i++) y[at + i * step] = narrowed<T>(v[i]);
   }
 };
 

@@ -1,0 +1,199 @@
+// Pooling over windows that are a product of a range of rows and a range of columns, for any reduction that may be done in any
+// order. NHWC: lanes are channels. NCHW: the rows of a window are reduced first, for all columns at once, then the columns.
+#pragma once
+#include "algorithm.h"
+#include "lanes.h"
+
+namespace ai3::inline AI3_LEVEL {
+
+// What a window covers along one axis: `count` positions, `step` apart, and how many they count as in a mean.
+struct Window {
+  int64_t begin, count, step, extent;
+  AI3_INLINE int64_t operator[](int64_t i) const { return begin + i * step; }
+};
+struct PoolAxis {
+  int64_t in, out, kernel, stride, pad, dilation;
+  bool adaptive, count_pad;
+
+  AI3_INLINE Window at(int64_t o) const {
+    if (adaptive) {
+      const int64_t begin = o * in / out, count = ceil_div((o + 1) * in, out) - begin;
+      return {begin, count, 1, count};
+    }
+    const int64_t begin = o * stride - pad;
+    const Range valid = inside(begin, dilation, in, kernel);
+    return {begin + valid.begin * dilation, valid.size(), dilation, count_pad ? smaller(kernel, in + pad - begin) : valid.size()};
+  }
+};
+AI3_INLINE PoolAxis pool_rows(const Pool2dProblem& p, bool adaptive) {
+  return {p.in_height, p.out_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, adaptive, p.count_include_pad};
+}
+AI3_INLINE PoolAxis pool_columns(const Pool2dProblem& p, bool adaptive) {
+  return {p.in_width, p.out_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, adaptive, p.count_include_pad};
+}
+
+struct Maximum {
+  template <class A>
+  AI3_INLINE static Vec<A> start() {
+    return static_cast<A>(-__builtin_inf());
+  }
+  // NaN wins, else the first of equal values.
+  template <class A>
+  AI3_INLINE static Vec<A> add(Vec<A> best, Vec<A> value) {
+    return max_nan(value, best);
+  }
+  template <class A>
+  AI3_INLINE static Vec<A> finish(Vec<A> best, Vec<A>) {
+    return best;
+  }
+};
+struct Mean {
+  template <class A>
+  AI3_INLINE static Vec<A> start() {
+    return A(0);
+  }
+  template <class A>
+  AI3_INLINE static Vec<A> add(Vec<A> sum, Vec<A> value) {
+    return sum + value;
+  }
+  template <class A>
+  AI3_INLINE static Vec<A> finish(Vec<A> sum, Vec<A> divisor) {
+    return sum / divisor;
+  }
+};
+
+namespace detail {
+
+inline constexpr int kPoolVectors = 4;      // NHWC: vectors of channels that a task reduces
+inline constexpr int64_t kPoolSpan = 1024;  // NCHW: columns of a window's reduced rows that are held at a time
+
+template <class A>
+AI3_INLINE A pool_divisor(const Pool2dProblem& p, Window rows, Window columns) {
+  return static_cast<A>(p.divisor ? p.divisor : rows.extent * columns.extent);
+}
+
+// NHWC: one window, `vectors` vectors of channels, or the first `lanes` < width of one.
+template <class Reduce, int vectors, class T>
+AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t lanes) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width;
+  const bool whole = lanes >= width;
+  Vec<A> result[vectors];
+#pragma GCC unroll 4
+  for (int q = 0; q < vectors; q++) result[q] = Reduce::template start<A>();
+  for (int64_t r = 0; r < rows.count; r++)
+    for (int64_t s = 0; s < columns.count; s++) {
+      const T* from = x + rows[r] * p.x_stride.h + columns[s] * p.x_stride.w;
+#pragma GCC unroll 4
+      for (int q = 0; q < vectors; q++)
+        result[q] = Reduce::add(result[q], whole ? load(from + q * width) : load_partial(from, lanes));
+    }
+  const Vec<A> divisor = pool_divisor<A>(p, rows, columns);
+#pragma GCC unroll 4
+  for (int q = 0; q < vectors; q++) {
+    const Vec<A> v = Reduce::finish(result[q], divisor);
+    whole ? store(y + q * width, v) : store_partial(y, v, lanes);
+  }
+}
+
+// NCHW: reduced[i] = the window's rows at column first + i, for i in [0, count); what lies outside the image holds the start
+// value.
+template <class Reduce, class T>
+AI3_INLINE void pool_rows_of(const Pool2dProblem& p, Window rows, const T* plane, int64_t first, int64_t count, Acc<T>* reduced) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width;
+  const Range valid = inside(first, 1, p.in_width, count);
+  const A outside = Reduce::template start<A>()[0];
+  for (int64_t i = 0; i < valid.begin; i++) reduced[i] = outside;
+  for (int64_t i = valid.end; i < count; i++) reduced[i] = outside;
+  for (int64_t i = valid.begin; i < valid.end; i += width) {
+    const int64_t lanes = smaller(width, valid.end - i);
+    Vec<A> v = Reduce::template start<A>();
+    for (int64_t r = 0; r < rows.count; r++) {
+      const T* from = plane + rows[r] * p.x_stride.h + (first + i) * p.x_stride.w;
+      v = Reduce::add(v, lanes == width ? load(from) : load_partial(from, lanes));
+    }
+    lanes == width ? store(reduced + i, v) : store_partial(reduced + i, v, lanes);
+  }
+}
+
+// NCHW: one row of one output plane.
+template <class Reduce, class T>
+void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, const T* plane, T* y) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width;
+  alignas(64) A reduced[kPoolSpan];
+  int64_t o = 0;
+  // Whole vectors of outputs whose windows are equally far apart.
+  const int64_t extent = axis.dilation * (axis.kernel - 1) + 1;
+  while (!axis.adaptive && o < p.out_width && (width - 1) * axis.stride + extent <= kPoolSpan) {
+    const int64_t fitting = ((kPoolSpan - extent) / axis.stride + 1) / width,
+                  vectors = smaller(fitting, ceil_div(p.out_width - o, width));
+    const int64_t first = o * axis.stride - axis.pad;
+    pool_rows_of<Reduce>(p, rows, plane, first, (vectors * width - 1) * axis.stride + extent, reduced);
+    for (int64_t q = 0; q < vectors; q++, o += width) {
+      Vec<A> v = Reduce::template start<A>();
+      const A* from = reduced + q * width * axis.stride;
+      for (int64_t s = 0; s < axis.kernel; s++) v = Reduce::add(v, load_strided(from + s * axis.dilation, axis.stride));
+      const int64_t lanes = smaller(width, p.out_width - o);
+      const Window left = axis.at(o), right = axis.at(o + lanes - 1);
+      Vec<A> divisor = pool_divisor<A>(p, rows, left);
+      if (left.extent != axis.kernel || right.extent != axis.kernel)
+        for (int64_t i = 0; i < lanes; i++) divisor.raw[i] = pool_divisor<A>(p, rows, axis.at(o + i));
+      v = Reduce::finish(v, divisor);
+      lanes == width ? store(y + o, v) : store_partial(y + o, v, lanes);
+    }
+  }
+  // The rest, one by one: columns [held, held_end) are reduced when the first of them is asked for.
+  for (int64_t held = 0, held_end = 0; o < p.out_width; o++) {
+    const Window columns = axis.at(o);
+    Vec<A> v = Reduce::template start<A>();
+    for (int64_t s = 0; s < columns.count; s++) {
+      const int64_t column = columns[s];
+      if (column < held || column >= held_end) {
+        held = column, held_end = smaller(p.in_width, held + kPoolSpan);
+        pool_rows_of<Reduce>(p, rows, plane, held, held_end - held, reduced);
+      }
+      v = Reduce::add(v, Vec<A>(reduced[column - held]));
+    }
+    y[o] = narrowed<T>(Reduce::finish(v, Vec<A>(pool_divisor<A>(p, rows, columns)))[0]);
+  }
+}
+
+}  // namespace detail
+
+template <class Reduce, class T>
+AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) {
+  constexpr int width = Vec<Acc<T>>::width, block = detail::kPoolVectors * width;
+  const PoolAxis row_axis = pool_rows(p, adaptive), column_axis = pool_columns(p, adaptive);
+  const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
+  const int64_t blocks = nhwc ? ceil_div(p.channels, block) : p.channels;
+  const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? smaller(block, p.channels) : 1);
+  parallel_ranges(p.threads, p.batch * p.out_height * blocks, ceil_div(1 << 15, work), [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; i++) {
+      // Rows outside and blocks of channels inside in NHWC, planes outside and rows inside in NCHW, as they lie in memory.
+      const int64_t c = nhwc ? i % blocks * block : i / p.out_height % p.channels,
+                    row = nhwc ? i / blocks % p.out_height : i % p.out_height;
+      const int64_t n = i / blocks / p.out_height;
+      const Window rows = row_axis.at(row);
+      const T* from = x + n * p.x_stride.n + c * p.x_stride.c;
+      T* to = y + n * p.y_stride.n + c * p.y_stride.c + row * p.y_stride.h;
+      if (!nhwc) {
+        detail::pool_plane_row<Reduce>(p, column_axis, rows, from, to);
+        continue;
+      }
+      for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w) {
+        const Window columns = column_axis.at(o);
+        const int64_t count = smaller(block, p.channels - c);
+        if (count == block) {
+          detail::pool_channels<Reduce, detail::kPoolVectors>(p, rows, columns, from, to, width);
+        } else {
+          for (int64_t k = 0; k < count; k += width)
+            detail::pool_channels<Reduce, 1>(p, rows, columns, from + k, to + k, smaller(width, count - k));
+        }
+      }
+    }
+  });
+}
+
+}  // namespace ai3::inline AI3_LEVEL

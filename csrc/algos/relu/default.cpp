@@ -1,0 +1,12 @@
+// The one own algorithm.
+#include "../core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+const char* choose(const ElementwiseProblem&, bool (*)(const ElementwiseProblem&, const char*)) { return "direct"; }
+
+AI3_ALGORITHM_WITHOUT_KERNEL(relu, default, .choose = choose)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
