@@ -272,4 +272,75 @@ void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64
   }
 }
 
+// ---- Threads -----------------------------------------------------------------------------------------------------------------
+
+// How products are cut into tasks: each task prepares (copies, gathers) one of `prepared` shares of its operand's units, slabs of
+// kRows rows or panels, and multiplies it with one of `streamed` shares of the packed weight's panels.
+struct Grid {
+  int64_t prepared, streamed;
+};
+// The grid of the least modelled time, in cycles: both sides are cut, so that small products use all threads too. A task's
+// prepared operand stays in the L2 cache. `preparation` is cycles per element.
+template <class A>
+Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, int64_t panels, int64_t k, double preparation) {
+  constexpr int64_t kBlockBytes = 512 << 10;
+  constexpr double kStreamedPerCycle = 16. / sizeof(A), kTask = 1000;
+  const int64_t unit = unit_size * k * static_cast<int64_t>(sizeof(A)),
+                most = unit > 0 && unit < kBlockBytes ? kBlockBytes / unit : 1;
+  Grid best{};
+  double least = 0;
+  for (int64_t prepared = ceil_div(units, most); prepared > 0; prepared = prepared == units      ? 0
+                                                                          : prepared * 2 < units ? prepared * 2
+                                                                                                 : units)
+    for (int64_t streamed = 1; streamed > 0; streamed = streamed == panels ? 0 : streamed * 2 < panels ? streamed * 2 : panels) {
+      const double rows = static_cast<double>(ceil_div(units, prepared) * unit_size * k),
+                   columns = static_cast<double>(ceil_div(panels, streamed) * kPanel<A>);
+      const double task =
+          kTask + rows * (columns / Vec<A>::width + preparation) + columns * static_cast<double>(k) / kStreamedPerCycle;
+      const double time = task * static_cast<double>(ceil_div(products * prepared * streamed, threads));
+      if (best.prepared && time >= least) continue;
+      best = {prepared, streamed}, least = time;
+    }
+  return best;
+}
+// body(product, prepared share, streamed share, thread) for every task. Neighbours in time use the same part of the weight.
+template <class Body>
+AI3_INLINE void for_grid(int threads, int64_t products, const Grid& grid, const Body& body) {
+  parallel_for(threads, products * grid.prepared * grid.streamed, [&](int64_t i, int thread) {
+    const int64_t rest = i / grid.prepared;
+    body(rest / grid.streamed, i % grid.prepared, rest % grid.streamed, thread);
+  });
+}
+// Share i of `rows` rows, in whole slabs of about equal height.
+AI3_INLINE Share row_share(int64_t rows, int64_t shares, int64_t i) {
+  const int64_t slabs = ceil_div(rows, kRows);
+  const Share s = share(slabs, shares, i);
+  return {rows * s.begin / slabs, rows * s.end / slabs};
+}
+// Share i of `columns` columns, in whole panels.
+template <class A>
+AI3_INLINE Share column_share(int64_t columns, int64_t shares, int64_t i) {
+  const Share s = share(panel_count<A>(columns), shares, i);
+  return {s.begin * kPanel<A>, s.end * kPanel<A> < columns ? s.end * kPanel<A> : columns};
+}
+
+// Rows that lie a multiple of 4 KiB apart share one set of the L1 cache, which has fewer ways than a slab has rows.
+template <class A>
+AI3_INLINE bool rows_collide(int64_t stride) {
+  return kRows > 8 && stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
+}
+// The stride of prepared rows.
+template <class A>
+AI3_INLINE int64_t prepared_stride(int64_t k) {
+  return rows_collide<A>(k) ? k + 16 : k;
+}
+
+template <class T>
+AI3_INLINE void copy_widened(const T* from, int64_t count, Acc<T>* to) {
+  using V = Vec<Acc<T>>;
+  int64_t i = 0;
+  for (; i + V::width <= count; i += V::width) store(to + i, load(from + i));
+  if (i < count) store_partial(to + i, load_partial(from + i, count - i), count - i);
+}
+
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,201 @@
+// What convolutions by matrix product share: the packed weight, patches as rows or as panels of a matrix, and the product of a
+// share. Patches and weights have their depth k in the order (r, s, c), which makes runs of an NHWC input contiguous.
+//   y in NHWC (y_stride.c == 1): rows are the pixels of all images, columns the group's output channels;
+//   y in NCHW: rows are the output channels, columns the pixels of one image, in panels that never cross images.
+#pragma once
+#include "../core/gemm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+struct ConvShape {
+  int64_t channels, filters;  // of one group
+  int64_t taps, depth, pixels;
+  int64_t rows;  // pixels of all images
+  bool as_rows;  // pixels are rows
+  explicit ConvShape(const Conv2dProblem& p)
+      : channels(p.in_channels / p.groups),
+        filters(p.out_channels / p.groups),
+        taps(p.kernel_height * p.kernel_width),
+        depth(channels * taps),
+        pixels(p.out_height * p.out_width),
+        rows(p.batch * pixels),
+        as_rows(p.y_stride.c == 1) {}
+};
+// Sizes are known and none is 0: there is something to compute.
+AI3_INLINE bool is_concrete(const Conv2dProblem& p) { return p.batch > 0 && p.out_height > 0 && p.out_width > 0; }
+
+int64_t packed_weight_bytes(const Conv2dProblem& p) {
+  return with_type(p.dtype, [&]<class T>() {
+    const int64_t depth = checked_product({p.in_channels / p.groups, p.kernel_height, p.kernel_width});
+    return workspace_bytes<Acc<T>>(checked_mul(p.groups, packed_size<Acc<T>>(depth, p.out_channels / p.groups)));
+  });
+}
+// Into [group][panel of filters][r][s][c][kPanel].
+void pack_weight(const Conv2dProblem& p, const void* weight, void* packed) {
+  with_type(p.dtype, [&]<class T>() {
+    constexpr int64_t P = kPanel<Acc<T>>;
+    const ConvShape s(p);
+    const int64_t panels = panel_count<Acc<T>>(s.filters);
+    parallel_for(p.threads, p.groups * panels, [&](int64_t i, int) {
+      const int64_t filter = i % panels * P, rest = s.filters - filter;
+      const T* w = static_cast<const T*>(weight) + (i / panels * s.filters + filter) * s.depth;
+      Acc<T>* to = static_cast<Acc<T>*>(packed) + i * s.depth * P;
+      for (int64_t t = 0; t < s.taps; t++)
+        pack_panels(w + t, s.channels, rest < P ? rest : P, s.taps, s.depth, to + t * s.channels * P, s.depth * P);
+    });
+  });
+}
+template <class T>
+AI3_INLINE const Acc<T>* packed_group(const Buffers& m, const ConvShape& s, int64_t group) {
+  return static_cast<const Acc<T>*>(m.weight) + group * packed_size<Acc<T>>(s.depth, s.filters);
+}
+
+// The i in [0, count) for which 0 <= first + i * step < limit.
+AI3_INLINE Share inside(int64_t first, int64_t step, int64_t count, int64_t limit) {
+  const int64_t begin = first >= 0 ? 0 : ceil_div(-first, step), end = first < limit ? ceil_div(limit - first, step) : 0;
+  const int64_t b = begin < count ? begin : count, e = end < count ? end : count;
+  return {b, e < b ? b : e};
+}
+template <class A>
+AI3_INLINE void clear(A* to, int64_t count) {
+  for (int64_t i = 0; i < count; i++) to[i] = 0;
+}
+
+// The patches of pixels `rows`, numbered through all images, one row of `depth` elements each.
+template <class T>
+void gather_rows(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t group, Share rows, Acc<T>* to, int64_t stride) {
+  const bool runs = p.x_stride.c == 1 && p.x_stride.w == s.channels && p.dilation_w == 1;  // taps side by side are contiguous
+  const int64_t run = p.kernel_width * s.channels;
+  for (int64_t m = rows.begin; m < rows.end; m++, to += stride) {
+    const int64_t pixel = m % s.pixels, h0 = pixel / p.out_width * p.stride_h - p.pad_h,
+                  w0 = pixel % p.out_width * p.stride_w - p.pad_w;
+    const Share taps = inside(w0, p.dilation_w, p.kernel_width, p.in_width);
+    const T* from = x + m / s.pixels * p.x_stride.n + group * s.channels * p.x_stride.c;
+    for (int64_t r = 0; r < p.kernel_height; r++) {
+      const int64_t h = h0 + r * p.dilation_h;
+      Acc<T>* row = to + r * run;
+      if (h < 0 || h >= p.in_height || taps.begin == taps.end) {
+        clear(row, run);
+        continue;
+      }
+      clear(row, taps.begin * s.channels);
+      if (runs) {
+        copy_widened(from + h * p.x_stride.h + (w0 + taps.begin) * p.x_stride.w, (taps.end - taps.begin) * s.channels,
+                     row + taps.begin * s.channels);
+      } else {
+        for (int64_t t = taps.begin; t < taps.end; t++) {
+          const T* source = from + h * p.x_stride.h + (w0 + t * p.dilation_w) * p.x_stride.w;
+          if (p.x_stride.c == 1)
+            copy_widened(source, s.channels, row + t * s.channels);
+          else
+            for (int64_t c = 0; c < s.channels; c++) row[t * s.channels + c] = widen(source[c * p.x_stride.c]);
+        }
+      }
+      clear(row + taps.end * s.channels, (p.kernel_width - taps.end) * s.channels);
+    }
+  }
+}
+
+// The patches as panels [panel][depth][kPanel]; panel q holds pixels of image q / panels_per_image.
+template <class T>
+void gather_panels(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t group, Share panels, Acc<T>* to) {
+  constexpr int64_t P = kPanel<Acc<T>>;
+  const int64_t per_image = panel_count<Acc<T>>(s.pixels), step = p.stride_w * p.x_stride.w;
+  for (int64_t q = panels.begin; q < panels.end; q++, to += s.depth * P) {
+    const int64_t first = q % per_image * P, count = s.pixels - first < P ? s.pixels - first : P;
+    const T* image = x + q / per_image * p.x_stride.n + group * s.channels * p.x_stride.c;
+    // One run of pixels in one output row at a time.
+    for (int64_t done = 0, n; done < count; done += n) {
+      const int64_t oh = (first + done) / p.out_width, ow = (first + done) % p.out_width;
+      n = p.out_width - ow < count - done ? p.out_width - ow : count - done;
+      for (int64_t t = 0; t < s.taps; t++) {
+        const int64_t h = oh * p.stride_h - p.pad_h + t / p.kernel_width * p.dilation_h;
+        const int64_t w = ow * p.stride_w - p.pad_w + t % p.kernel_width * p.dilation_w;
+        const Share in = h < 0 || h >= p.in_height ? Share{n, n} : inside(w, p.stride_w, n, p.in_width);
+        const T* from = image + h * p.x_stride.h + (w + in.begin * p.stride_w) * p.x_stride.w;
+        Acc<T>* row = to + t * s.channels * P + done;
+        for (int64_t c = 0; c < s.channels; c++, from += p.x_stride.c, row += P) {
+          clear(row, in.begin);
+          if (step == 1)
+            copy_widened(from, in.end - in.begin, row + in.begin);
+          else
+            for (int64_t i = in.begin; i < in.end; i++) row[i] = widen(from[(i - in.begin) * step]);
+          clear(row + in.end, n - in.end);
+        }
+      }
+    }
+    if (count < P)
+      for (int64_t k = 0; k < s.depth; k++) clear(to + k * P + count, P - count);
+  }
+}
+
+template <class T>
+AI3_INLINE Output<T> output_of(const Conv2dProblem& p, const Buffers& m, int64_t shift, int64_t filter) {
+  Output<T> y{static_cast<T*>(m.output) + shift, 0};
+  y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+  if (y.bias) y.bias += filter;
+  if (y.residual) y.residual += shift;
+  return y;
+}
+// Output channels of a group by pixels of all images (NHWC).
+template <class T>
+AI3_INLINE Output<T> pixel_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group) {
+  Output<T> y = output_of<T>(p, m, group * s.filters, group * s.filters);
+  y.row_stride = s.pixels == 1 ? p.y_stride.n : p.y_stride.w;
+  return y;
+}
+// Pixels of one image as columns (NCHW).
+template <class T>
+AI3_INLINE Output<T> filter_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t image, int64_t group) {
+  Output<T> y = output_of<T>(p, m, image * p.y_stride.n + group * s.filters * p.y_stride.c, group * s.filters);
+  y.row_stride = p.y_stride.c, y.bias_per_row = true;
+  return y;
+}
+
+// The product of gathered rows with some filters.
+template <class T>
+void multiply_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share rows, const Acc<T>* patches,
+                   int64_t stride, Share filters) {
+  gemm_block<T>(StridedRows<Acc<T>>{patches, stride}, rows.end - rows.begin,
+                packed_group<T>(m, s, group) + filters.begin * s.depth, filters.end - filters.begin, s.depth,
+                pixel_rows<T>(p, s, m, group).from(rows.begin, filters.begin));
+}
+// The product of some filters with gathered panels.
+template <class T>
+void multiply_panels(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share panels,
+                     const Acc<T>* patches, Share filters) {
+  constexpr int64_t P = kPanel<Acc<T>>;
+  const int64_t per_image = panel_count<Acc<T>>(s.pixels);
+  for (int64_t q = panels.begin, n; q < panels.end; q += n) {
+    const int64_t image = q / per_image, first = q % per_image * P;
+    n = (image + 1) * per_image < panels.end ? (image + 1) * per_image - q : panels.end - q;
+    const int64_t count = first + n * P < s.pixels ? n * P : s.pixels - first;
+    gemm_block<T>(PanelRows<Acc<T>>{packed_group<T>(m, s, group) + filters.begin * s.depth}, filters.end - filters.begin,
+                  patches + (q - panels.begin) * s.depth * P, count, s.depth,
+                  filter_rows<T>(p, s, m, image, group).from(filters.begin, first));
+  }
+}
+
+// Units of patches: slabs of rows or panels, over all images.
+template <class T>
+struct PatchUnits {
+  int64_t count, size;  // size: pixels of a unit
+  int64_t stride;       // elements from one pixel row to the next
+  PatchUnits(const Conv2dProblem& p, const ConvShape& s)
+      : count(s.as_rows ? ceil_div(s.rows, kRows) : p.batch * panel_count<Acc<T>>(s.pixels)),
+        size(s.as_rows ? kRows : kPanel<Acc<T>>),
+        stride(s.as_rows ? prepared_stride<Acc<T>>(s.depth) : s.depth) {}
+};
+
+AI3_INLINE Cost gemm_cost(const Conv2dProblem& p, double patch_copies, double efficiency) {
+  const ConvShape s(p);
+  const double n = static_cast<double>(s.rows), k = static_cast<double>(s.depth), size = static_cast<double>(size_of(p.dtype));
+  const double in = static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height * p.in_width);
+  const double filters = static_cast<double>(p.out_channels);
+  return {2 * n * k * filters,
+          size * (in + n * filters) + 4 * k * filters + patch_copies * 4 * n * k * static_cast<double>(p.groups), efficiency};
+}
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
