@@ -15,7 +15,6 @@ import threading
 import warnings
 from collections.abc import Callable
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ import torch
 
 from ai3_ops import _flags, _library, operations, registry
 
-ENTRY_POINTS = "ai3_ops.algorithms"
 _INCLUDE = Path(__file__).resolve().parent / "include"
 _SHOWN_LINES = 24  # of a compiler's messages
 _lock = threading.RLock()
@@ -119,20 +117,6 @@ def set_default(operation: str, name: str | None) -> None:
         raise RuntimeError(error.value.decode())
 
 
-@cache
-def load_entry_points() -> None:
-    """Calls the entry points of the group `ai3_ops.algorithms` once per process; each calls `register`.
-
-    One that fails is a warning that names its package, so that one broken package does not take the others away.
-    """
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            point.load()()
-        except Exception as cause:
-            package = point.dist.name if point.dist else point.value
-            warnings.warn(f"ai3_ops: entry point {point.name!r} of {package} failed: {cause}", stacklevel=2)
-
-
 def _check_name(operation: str, name: str, replace: bool) -> None:
     if operation not in registry.operations():
         raise ValueError(f"ai3_ops.register: no operation {operation!r}; there are: {', '.join(registry.operations())}")
@@ -173,11 +157,11 @@ def _flags_for(compiler: tuple[str, ...]) -> tuple[str, list[str]]:
 
 
 def cache_directory() -> Path:
-    """Where compiled algorithms are kept: `$XDG_CACHE_HOME/ai3_ops`, readable and writable by its owner only."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    directory = Path(base) / "ai3_ops"
+    """Where compiled algorithms are kept: `$XDG_CACHE_HOME/ai3_ops/algorithms`, its owner's alone."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ai3_ops/algorithms"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return _private_directory()
     owner = directory.stat()
@@ -228,8 +212,8 @@ def _build(operation: str, name: str, header: Path) -> Path:
     # Preprocessed text holds everything that the result depends on: the header and all that it includes.
     text = _run([*compiler, *flags, "-E", "-P"], unit, header)
     key = hashlib.sha256("\0".join([text, *compiler, *flags, version, torch.__version__]).encode()).hexdigest()[:32]
-    directory = cache_directory() / "algorithms" / key
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory = cache_directory() / key
+    directory.mkdir(mode=0o700, exist_ok=True)
     library = directory / f"{operation}_{name}.so"
     with open(directory / "lock", "w") as lock:  # released by the kernel however the process ends
         fcntl.flock(lock, fcntl.LOCK_EX)

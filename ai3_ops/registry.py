@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import threading
+import warnings
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from ai3_ops.operations.base import Operation, Problem
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _library.DTYPES)
+_loading = threading.RLock()
+_entry_points_loaded = False
 OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
 
 
@@ -91,21 +96,43 @@ def algorithms(operation: str | None = None, device: str | torch.device | None =
 
     `operation` ("conv2d", ...) and `device` ("cpu" or "cuda") leave out the others; an unknown one is a ValueError.
     """
-    listed = _library.registry()["operations"]
+    load_entry_points()
     if operation is not None:
-        _known(operation, listed, "operation")
+        _known(operation, operations(), "operation")
     kind = None if device is None else torch.device(device).type
     if kind is not None:
         _known(kind, _library.DEVICES, "device")
+    return [a for a in registered() if operation in (None, a.operation) and kind in (None, a.device)]
+
+
+def registered() -> list[AlgorithmInfo]:
+    """As `algorithms`, without those that packages only offer until they are asked."""
     found = [
         AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"])})
-        for o, record in listed.items()
+        for o, record in _library.registry()["operations"].items()
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()
     ]
     found += [dataclasses.replace(info, device=d) for info in _python.values() for d in _library.DEVICES]
-    found = [a for a in found if operation in (None, a.operation) and kind in (None, a.device)]
     return sorted(found, key=lambda a: (a.operation, a.name, a.device))
+
+
+def load_entry_points() -> None:
+    """Calls the entry points of the group `ai3_ops.algorithms`, once per process; each calls `ai3_ops.register`.
+
+    One that fails is a warning that names its package, so that one broken package does not take the others away.
+    """
+    global _entry_points_loaded
+    with _loading:
+        if _entry_points_loaded:
+            return
+        _entry_points_loaded = True  # before the calls, which ask for names themselves
+        for point in metadata.entry_points(group="ai3_ops.algorithms"):
+            try:
+                point.load()()
+            except Exception as cause:
+                package = point.dist.name if point.dist else point.value
+                warnings.warn(f"ai3_ops: entry point {point.name!r} of {package} failed: {cause}", stacklevel=3)
 
 
 def algorithm(operation: str, name: str, device: str | None = None) -> AlgorithmInfo:
@@ -199,6 +226,7 @@ def _known_size(size: Any) -> int:
 
 
 def _check_names(operation: str, algorithm: str) -> None:
+    load_entry_points()
     listed = _library.registry()["operations"]
     _known(operation, listed, "operation")
     names = [*listed[operation]["algorithms"], *(name for o, name in _python if o == operation)]

@@ -16,6 +16,6 @@ def register_rules(operation: str, name: str) -> None:
     registry.OPERATIONS[operation].register(name)
 
 
-for _algorithm in registry.algorithms():
+for _algorithm in registry.registered():
     if _algorithm.operation in registry.OPERATIONS:
         register_rules(_algorithm.operation, _algorithm.name)

@@ -152,7 +152,7 @@ class Operation:
 
     def define(self, algorithm: str, function: Callable[..., Tensor]) -> None:
         """Defines the operator of an algorithm that is a Python callable, with the operation's schema and rules."""
-        model = next(a.operator for a in registry.algorithms(self.name) if not a.python)._schema
+        model = next(a.operator for a in registry.registered() if a.operation == self.name and not a.python)._schema
         name = f"{self.name}_{algorithm}"
         label, defaults = f"ai3::{name}", [a.default_value for a in model.arguments if not a.kwarg_only]
 
@@ -295,7 +295,9 @@ def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: s
     BackendSelect is the one key that every eager call passes, also under inference_mode; only such algorithms pay for it.
     """
     devices = {
-        a.device for a in registry.algorithms(operation) if a.name == algorithm and not (a.deterministic or a.python)
+        a.device
+        for a in registry.registered()
+        if (a.operation, a.name) == (operation, algorithm) and not (a.deterministic or a.python)
     }
     if not devices:
         return

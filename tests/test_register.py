@@ -1,0 +1,283 @@
+"""A user's own algorithm: headers and callables, the cache, errors, replacement, entry points; a new built-in file."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import ai3_ops
+from ai3_ops import register as register_function
+from ai3_ops import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/your-own-algorithm.md"
+module = sys.modules["ai3_ops.register"]
+
+# y = factor * conv2d for 1x1 kernels, to tell versions of one header from each other.
+SCALED = """
+#include <ai3/algorithm.h>
+{include}
+template <class T>
+void conv2d_{name}(const ai3::Conv2dProblem& p, const T* x, const T* w, const T*, T* y, ai3::Workspace&) {{
+  const ai3::Acc<T> scale = {factor} * ai3::widen(w[0]);
+  for (int64_t i = 0; i < p.in_height * p.in_width; i++) y[i] = ai3::narrowed<T>(scale * ai3::widen(x[i]));
+}}
+inline bool {name}_supports(const ai3::Conv2dProblem& p, ai3::Reason& reason) {{
+  const int64_t weights = p.in_channels * p.out_channels * p.kernel_height * p.kernel_width;
+  return weights == 1 || ai3::refuse(reason, "needs one weight");
+}}
+AI3_ALGORITHM(conv2d, {name}, {traits}.supports = {name}_supports)
+"""
+
+
+def scaled(name: str, factor: object = 1, include: str = "", traits: str = "") -> str:
+    return SCALED.format(name=name, factor=factor, include=include, traits=traits)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache for each test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/ai3_ops/algorithms"
+
+
+@pytest.fixture
+def header(tmp_path):
+    """Writes a header and returns its path."""
+
+    def write(text: str, name: str = "mine.h") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+X, W = torch.full((1, 1, 2, 2), 3.0), torch.full((1, 1, 1, 1), 5.0)
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.skipif(not PAGE.exists(), reason="the docs are not beside the tests")
+def test_worked_example(tmp_path, monkeypatch):
+    """The page's code, as it stands there."""
+    blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (header,) = [text for language, text in blocks if language == "cpp"]
+    (tmp_path / "rows.h").write_text(header)
+    monkeypatch.chdir(tmp_path)
+    scope = {"__name__": "page"}
+    for number, text in enumerate(text for language, text in blocks if language == "python"):
+        exec(compile(text, f"{PAGE.name}, Python block {number + 1}", "exec"), scope)
+
+
+def test_header_becomes_an_operator(header):
+    op = register_function("conv2d", "user_operator", header(scaled("user_operator")))
+    assert op is torch.ops.ai3.conv2d_user_operator
+    assert torch.equal(op(X, W), X * 5)
+    info = registry.algorithm("conv2d", "user_operator")
+    assert (info.accuracy, info.deterministic, info.device) == ("exact", True, "cpu")
+    assert ai3_ops.supports("conv2d", "user_operator", X, W) == (True, "")
+    assert ai3_ops.supports("conv2d", "user_operator", X, W.expand(1, 1, 2, 2)) == (False, "needs one weight")
+    torch.library.opcheck(op.default, (X.clone().requires_grad_(), W.clone().requires_grad_()))
+
+
+def test_traits_of_the_macro_are_listed(header):
+    text = scaled("user_traits", traits=".accuracy = ai3::Accuracy::approximate, .deterministic = false, ")
+    register_function("conv2d", "user_traits", header(text))
+    info = registry.algorithm("conv2d", "user_traits")
+    assert (info.accuracy, info.deterministic) == ("approximate", False)
+
+
+def test_a_taken_name_is_refused_unless_replaced(header):
+    path = header(scaled("user_replaced", 1))
+    op = register_function("conv2d", "user_replaced", path)
+    with pytest.raises(ValueError, match="conv2d has an algorithm 'user_replaced' already; replace=True"):
+        register_function("conv2d", "user_replaced", path)
+    with pytest.raises(ValueError, match="'direct' already"):
+        register_function("conv2d", "direct", path)
+    path.write_text(scaled("user_replaced", 2))
+    assert register_function("conv2d", "user_replaced", path, replace=True) is op
+    assert torch.equal(op(X, W), 2 * X * 5)
+
+
+def test_what_is_no_operation_or_no_name():
+    with pytest.raises(ValueError, match="no operation 'conv9d'"):
+        register_function("conv9d", "mine", "mine.h")
+    for name in ("two words", "", "1st", "größe", "a;b"):
+        with pytest.raises(ValueError, match="cannot name an algorithm"):
+            register_function("conv2d", name, "mine.h")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.h"):
+        register_function("conv2d", "user_missing", "nowhere.h")
+    with pytest.raises(ValueError, match=r"\.accuracy = ai3::Accuracy::approximate"):
+        register_function("conv2d", "user_flags", "mine.h", exact=False)
+
+
+def test_compile_errors_are_readable(header):
+    path = header(scaled("user_broken", factor="undefined_name"))
+    with pytest.raises(RuntimeError) as error:
+        register_function("conv2d", "user_broken", path)
+    lines = str(error.value).splitlines()
+    assert lines[0] == f"ai3_ops.register: {path} does not compile:"
+    assert re.match(rf"{re.escape(str(path))}:\d+:\d+: error: .*undefined_name", lines[1])
+    assert len(lines) < 30
+    assert not hasattr(torch.ops.ai3, "conv2d_user_broken")
+    path.write_text(scaled("user_broken"))  # nothing of the failure stays
+    register_function("conv2d", "user_broken", path)
+
+
+def test_errors_of_the_signature_name_the_macro(header):
+    path = header(
+        "#include <ai3/algorithm.h>\n"
+        "template <class T> void conv2d_user_signature(int) {}\n"
+        "AI3_ALGORITHM(conv2d, user_signature)\n"
+    )
+    with pytest.raises(RuntimeError, match=rf"(?s){re.escape(str(path))}:3:1: .*candidate"):
+        register_function("conv2d", "user_signature", path)
+
+
+def test_what_the_header_registers_must_be_what_was_asked_for(header):
+    with pytest.raises(
+        RuntimeError,
+        match=r"needs one .*user_asked, .*has AI3_ALGORITHM\(conv2d, user_other\)",
+    ):
+        register_function("conv2d", "user_asked", header(scaled("user_other")))
+    with pytest.raises(RuntimeError, match=r"has none"):
+        register_function("conv2d", "user_asked", header("#include <ai3/algorithm.h>\n"))
+
+
+def test_no_compiler_is_one_sentence(header, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match=r"needs a C\+\+20 compiler: install g\+\+"):
+        register_function("conv2d", "user_compiler", header(scaled("user_compiler")))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    with pytest.raises(RuntimeError, match="compiler /no/such/compiler does not run"):
+        register_function("conv2d", "user_compiler", header(scaled("user_compiler")))
+
+
+def test_the_cache_follows_everything_that_the_result_depends_on(header, cache, monkeypatch):
+    included = header("#pragma once\nconstexpr int kFactor = 1;\n", "factor.h")
+    path = header(scaled("user_cached", "kFactor", '#include "factor.h"'))
+    op = register_function("conv2d", "user_cached", path)
+    built = {p: p.stat().st_mtime_ns for p in cache.glob("*/*.so")}
+    assert len(built) == 1
+
+    path.write_text(path.read_text() + "// a comment changes nothing\n")
+    register_function("conv2d", "user_cached", path, replace=True)
+    assert {p: p.stat().st_mtime_ns for p in cache.glob("*/*.so")} == built
+
+    included.write_text("#pragma once\nconstexpr int kFactor = 2;\n")
+    register_function("conv2d", "user_cached", path, replace=True)
+    assert len(list(cache.glob("*/*.so"))) == 2
+    assert torch.equal(op(X, W), 2 * X * 5)
+
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    register_function("conv2d", "user_cached", path, replace=True)
+    assert len(list(cache.glob("*/*.so"))) == 3
+    assert [p.name for p in cache.glob("*/*") if p.name not in ("lock", "conv2d_user_cached.so")] == []
+
+
+def test_the_cache_belongs_to_its_owner_alone(header, cache):
+    path = header(scaled("user_private"))
+    register_function("conv2d", "user_private", path)
+    for directory in (cache.parent, cache, *cache.iterdir()):
+        assert directory.stat().st_mode & 0o077 == 0
+    cache.chmod(0o777)
+    with pytest.raises(RuntimeError, match="must belong to you and be writable by nobody else"):
+        register_function("conv2d", "user_private", path, replace=True)
+
+
+def test_processes_that_build_at_once_share_one_result(header, cache, tmp_path):
+    path = header(scaled("user_together"))
+    program = f"import ai3_ops, torch; ai3_ops.register('conv2d', 'user_together', {str(path)!r}); print('done')"
+    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [p.communicate(timeout=300)[0].strip() for p in running] == ["done", "done"]
+    assert len(list(cache.glob("*/*.so"))) == 1
+
+
+def test_a_process_that_was_killed_leaves_no_lock(header, cache):
+    """The lock is the kernel's: a file of that name, left by whoever, holds up nobody."""
+    path = header(scaled("user_killed"))
+    register_function("conv2d", "user_killed", path)
+    (directory,) = cache.iterdir()
+    (directory / "conv2d_user_killed.so").unlink()
+    assert (directory / "lock").exists()
+    register_function("conv2d", "user_killed", path, replace=True)
+
+
+def test_default_runs_it_where_it_can(header):
+    if "default" not in {a.name for a in ai3_ops.algorithms("conv2d")}:
+        pytest.skip("conv2d has no rule yet")
+    before = ai3_ops.resolve("conv2d", "default", X, W)
+    register_function("conv2d", "user_default", header(scaled("user_default")), default=True)
+    try:
+        assert ai3_ops.resolve("conv2d", "default", X, W) == "user_default"
+        assert ai3_ops.resolve("conv2d", "default", X, torch.randn(3, 1, 1, 1)) != "user_default"
+    finally:
+        module.set_default("conv2d", None)
+    assert ai3_ops.resolve("conv2d", "default", X, W) == before
+
+
+def test_python_callable():
+    calls = []
+
+    @register_function("relu", "user_clamp", exact=True)
+    def clamp(x):
+        calls.append(x.shape)
+        return x.clamp(min=0)
+
+    x = torch.randn(4, 5, requires_grad=True)
+    assert torch.equal(torch.ops.ai3.relu_user_clamp(x), x.relu())
+    assert calls == [(4, 5)]
+    torch.library.opcheck(torch.ops.ai3.relu_user_clamp.default, (x,))
+    with pytest.raises(ValueError, match="already"):
+        register_function("relu", "user_clamp", clamp)
+    calls.clear()
+    register_function("relu", "user_clamp", torch.relu, replace=True)
+    assert torch.equal(torch.ops.ai3.relu_user_clamp(x), x.relu())
+    assert not calls
+    with pytest.raises(ValueError, match="`default` runs without Python"):
+        register_function("relu", "user_no_default", clamp, default=True)
+
+
+def test_entry_points_register_when_names_are_asked_for(tmp_path):
+    """One package offers an algorithm; another's entry point is broken, which is a warning that names it."""
+    for package, body in {
+        "good": "def offer():\n    import ai3_ops\n    ai3_ops.register('relu', 'offered', lambda x: x.clamp(min=0))\n",
+        "bad": "def offer():\n    raise OSError('no disk')\n",
+    }.items():
+        (tmp_path / f"{package}_package.py").write_text(body)
+        info = tmp_path / f"{package}_package-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}-package\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[ai3_ops.algorithms]\n{package} = {package}_package:offer\n")
+    done = run(
+        """
+        import warnings, torch, ai3_ops
+        assert not hasattr(torch.ops.ai3, "relu_offered"), "loaded before it was asked for"
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert "offered" in {a.name for a in ai3_ops.algorithms("relu")}
+            assert ai3_ops.supports("relu", "offered", torch.ones(2)) == (True, "")
+        assert torch.ops.ai3.relu_offered(torch.ones(2)).sum() == 2
+        print(*[w.message for w in caught if "entry point" in str(w.message)], sep="\\n")
+        """,
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{Path(ai3_ops.__file__).parent.parent}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["ai3_ops: entry point 'bad' of bad-package failed: no disk"]
