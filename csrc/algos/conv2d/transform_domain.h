@@ -1,0 +1,335 @@
+// Convolution in a transform domain, the frame that Winograd's and the FFT algorithms share. The output is cut into tiles; the
+// inputs of a tile and the weights are transformed; in the transform domain the convolution is a product of (tiles x channels)
+// and (channels x output channels) matrices, one for each position of the transformed tile; the inverse transform gives the
+// outputs. The batch is folded into the tiles. With many tiles a thread takes a block of them through all three phases, so that
+// what is between them stays in its cache ("L3 fusion", Gelashvili et al. 2019); with few, every phase is split over the threads
+// on its own.
+//
+// A Transform has
+//   kExtent      inputs of a tile on each axis; it gives kExtent - taps + 1 outputs there
+//   kPositions   elements of a transformed tile
+//   kMostTaps    taps of a kernel that one tile can take in
+//   kForwardFlops, kInverseFlops   a tile and channel
+//   forward(in, out), weights(in, out), inverse(in, out, rows, columns)   of one vector of channels; in(u, v) and out(position,
+//   value)
+// The product is elementwise, so a transform that needs complex products spreads them over several positions.
+#pragma once
+#include "../core/algorithm.h"
+#include "../core/epilogue.h"
+#include "../core/gemm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+// One axis of a convolution as convolutions of stride and dilation 1. Taps are `dilation` apart and outputs read `stride` apart:
+// - outputs `phases` apart see the same sublattice of the inputs, whose points are `spacing` = lcm(stride, dilation) apart;
+// - on it, what stride remains is taken away by counting each of its residues as a channel of its own;
+// - a kernel with more taps than a tile takes in is cut into parts, which count as channels too.
+// A branch is one residue of one part: tap t of branch b is the kernel's tap(b, t).
+struct Axis {
+  int64_t in, out, kernel, stride, pad, dilation;
+  int64_t phases, spacing, residues, inner_stride, taps, branches;
+  int64_t tile, tiles_of_phase, tiles;  // outputs of a tile, tiles
+
+  Axis(int64_t in_size, int64_t out_size, int64_t kernel_size, int64_t stride_, int64_t pad_, int64_t dilation_, int64_t extent,
+       int64_t most_taps)
+      : in(in_size), out(out_size < 1 ? 1 : out_size), kernel(kernel_size), stride(stride_), pad(pad_), dilation(dilation_) {
+    int64_t divisor = stride;
+    for (int64_t r = dilation; r != 0;) {
+      const int64_t t = divisor % r;
+      divisor = r, r = t;
+    }
+    phases = dilation / divisor, inner_stride = stride / divisor, spacing = checked_mul(inner_stride, dilation);
+    residues = inner_stride < kernel ? inner_stride : kernel;
+    taps = ceil_div(kernel, inner_stride);
+    const int64_t parts = ceil_div(taps, most_taps);
+    taps = ceil_div(taps, parts), branches = parts * residues;
+    tile = extent - taps + 1;
+    tiles_of_phase = ceil_div(ceil_div(out, phases), tile);
+    tiles = tiles_of_phase * (phases < out ? phases : out);
+  }
+  int64_t tap(int64_t branch, int64_t t) const { return (branch / residues * taps + t) * inner_stride + branch % residues; }
+  int64_t first_output(int64_t t) const { return t / tiles_of_phase + t % tiles_of_phase * tile * phases; }
+  int64_t outputs(int64_t first) const {
+    const int64_t left = first < out ? ceil_div(out - first, phases) : 0;
+    return left < tile ? left : tile;
+  }
+  int64_t first_input(int64_t first, int64_t branch) const { return first * stride - pad + tap(branch, 0) * dilation; }
+  // The points of a tile's lattice, `origin` its first, that lie in the input: [begin, end) of [0, extent).
+  void inside(int64_t origin, int64_t extent, int64_t& begin, int64_t& end) const {
+    begin = origin < 0 ? ceil_div(-origin, spacing) : 0;
+    end = origin < in ? ceil_div(in - origin, spacing) : 0;
+    if (begin > extent) begin = extent;
+    if (end > extent) end = extent;
+  }
+};
+
+// `count` channels that lie `stride` apart; the lanes after them are 0.
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_channels(const T* p, int64_t stride, int64_t count) {
+  if (stride == 1) return count == Vec<Acc<T>>::width ? load(p) : load_partial(p, count);
+  Acc<T> lanes[Vec<Acc<T>>::width] = {};
+  for (int64_t i = 0; i < count; i++) lanes[i] = widen(p[i * stride]);
+  return load(lanes);
+}
+template <class T>
+AI3_INLINE void store_channels(T* p, int64_t stride, int64_t count, Vec<Acc<T>> v) {
+  if (stride == 1) return count == Vec<Acc<T>>::width ? store(p, v) : store_partial(p, v, count);
+  for (int64_t i = 0; i < count; i++) narrow(v[static_cast<int>(i)], p[i * stride]);
+}
+
+// Bias, residual and activation at the store. relu and relu6 are clamps, which cost little in unrolled code; the others are
+// called.
+template <class A>
+[[gnu::noinline]] Vec<A> activate_called(Activation activation, Vec<A> v) {
+  return activate(activation, v);
+}
+template <class A>
+struct Epilogue {
+  Vec<A> bias, low, high;
+  Activation activation;
+  bool called;
+
+  Epilogue(Activation a, Vec<A> b)
+      : bias(b), low(static_cast<A>(-__builtin_inf())), high(static_cast<A>(__builtin_inf())), activation(a), called(false) {
+    if (a == Activation::relu || a == Activation::relu6) low = Vec<A>(A{0});
+    if (a == Activation::relu6) high = Vec<A>(A{6});
+    called = a != Activation::none && a != Activation::relu && a != Activation::relu6;
+  }
+  AI3_INLINE Vec<A> operator()(Vec<A> v) const {
+    if (called) return activate_called(activation, v);
+    const typename Vec<A>::Raw raised = v.raw < low.raw ? low.raw : v.raw;
+    return raised > high.raw ? high.raw : raised;
+  }
+};
+
+template <class Transform, class T>
+struct TransformDomain {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  static constexpr int64_t kWidth = V::width, kExtent = Transform::kExtent, kPositions = Transform::kPositions;
+  // Positions are one cache line more than a multiple of the tiles apart, lest they all fall into one set of the L1 cache.
+  static constexpr int64_t kSkew = 64 / static_cast<int64_t>(sizeof(A));
+
+  const Conv2dProblem& p;
+  Axis h, w;
+  int64_t group_in, group_out, panels, branches, depth;  // depth: of a group's products
+  int64_t tiles, v_row, m_row;                           // elements between tiles of the transformed input, of the products
+  int64_t block, blocks;
+  bool fused;
+
+  explicit TransformDomain(const Conv2dProblem& problem)
+      : p(problem),
+        h(p.in_height, p.out_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, kExtent, Transform::kMostTaps),
+        w(p.in_width, p.out_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, kExtent, Transform::kMostTaps) {
+    group_in = p.in_channels / p.groups, group_out = p.out_channels / p.groups;
+    panels = ceil_div(group_out, kPanel<A>);
+    branches = h.branches * w.branches, depth = checked_mul(branches, group_in);
+    tiles = checked_product({p.batch < 1 ? 1 : p.batch, h.tiles, w.tiles});
+    v_row = round_up(checked_mul(branches, p.in_channels), kWidth);
+    m_row = round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
+    plan();
+  }
+
+  // Blocks of tiles whose transforms fill about a core's cache, shared evenly; or, with too few tiles for that, blocks that all
+  // threads work on together, bounded only so that the workspace is.
+  void plan() {
+    const int64_t tile_bytes = checked_product({kPositions, checked_add(v_row, m_row), static_cast<int64_t>(sizeof(A))});
+    auto fitting = [&](int64_t bytes, int64_t least, int64_t most) {
+      const int64_t n = bytes / tile_bytes;
+      return n < least ? least : n > most ? most : n;
+    };
+    const int64_t small = fitting(3 << 19, 28, 56);
+    fused = p.threads <= 1 || tiles >= p.threads * small;
+    const int64_t most = fused ? small : fitting(48 << 20, 28, tiles);
+    blocks = ceil_div(tiles, most);
+    if (fused) blocks = round_up(blocks, p.threads);
+    block = ceil_div(tiles, blocks), blocks = ceil_div(tiles, block);
+  }
+
+  int64_t packed_elements() const {
+    return checked_mul(checked_product({kPositions, p.groups, panels}), checked_mul(depth, kPanel<A>));
+  }
+  int64_t v_position() const { return checked_add(checked_mul(block, v_row), kSkew); }
+  int64_t m_position() const { return checked_add(checked_mul(block, m_row), kSkew); }
+  int64_t copies() const { return !fused ? 1 : p.threads < blocks ? p.threads : blocks; }
+  int64_t workspace() const {
+    return checked_add(workspace_bytes<A>(checked_product({copies(), kPositions, v_position()})),
+                       workspace_bytes<A>(checked_product({copies(), kPositions, m_position()})));
+  }
+
+  // ---- weights, in double ----
+  void pack(const T* weight, A* packed) const {
+    using D = Vec<double>;
+    parallel_ranges(p.threads, p.groups * panels * depth, 16, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t group = i / depth / panels, panel = i / depth % panels, branch = i % depth / group_in, c = i % group_in;
+        for (int64_t lane = 0; lane < kPanel<A>; lane += D::width) {
+          const int64_t k = panel * kPanel<A> + lane, left = group_out - k;
+          const T* at = weight + ((group * group_out + k) * group_in + c) * p.kernel_height * p.kernel_width;
+          auto tap = [&](int64_t u, int64_t v) {
+            D value = 0.;
+            const int64_t r = h.tap(branch / w.branches, u), s = w.tap(branch % w.branches, v);
+            if (u < h.taps && v < w.taps && r < p.kernel_height && s < p.kernel_width)
+              for (int j = 0; j < D::width && j < left; j++)
+                value.raw[j] = widen(at[(j * group_in * p.kernel_height + r) * p.kernel_width + s]);
+            return value;
+          };
+          Transform::weights(tap, [&](int64_t position, D value) {
+            A* to = packed + (position * p.groups * panels * depth + i) * kPanel<A> + lane;
+            for (int j = 0; j < D::width; j++) to[j] = static_cast<A>(value[j]);
+          });
+        }
+      }
+    });
+  }
+
+  // ---- the three phases; v and m hold one block ----
+  // Channels [c, c + kWidth) of tile t into row `slot` of v.
+  void transform_input(const T* x, A* v, int64_t t, int64_t slot, int64_t c) const {
+    const int64_t count = p.in_channels - c < kWidth ? p.in_channels - c : kWidth;
+    const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
+    const T* image = x + t / (w.tiles * h.tiles) * p.x_stride.n + c * p.x_stride.c;
+    const int64_t step_h = h.spacing * p.x_stride.h, step_w = w.spacing * p.x_stride.w;
+    for (int64_t branch = 0; branch < branches; branch++) {
+      const int64_t ih = h.first_input(oh, branch / w.branches), iw = w.first_input(ow, branch % w.branches);
+      int64_t top, bottom, left, right;
+      h.inside(ih, kExtent, top, bottom), w.inside(iw, kExtent, left, right);
+      const int64_t offset = ih * p.x_stride.h + iw * p.x_stride.w;
+      A* to = v + slot * v_row + branch * p.in_channels + c;
+      const int64_t position_stride = v_position();
+      if (count == kWidth && p.x_stride.c == 1 && top == 0 && left == 0 && bottom == kExtent && right == kExtent) {
+        const T* from = image + offset;
+        Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w); },
+                           [&](int64_t position, V value) { store(to + position * position_stride, value); });
+      } else {
+        Transform::forward(
+            [&](int64_t i, int64_t j) {
+              if (i < top || i >= bottom || j < left || j >= right) return V(A{0});
+              return load_channels(image + (offset + i * step_h + j * step_w), p.x_stride.c, count);
+            },
+            [&](int64_t position, V value) { store_channels(to + position * position_stride, 1, count, value); });
+      }
+    }
+  }
+
+  // One panel of the products of one position, `rows` tiles.
+  void multiply(const A* v, const A* packed, A* m, int64_t rows, int64_t index) const {
+    const int64_t panel = index % panels, group = index / panels % p.groups, position = index / panels / p.groups;
+    const int64_t column = group * group_out + panel * kPanel<A>, left = group_out - panel * kPanel<A>;
+    const int64_t columns = p.groups == 1 || left > kPanel<A> ? kPanel<A> : left;
+    // With one group its channels follow each other from branch to branch: one product.
+    const int64_t parts = p.groups == 1 ? 1 : branches, length = depth / parts;
+    for (int64_t part = 0; part < parts; part++)
+      gemm_block(v + position * v_position() + part * p.in_channels + group * group_in, v_row, rows,
+                 packed + (index * depth + part * length) * kPanel<A>, columns, length, m + position * m_position() + column,
+                 m_row, part > 0);
+  }
+
+  // Output channels [k, k + kWidth) of tile t from row `slot` of m.
+  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t k) const {
+    const int64_t count = p.out_channels - k < kWidth ? p.out_channels - k : kWidth;
+    const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
+    const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
+                  step_w = w.phases * p.y_stride.w;
+    const int64_t offset = t / (w.tiles * h.tiles) * p.y_stride.n + k * p.y_stride.c + oh * p.y_stride.h + ow * p.y_stride.w;
+    const T* bias = static_cast<const T*>(buffers.bias);
+    const T* residual = static_cast<const T*>(buffers.residual);
+    T* y = static_cast<T*>(buffers.output);
+    const Epilogue<A> epilogue(p.activation, bias ? load_channels(bias + k, 1, count) : V(A{0}));
+    const A* from = m + slot * m_row + k;
+    const int64_t position_stride = m_position();
+    auto in = [&](int64_t position) { return load(from + position * position_stride); };
+    if (count == kWidth && p.y_stride.c == 1 && rows == h.tile && columns == w.tile) {
+      Transform::inverse(
+          in,
+          [&](int64_t i, int64_t j, V value) {
+            const int64_t at = offset + i * step_h + j * step_w;
+            value += epilogue.bias;
+            if (residual) value += load(residual + at);
+            store(y + at, epilogue(value));
+          },
+          rows, columns);
+    } else {
+      Transform::inverse(
+          in,
+          [&](int64_t i, int64_t j, V value) {
+            if (i >= rows || j >= columns) return;
+            const int64_t at = offset + i * step_h + j * step_w;
+            value += epilogue.bias;
+            if (residual) value += load_channels(residual + at, p.y_stride.c, count);
+            store_channels(y + at, p.y_stride.c, count, epilogue(value));
+          },
+          rows, columns);
+    }
+  }
+
+  void run(const Buffers& buffers, Workspace& workspace) const {
+    const T* x = static_cast<const T*>(buffers.input);
+    const A* packed = static_cast<const A*>(buffers.weight);
+    const int64_t v_size = kPositions * v_position(), m_size = kPositions * m_position();
+    A* const v0 = workspace.take<A>(copies() * v_size);
+    A* const m0 = workspace.take<A>(copies() * m_size);
+    const int64_t in_vectors = ceil_div(p.in_channels, kWidth), out_vectors = ceil_div(p.out_channels, kWidth);
+    auto phases = [&](int64_t b, int thread, const auto& ranges) {
+      A *v = v0 + thread * v_size, *m = m0 + thread * m_size;
+      const int64_t first = b * block, n = tiles - first < block ? tiles - first : block;
+      ranges(n * in_vectors,
+             [&](int64_t i) { transform_input(x, v, first + i / in_vectors, i / in_vectors, i % in_vectors * kWidth); });
+      ranges(kPositions * p.groups * panels, [&](int64_t i) { multiply(v, packed, m, n, i); });
+      ranges(n * out_vectors, [&](int64_t i) {
+        transform_output(m, buffers, first + i / out_vectors, i / out_vectors, i % out_vectors * kWidth);
+      });
+    };
+    if (fused) {
+      parallel_for(p.threads, blocks, [&](int64_t b, int thread) {
+        phases(b, thread, [](int64_t count, const auto& body) {
+          for (int64_t i = 0; i < count; i++) body(i);
+        });
+      });
+    } else {
+      for (int64_t b = 0; b < blocks; b++)
+        phases(b, 0, [&](int64_t count, const auto& body) {
+          parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) {
+            for (int64_t i = begin; i < end; i++) body(i);
+          });
+        });
+    }
+  }
+
+  Cost cost() const {
+    const double n = static_cast<double>(tiles), size = sizeof(T);
+    return {n * (2. * kPositions * static_cast<double>(p.groups * panels * kPanel<A>) * static_cast<double>(depth) +
+                 Transform::kForwardFlops * static_cast<double>(v_row) + Transform::kInverseFlops * static_cast<double>(m_row)),
+            size * static_cast<double>(p.batch) *
+                    (static_cast<double>(p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width) +
+                     static_cast<double>(p.out_channels) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width)) +
+                sizeof(A) * static_cast<double>(packed_elements()),
+            .85};
+  }
+};
+
+// The traits of an algorithm with Transform.
+template <class Transform>
+int64_t transform_domain_workspace(const Conv2dProblem& p) {
+  return with_type(p.dtype, [&]<class T>() { return TransformDomain<Transform, T>(p).workspace(); });
+}
+template <class Transform>
+int64_t transform_domain_packed_bytes(const Conv2dProblem& p) {
+  return with_type(p.dtype, [&]<class T>() {
+    return checked_mul(TransformDomain<Transform, T>(p).packed_elements(), static_cast<int64_t>(sizeof(Acc<T>)));
+  });
+}
+template <class Transform>
+void transform_domain_pack(const Conv2dProblem& p, const void* weight, void* packed) {
+  with_type(p.dtype, [&]<class T>() {
+    TransformDomain<Transform, T>(p).pack(static_cast<const T*>(weight), static_cast<Acc<T>*>(packed));
+  });
+}
+template <class Transform>
+Cost transform_domain_cost(const Conv2dProblem& p) {
+  return with_type(p.dtype, [&]<class T>() { return TransformDomain<Transform, T>(p).cost(); });
+}
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,23 @@
+// A rule: F(4x4, 3x3) or F(2x2, 3x3), whichever has less work by a fixed count of its arithmetic and memory traffic. Large maps
+// go to F4. On small ones its tiles reach past the edge, and its weights, 36/16 of F2's, must be read for few of them. Never F6:
+// accuracy.
+#include "winograd.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+// A byte from memory takes about the time of this many operations.
+constexpr double kOperationsPerByte = 8;
+
+const char* choose_tile(const Conv2dProblem& p, bool (*usable)(const Conv2dProblem&, const char*)) {
+  const Cost f2 = transform_domain_cost<Winograd<2>>(p), f4 = transform_domain_cost<Winograd<4>>(p);
+  const bool small = f2.flops + kOperationsPerByte * f2.bytes < f4.flops + kOperationsPerByte * f4.bytes;
+  const char* name = small ? "winograd_f2" : "winograd_f4";
+  return usable(p, name) ? name : nullptr;
+}
+
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, winograd, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .supports = winograd_supports,
+                             .choose = choose_tile)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,15 @@
+// Winograd F(4x4, 3x3): 36 products instead of 144.
+#include "winograd.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+template <class T>
+void conv2d_winograd_f4(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+  TransformDomain<Winograd<4>, T>(p).run(buffers, workspace);
+}
+
+AI3_ALGORITHM(conv2d, winograd_f4, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .epilogue = true, AI3_WINOGRAD_TRAITS(4))
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
