@@ -188,6 +188,46 @@ struct PatchUnits {
         stride(s.as_rows ? prepared_stride<Acc<T>>(s.depth) : s.depth) {}
 };
 
+// Pixels of one image as rows, in either layout.
+template <class T>
+AI3_INLINE Output<T> image_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t image, int64_t group) {
+  Output<T> y = output_of<T>(p, m, image * p.y_stride.n + group * s.filters * p.y_stride.c, group * s.filters);
+  y.row_stride = p.y_stride.w, y.column_stride = p.y_stride.c;
+  return y;
+}
+
+// Elements of the copy of x that methods need which read it in NHWC and in the accumulator's type; 0 where x is that already.
+template <class T>
+int64_t nhwc_copy_size(const Conv2dProblem& p) {
+  const bool same = sizeof(T) == sizeof(Acc<T>) && (p.x_stride.c == 1 || p.in_channels == 1);
+  return same ? 0 : checked_product({p.batch, p.in_height, p.in_width, p.in_channels});
+}
+// Such an input.
+template <class T>
+struct NhwcInput {
+  const Acc<T>* data;
+  Strides4 stride;
+
+  NhwcInput(const Conv2dProblem& p, const T* x, Workspace& workspace) : stride(p.x_stride) {
+    const int64_t size = nhwc_copy_size<T>(p), channels = p.in_channels, width = p.in_width;
+    if constexpr (sizeof(T) == sizeof(Acc<T>)) data = x;
+    if (size == 0) return;
+    Acc<T>* copy = workspace.take<Acc<T>>(size);
+    parallel_for(p.threads, p.batch * p.in_height, [&](int64_t i, int) {
+      const T* from = x + i / p.in_height * p.x_stride.n + i % p.in_height * p.x_stride.h;
+      Acc<T>* to = copy + i * width * channels;
+      if (p.x_stride.c == 1) return copy_widened(from, width * channels, to);
+      constexpr int64_t kLine = 16;  // channels at a time: whole cache lines are written
+      for (int64_t c0 = 0; c0 < channels; c0 += kLine) {
+        const int64_t end = c0 + kLine < channels ? c0 + kLine : channels;
+        for (int64_t w = 0; w < width; w++)
+          for (int64_t c = c0; c < end; c++) to[w * channels + c] = widen(from[c * p.x_stride.c + w * p.x_stride.w]);
+      }
+    });
+    data = copy, stride = {p.in_height * width * channels, 1, width * channels, channels};
+  }
+};
+
 AI3_INLINE Cost gemm_cost(const Conv2dProblem& p, double patch_copies, double efficiency) {
   const ConvShape s(p);
   const double n = static_cast<double>(s.rows), k = static_cast<double>(s.depth), size = static_cast<double>(size_of(p.dtype));

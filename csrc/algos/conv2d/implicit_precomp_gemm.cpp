@@ -1,0 +1,77 @@
+// Indirect convolution (Dukhan, "The Indirect Convolution Algorithm", 2019): an indirection buffer, computed first, says for each
+// tap and output pixel where the channels of its input pixel begin (or that they are zero), and the product reads A through it.
+// Nothing is gathered: the buffer is 1 / (4 * channels) of a float im2col matrix of one image, and serves all images and groups.
+#include "patches.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+constexpr int64_t kPadding = -1;  // in place of an offset
+
+template <class T>
+Grid grid_of(const Conv2dProblem& p, const ConvShape& s) {
+  return gemm_grid<Acc<T>>(p.threads, p.batch * p.groups, ceil_div(s.pixels, kRows), kRows, panel_count<Acc<T>>(s.filters),
+                           s.depth, 0);
+}
+// Pointers of each thread's block of pixels.
+int64_t block_size(const ConvShape& s, const Grid& grid) {
+  return round_up(checked_product({ceil_div(ceil_div(s.pixels, kRows), grid.prepared), kRows, s.taps}), 64);
+}
+int64_t conv2d_implicit_precomp_gemm_workspace(const Conv2dProblem& p) {
+  if (!is_concrete(p)) return 0;
+  return with_type(p.dtype, [&]<class T>() {
+    const ConvShape s(p);
+    const int64_t copy = workspace_bytes<Acc<T>>(nhwc_copy_size<T>(p)), zeros = workspace_bytes<Acc<T>>(p.in_channels);
+    const int64_t offsets = workspace_bytes<int64_t>(checked_mul(s.taps, s.pixels));
+    const int64_t pointers = workspace_bytes<const Acc<T>*>(checked_mul(p.threads, block_size(s, grid_of<T>(p, s))));
+    return checked_add(checked_add(copy, zeros), checked_add(offsets, pointers));
+  });
+}
+
+template <class T>
+void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
+  using A = Acc<T>;
+  const ConvShape s(p);
+  const Grid grid = grid_of<T>(p, s);
+  const NhwcInput<T> x(p, static_cast<const T*>(m.input), workspace);
+  A* zeros = workspace.take<A>(p.in_channels);
+  clear(zeros, p.in_channels);
+
+  int64_t* offsets = workspace.take<int64_t>(s.taps * s.pixels);
+  parallel_for(p.threads, s.taps, [&](int64_t t, int) {
+    int64_t* to = offsets + t * s.pixels;
+    for (int64_t oh = 0; oh < p.out_height; oh++) {
+      const int64_t h = oh * p.stride_h - p.pad_h + t / p.kernel_width * p.dilation_h;
+      for (int64_t ow = 0; ow < p.out_width; ow++) {
+        const int64_t w = ow * p.stride_w - p.pad_w + t % p.kernel_width * p.dilation_w;
+        const bool in = h >= 0 && h < p.in_height && w >= 0 && w < p.in_width;
+        *to++ = in ? h * x.stride.h + w * x.stride.w : kPadding;
+      }
+    }
+  });
+
+  const int64_t size = block_size(s, grid);
+  const A** blocks = workspace.take<const A*>(p.threads * size);
+  for_grid(p.threads, p.batch * p.groups, grid, [&](int64_t product, int64_t i, int64_t j, int thread) {
+    const int64_t image = product / p.groups, group = product % p.groups;
+    const Share rows = row_share(s.pixels, grid.prepared, i), filters = column_share<A>(s.filters, grid.streamed, j);
+    const int64_t n = rows.end - rows.begin;
+    const A** pointers = blocks + thread * size;
+    for (int64_t t = 0; t < s.taps; t++)
+      for (int64_t r = 0; r < n; r++) {
+        const int64_t offset = offsets[t * s.pixels + rows.begin + r];
+        pointers[t * n + r] = offset == kPadding ? zeros : x.data + image * x.stride.n + offset;
+      }
+    gemm_block<T>(IndirectRows<A>{pointers, n, group * s.channels, s.channels}, n,
+                  packed_group<T>(m, s, group) + filters.begin * s.depth, filters.end - filters.begin, s.depth,
+                  image_rows<T>(p, s, m, image, group).from(rows.begin, filters.begin));
+  });
+}
+
+Cost conv2d_implicit_precomp_gemm_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .9); }
+
+AI3_ALGORITHM(conv2d, implicit_precomp_gemm, .epilogue = true, .workspace = conv2d_implicit_precomp_gemm_workspace,
+              .cost = conv2d_implicit_precomp_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
