@@ -67,7 +67,9 @@ def find_nvcc() -> Path | None:
     """Nvcc of CUDA_HOME when that is set, else from PATH or /usr/local/cuda."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
-    candidates = [Path(home, "bin/nvcc")] if home else [*([Path(on_path)] if on_path else []), Path("/usr/local/cuda/bin/nvcc")]
+    candidates = (
+        [Path(home, "bin/nvcc")] if home else [*([Path(on_path)] if on_path else []), Path("/usr/local/cuda/bin/nvcc")]
+    )
     return next((c for c in candidates if c.exists()), None)
 
 
@@ -79,11 +81,19 @@ def cuda_compiler(torch: Torch) -> tuple[Path | None, str]:
         return None, f"torch {torch.version} is a CPU build"
     nvcc = find_nvcc()
     if nvcc is None:
-        return None, f"no CUDA toolkit was found in CUDA_HOME, on PATH or in /usr/local/cuda (torch has CUDA {torch.cuda})"
-    release = re.search(r"release (\d+)\.(\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+        return (
+            None,
+            f"no CUDA toolkit was found in CUDA_HOME, on PATH or in /usr/local/cuda (torch has CUDA {torch.cuda})",
+        )
+    release = re.search(
+        r"release (\d+)\.(\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
+    )
     found = f"{release.group(1)}.{release.group(2)}" if release else "unknown"
     if found.split(".")[0] != torch.cuda.split(".")[0]:
-        return None, f"the CUDA toolkit ({nvcc}) has version {found}, torch was built with CUDA {torch.cuda}: the major versions must agree"
+        return (
+            None,
+            f"the CUDA toolkit ({nvcc}) has version {found}, torch was built with CUDA {torch.cuda}: the major versions must agree",
+        )
     return nvcc, f"CUDA {found} ({nvcc})"
 
 
@@ -118,7 +128,9 @@ class CMakeBuild(build_ext):
         print(f"  torch              {torch.version}, CUDA {torch.cuda or 'none'}")
         print(f"  CUDA part          {'yes: ' if nvcc else 'no: '}{reason}")
         if nvcc:
-            print(f"  GPU architectures  {os.environ.get('TORCH_CUDA_ARCH_LIST') or 'default list of cmake/cuda.cmake'}")
+            print(
+                f"  GPU architectures  {os.environ.get('TORCH_CUDA_ARCH_LIST') or 'default list of cmake/cuda.cmake'}"
+            )
         print(f"  jobs               {jobs}")
         print(f"  build directory    {build}")
         for name, value in configuration.items():
@@ -126,14 +138,28 @@ class CMakeBuild(build_ext):
         sys.stdout.flush()
         package.mkdir(parents=True, exist_ok=True)
         defines = [f"-D{name}={value}" for name, value in configuration.items()]
-        self.spawn(["cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja", *defines, *shlex.split(os.environ.get("CMAKE_ARGS", ""))])
+        self.spawn(
+            [
+                "cmake",
+                "-S",
+                str(ROOT),
+                "-B",
+                str(build),
+                "-G",
+                "Ninja",
+                *defines,
+                *shlex.split(os.environ.get("CMAKE_ARGS", "")),
+            ]
+        )
         self.spawn(["cmake", "--build", str(build), "--target", "package_libraries", "--parallel", str(jobs)])
         if nvcc is None:
             (package / "_C_cuda.so").unlink(missing_ok=True)  # of an earlier build: it would not fit
             print(f"ai3_ops: built for the CPU alone, because {reason}.")
 
     def get_outputs(self) -> list[str]:
-        return sorted(str(p) for p in (Path(self.build_lib) / "ai3_ops").rglob("*") if p.suffix in (".so", ".h", ".json"))
+        return sorted(
+            str(p) for p in (Path(self.build_lib) / "ai3_ops").rglob("*") if p.suffix in (".so", ".h", ".json")
+        )
 
 
 class PlatformWheel(bdist_wheel):
@@ -151,4 +177,6 @@ class PlatformWheel(bdist_wheel):
 if sys.argv[1:] == ["--jobs"]:  # for the Makefile
     print(max_jobs())
     sys.exit()
-setup(ext_modules=[Extension("ai3_ops._C", sources=[])], cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel})
+setup(
+    ext_modules=[Extension("ai3_ops._C", sources=[])], cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel}
+)

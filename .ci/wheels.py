@@ -1,7 +1,7 @@
 """Tests the wheel as users get it: built once, its source tree deleted, installed beside each torch and Python it promises.
 
-    python .ci/wheels.py            # torch 2.11 and the newest, Python 3.11 and 3.12, all tests
-    python .ci/wheels.py --smoke    # the newest Python at hand with torch 2.11, a part of the tests
+python .ci/wheels.py            # torch 2.11 and the newest, Python 3.11 and 3.12, all tests
+python .ci/wheels.py --smoke    # the newest Python at hand with torch 2.11, a part of the tests
 """
 
 from __future__ import annotations
@@ -60,7 +60,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="ai3_ops-wheel-") as name:
         temporary = Path(name)
         source, tests, dist = temporary / "source", temporary / "tests-only", temporary / "dist"
-        shutil.copytree(ROOT, source, ignore=lambda _, names: [n for n in names if n in HIDDEN or n.startswith(".venv") or n.endswith(".so")])
+        shutil.copytree(
+            ROOT,
+            source,
+            ignore=lambda _, names: [n for n in names if n in HIDDEN or n.startswith(".venv") or n.endswith(".so")],
+        )
         run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", dist, source)
         tests.mkdir()
         for part in ("tests", "docs", "README.md", "pyproject.toml"):
@@ -77,7 +81,12 @@ def main() -> None:
                     continue
                 bin_ = environment(python, version, torch) / "bin"
                 run(bin_ / "python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
-                run(bin_ / "python", "-c", "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__)", cwd=tests)
+                run(
+                    bin_ / "python",
+                    "-c",
+                    "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__)",
+                    cwd=tests,
+                )
                 run(bin_ / "python", "-m", "pytest", "-p", "no:cacheprovider", *(SMOKE if smoke else []), cwd=tests)
                 ran += 1
                 if smoke:

@@ -41,7 +41,9 @@ def openmp_runtimes() -> list[str]:
 
 def gpu_names() -> list[str]:
     """The CUDA devices that torch can use."""
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
 
 
 def machine() -> dict[str, str]:
@@ -83,7 +85,10 @@ def cuda_state() -> tuple[str, str]:
         if torch.version.cuda is None:
             return f"{built}; torch {torch.__version__} is a CPU build", ""
         if not hasattr(_library, "CUDA"):
-            return f"{built}; torch has CUDA {torch.version.cuda}", f"install a torch for CUDA {build['cuda'].split('.')[0]}, or build again"
+            return (
+                f"{built}; torch has CUDA {torch.version.cuda}",
+                f"install a torch for CUDA {build['cuda'].split('.')[0]}, or build again",
+            )
         return built + ("" if gpus else "; torch finds no GPU"), ""
     reason = build.get("cuda_reason") or "the build did not include it"
     advice = f"install a CUDA toolkit {torch.version.cuda or 'of the major version of a CUDA torch'} and build again with FORCE_CUDA=1"
@@ -137,7 +142,9 @@ def self_test() -> list[tuple[str, str]]:
             failures.append((f"ai3::{a.operation}_{a.name}", str(cause)))
             continue
         if not error <= allowed:
-            failures.append((f"ai3::{a.operation}_{a.name}", f"error {error:.1e} of the largest value, allowed {allowed:.0e}"))
+            failures.append(
+                (f"ai3::{a.operation}_{a.name}", f"error {error:.1e} of the largest value, allowed {allowed:.0e}")
+            )
     return failures
 
 

@@ -1,0 +1,151 @@
+"""The command line: `python -m ai3_ops {demo,list,explain,doctor}`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def selectors(text: str) -> Any:
+    """Selectors from the command line: a file of JSON, JSON itself, or a word such as `winograd`."""
+    path = Path(text)
+    if not text.lstrip().startswith(("{", "[", '"')):
+        if not path.suffix and not path.exists():
+            return text
+        try:
+            text = path.read_text()
+        except OSError as error:
+            raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    top = argparse.ArgumentParser(
+        prog="python -m ai3_ops", description="Choose the algorithm of each layer of a PyTorch model."
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+
+    demo = commands.add_parser(
+        "demo", help="run a real network on chosen algorithms: errors, accuracy, latency, a picture"
+    )
+    demo.add_argument(
+        "--output", type=Path, default=Path("demo.png"), help="where the picture goes (default: demo.png)"
+    )
+    demo.add_argument("--repeats", type=int, default=7, help="timed runs of each algorithm, in turns (default: 7)")
+    demo.add_argument(
+        "--tolerance", type=float, default=1e-3, help="largest error that counts as agreement (default: 1e-3)"
+    )
+    demo.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+
+    explain = commands.add_parser("explain", help="say what computes each layer of a network, and why")
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    for command in (demo, explain):
+        command.add_argument(
+            "--model", default="resnet18", help="a torchvision classification network (default: resnet18)"
+        )
+        command.add_argument(
+            "--weights", type=Path, help="a state_dict; else pretrained weights if in torch's cache, else random"
+        )
+        command.add_argument(
+            "--selectors",
+            type=selectors,
+            default="default",
+            metavar="JSON",
+            help="JSON, a file of JSON, or an algorithm's name",
+        )
+
+    listing = commands.add_parser("list", help="operations, their algorithms and their properties")
+    listing.add_argument("operation", nargs="?", help="only this operation")
+    listing.add_argument("--json", action="store_true", help="print JSON")
+
+    commands.add_parser("doctor", help="what was built, what runs here, what is missing and how to get it")
+    return top
+
+
+def list_algorithms(operation: str | None, as_json: bool, console: Console) -> int:
+    """Prints the registry."""
+    from dataclasses import asdict
+
+    from ai3_ops import registry
+
+    found = registry.algorithms(operation)
+    if as_json:
+        print(json.dumps([asdict(a) for a in found], indent=2))
+        return 0
+    table = Table("operation", "algorithm", "device", "accuracy", "deterministic", "dtypes", "computed by")
+    for i, a in enumerate(found):
+        accuracy = f"{a.accuracy} ({a.error_bound:.0e})" if a.accuracy == "bounded" else a.accuracy
+        by = "a rule" if a.rule else "PyTorch" if a.vendor else "Python" if a.python else "ai3_ops"
+        first = i == 0 or found[i - 1].operation != a.operation
+        dtypes = "all" if len(a.dtypes) == 4 else ", ".join(a.dtypes)
+        cells = (
+            a.operation if first else "",
+            a.name,
+            a.device,
+            accuracy,
+            "yes" if a.deterministic else "no",
+            dtypes,
+            by,
+        )
+        table.add_row(*cells, end_section=i + 1 < len(found) and found[i + 1].operation != a.operation)
+    console.print(table)
+    return 0
+
+
+def explain_network(arguments: argparse.Namespace, console: Console) -> int:
+    """Swaps a network, runs it once, and prints what computes each layer."""
+    import torch
+
+    import ai3_ops
+    from ai3_ops.demo import network
+
+    net = network(arguments.model, arguments.weights)
+    x = torch.randn(1, 3, net.size, net.size, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        swapped = ai3_ops.swap(net.model, arguments.selectors, x)
+        swapped(x)
+    report = ai3_ops.explain(swapped)
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        console.print(f"{arguments.model}, {net.origin}", highlight=False)
+        print(report)
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; its exit status. A mistake in the arguments is one sentence and status 2."""
+    top = parser()
+    arguments = top.parse_args(argv)
+    # Into a file or a pipe: wide enough for tables, whatever COLUMNS says.
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    try:
+        match arguments.command:
+            case "list":
+                return list_algorithms(arguments.operation, arguments.json, console)
+            case "explain":
+                return explain_network(arguments, console)
+            case "doctor":
+                from ai3_ops import doctor
+
+                return doctor.main(console)
+            case _:
+                from ai3_ops import demo
+
+                return demo.main(arguments, console)
+    except (ValueError, TypeError, ImportError, FileNotFoundError) as mistake:
+        top.exit(2, f"ai3_ops {arguments.command}: {mistake}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

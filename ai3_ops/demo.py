@@ -1,0 +1,476 @@
+"""The main job, `python -m ai3_ops demo`: a real network and a trained one on every algorithm beside PyTorch's own.
+
+Input are the two photographs that scikit-learn ships; accuracy is measured with a small network, trained here in seconds on
+scikit-learn's handwritten digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import ai3_ops
+from ai3_ops import doctor, registry
+from ai3_ops.selectors import near
+
+SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
+
+
+class Network(NamedTuple):
+    """A torchvision classification network in eval mode, and what its input must look like."""
+
+    name: str
+    model: nn.Module
+    origin: str  # where the weights are from, in words
+    size: int
+    mean: list[float]
+    std: list[float]
+    categories: list[str] | None  # names of the outputs, where the weights are trained ones
+
+
+def network(name: str, weights: Path | None = None) -> Network:
+    """A torchvision network: with the weights given, else pretrained ones from torch's cache, else seeded random ones."""
+    try:
+        from torchvision import models
+    except ImportError:
+        raise ImportError("needs torchvision: pip install 'ai3_ops[demo]'") from None
+    known = models.list_models(module=models)
+    if name not in known:
+        raise ValueError(f"torchvision has no classification network {name!r}{near(name, known)}")
+    pretrained = models.get_model_weights(name).DEFAULT
+    preset = pretrained.transforms()
+    cached = Path(torch.hub.get_dir(), "checkpoints", pretrained.url.rsplit("/", 1)[-1])
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GoogLeNet and Inception announce a change of their initialization
+        model = models.get_model(name, weights=None)
+    source = weights or (cached if cached.exists() else None)
+    if source:
+        state = torch.load(source, map_location="cpu", weights_only=True)
+        # Auxiliary classifiers are trained along but not part of every checkpoint, and eval mode does not run them.
+        missing, unexpected = model.load_state_dict(state, strict=False)
+        wrong = [key for key in (*missing, *unexpected) if "aux" not in key.lower()]
+        if wrong:
+            raise ValueError(f"{source} does not fit {name}: {len(wrong)} keys differ, such as {wrong[0]!r}")
+    origin = (
+        f"weights from {weights}"
+        if weights
+        else "pretrained weights from torch's cache"
+        if source
+        else "seeded random weights"
+    )
+    categories = pretrained.meta["categories"] if source else None
+    return Network(name, model.eval(), origin, preset.crop_size[0], list(preset.mean), list(preset.std), categories)
+
+
+def photographs(net: Network) -> tuple[Tensor, list[Any]]:
+    """scikit-learn's photographs as the network wants them (2, 3, size, size), and as they are."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+    from torchvision.transforms import v2
+
+    images = [Image.fromarray(image) for image in load_sample_images().images]
+    preset = v2.Compose(
+        [
+            v2.PILToTensor(),
+            v2.Resize(net.size, antialias=True),
+            v2.CenterCrop(net.size),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(net.mean, net.std),
+        ]
+    )
+    return torch.stack([preset(image) for image in images]), images
+
+
+class Digits(NamedTuple):
+    """A trained network, and digits that it has not seen."""
+
+    model: nn.Module
+    images: Tensor  # (N, 1, 8, 8)
+    labels: Tensor
+
+
+def train_digits(progress: Callable[[], None] = lambda: None) -> Digits:
+    """Trains a convolutional network on two thirds of scikit-learn's digits; takes seconds."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(bunch.target)
+    torch.manual_seed(0)
+    order = torch.randperm(len(images))
+    train, test = order[: 2 * len(order) // 3], order[2 * len(order) // 3 :]
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(32 * 4 * 4, 10),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(DIGITS_EPOCHS):
+        for batch in train[torch.randperm(len(train))].split(64):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+        progress()
+    return Digits(model.eval(), images[test], labels[test])
+
+
+DIGITS_EPOCHS = 8
+
+
+@dataclass
+class Run:
+    """One way to compute both networks, and what came out."""
+
+    label: str
+    model: nn.Module
+    digits: nn.Module
+    layers: str  # how many of the network's layers it computes
+    approximate: bool = False
+    channels_last: bool = True
+    outputs: Tensor | None = None
+    predictions: Tensor | None = None
+    seconds: list[float] = field(default_factory=list)
+    slow: bool = False
+
+    @property
+    def latency(self) -> float:
+        """Median seconds for one image."""
+        return statistics.median(self.seconds)
+
+    def error(self, reference: Tensor) -> float:
+        """Largest difference from the reference, relative to its largest value."""
+        assert self.outputs is not None
+        return ((self.outputs.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+def prepare(net: Network, digits: Digits, selectors: Any, x: Tensor) -> list[Run]:
+    """PyTorch in both memory layouts, what the selectors say, and each conv2d algorithm by itself."""
+    device = x.device
+
+    def swapped(model: nn.Module, choice: Any, example: Tensor) -> nn.Module:
+        with warnings.catch_warnings(), torch.inference_mode():
+            warnings.simplefilter("ignore")  # says how many layers stay PyTorch's; the tables say which
+            result = ai3_ops.swap(model, choice, example)
+            return result.to(memory_format=torch.channels_last)
+
+    example = x[:1].contiguous(memory_format=torch.channels_last)
+    digit = digits.images[:1].to(device)
+    runs = [
+        Run("PyTorch", net.model, digits.model, "all", channels_last=False),
+        Run(
+            "PyTorch, channels last",
+            copy.deepcopy(net.model).to(memory_format=torch.channels_last),
+            digits.model,
+            "all",
+        ),
+        Run("selected", swapped(net.model, selectors, example), swapped(digits.model, selectors, digit), ""),
+    ]
+    runs[2].layers = _share(runs[2].model, None)
+    for a in registry.algorithms("conv2d", device):
+        model = swapped(net.model, {"conv2d": a.name}, example)
+        if share := _share(model, "conv2d"):
+            approximate = a.accuracy == "approximate"
+            runs.append(Run(a.name, model, swapped(digits.model, {"conv2d": a.name}, digit), share, approximate))
+    return runs
+
+
+def _share(model: nn.Module, operation: str | None) -> str:
+    layers = [layer for layer in ai3_ops.explain(model).layers if operation in (None, layer.operation)]
+    taken = sum(layer.used != "torch" for layer in layers)
+    return f"{taken} of {len(layers)}" if taken else ""
+
+
+def measure(runs: list[Run], x: Tensor, digits: Digits, repeats: int, step: Callable[[str], None]) -> None:
+    """Outputs, predictions and times of every run; timed in turns, so that all see the machine in the same states."""
+    digit_images = digits.images.to(x.device)
+    with torch.inference_mode():
+        for run in runs:
+            step(run.label)
+            layout = torch.channels_last if run.channels_last else torch.contiguous_format
+            start = time.perf_counter()
+            run.outputs = run.model(x.contiguous(memory_format=layout)).cpu()
+            run.predictions = run.digits(digit_images).argmax(1).cpu()
+            run.slow = time.perf_counter() - start > SLOW_SECONDS * len(x)
+        for i in range(repeats):
+            for run in runs:
+                step(f"turn {i + 1} of {repeats}")
+                if i < 3 or not run.slow:
+                    layout = torch.channels_last if run.channels_last else torch.contiguous_format
+                    run.seconds.append(_time(run.model, x[:1].contiguous(memory_format=layout)))
+
+
+def _time(model: nn.Module, x: Tensor) -> float:
+    def synchronize() -> None:
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    synchronize()
+    start = time.perf_counter()
+    model(x)
+    synchronize()
+    return time.perf_counter() - start
+
+
+def layer_errors(original: nn.Module, swapped: nn.Module, x: Tensor) -> dict[str, float]:
+    """For each swapped module, its error against PyTorch's module on the input that the original network gives it."""
+    errors: dict[str, float] = {}
+    results: dict[str, list[Tensor]] = {}
+    others = dict(swapped.named_modules())
+    handles = []
+    for name, module in original.named_modules():
+        other = others[name]
+        if type(other) is type(module) or list(module.children()):
+            continue
+
+        def before(_: nn.Module, inputs: tuple[Tensor, ...], name: str = name, other: nn.Module = other) -> None:
+            results.setdefault(name, []).append(other(inputs[0].clone()))
+
+        def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, name: str = name) -> None:
+            difference = (results[name].pop() - output).abs().max() / output.abs().max().clamp_min(1e-30)
+            errors[name] = max(errors.get(name, 0.0), difference.item())
+
+        handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    with torch.inference_mode():
+        original(x)
+    for handle in handles:
+        handle.remove()
+    return errors
+
+
+@contextmanager
+def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    columns = (
+        TextColumn("{task.description:<24}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f} %"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def step(description: str) -> None:
+            bar.update(task, description=description, advance=1)
+
+        yield step
+
+
+def main(arguments: argparse.Namespace, console: Console) -> int:
+    """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
+    for package, module in (("scikit-learn", "sklearn"), ("matplotlib", "matplotlib"), ("pillow", "PIL")):
+        try:
+            __import__(module)
+        except ImportError:
+            raise ImportError(f"needs {package}: pip install 'ai3_ops[demo]'") from None
+    for name, value in {**doctor.machine(), **doctor.limits()}.items():
+        console.print(f"[bold]{name:<18}[/bold] {value}", highlight=False)
+
+    net = network(arguments.model, arguments.weights)
+    net.model.to(arguments.device)
+    photos, pictures = photographs(net)
+    x = photos.to(arguments.device)
+    with _progress(console, DIGITS_EPOCHS) as step:
+        digits = train_digits(lambda: step("training on digits"))
+    digits.model.to(arguments.device)
+    console.print(
+        f"[bold]network           [/bold] {net.name}, {net.origin}; scikit-learn's {len(photos)} photographs at {net.size}x{net.size}\n"
+        f"[bold]digits            [/bold] a convolutional network trained here; {len(digits.labels)} digits that it has not seen\n",
+        highlight=False,
+    )
+    with console.status("swapping"):
+        runs = prepare(net, digits, arguments.selectors, x)
+        reference = _reference(net.model, x)
+        errors = layer_errors(net.model, runs[2].model, x)
+    with _progress(console, len(runs) * (1 + arguments.repeats)) as step:
+        measure(runs, x, digits, arguments.repeats, step)
+
+    _print_layers(runs[2].model, errors, arguments.selectors, console)
+    agreed = _print_runs(runs, reference, digits, arguments.tolerance, console)
+    worst = max(errors.items(), key=lambda item: item[1], default=None)
+    if worst:
+        console.print(
+            f"Largest error of a layer against PyTorch: {worst[1]:.1e} of its largest output, in {worst[0]}.",
+            highlight=False,
+        )
+    if net.categories:
+        for picture, row in zip(("china", "flower"), runs[2].outputs, strict=True):  # type: ignore[arg-type]
+            console.print(f"{picture}: {net.categories[int(row.argmax())]}", highlight=False)
+    draw(net, runs, reference, digits, pictures, arguments.tolerance, arguments.output)
+    console.print(f"Picture: {arguments.output}", highlight=False)
+    verdict = "All outputs agree with PyTorch" if agreed else "Outputs differ from PyTorch"
+    console.print(
+        f"{verdict} (tolerance {arguments.tolerance:.0e}).",
+        style="bold green" if agreed else "bold red",
+        highlight=False,
+    )
+    return 0 if agreed else 1
+
+
+def _reference(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return copy.deepcopy(model).double()(x.double()).cpu()
+
+
+def _print_layers(model: nn.Module, errors: dict[str, float], selectors: Any, console: Console) -> None:
+    table = Table(title=f"Selected: {selectors}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("layer", "operation", "input", "algorithm", "error", "why"):
+        table.add_column(heading, no_wrap=True)
+    for layer in ai3_ops.explain(model).layers:
+        shape = "x".join(map(str, layer.shapes[0])) if layer.shapes else ""
+        asked = f"{layer.requested} was asked for" if layer.requested else "not asked for"
+        error = f"{errors[layer.name]:.1e}" if layer.name in errors else ""
+        why = f"{asked}; {layer.reason}" if layer.reason else asked
+        table.add_row(*map(escape, (layer.name, layer.operation, shape, layer.used, error, why)))
+    console.print(table)
+
+
+def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: float, console: Console) -> bool:
+    table = Table("algorithm", "layers", title="Each algorithm beside the other, one image", title_justify="left")
+    for heading in ("latency", "against PyTorch", "error", "digits right", "agrees"):
+        table.add_column(heading, justify="right")
+    agreed = True
+    for i, run in enumerate(runs):
+        agrees, error = _agrees(run, reference, tolerance), run.error(reference)
+        agreed &= agrees or run.approximate
+        assert run.predictions is not None
+        accuracy = (run.predictions == digits.labels).double().mean().item()
+        word = "approximate" if run.approximate else "yes" if agrees else "NO"
+        speed = runs[0].latency / run.latency
+        cells = (f"{run.latency * 1e3:.1f} ms", f"{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
+        table.add_row(
+            run.label, run.layers, *cells, end_section=i in (1, 2), style=None if agrees or run.approximate else "red"
+        )
+    console.print(table)
+    return agreed
+
+
+def _agrees(run: Run, reference: Tensor, tolerance: float) -> bool:
+    error = run.error(reference)
+    return error <= tolerance  # NaN does not
+
+
+def draw(
+    net: Network, runs: list[Run], reference: Tensor, digits: Digits, pictures: list[Any], tolerance: float, path: Path
+) -> None:
+    """Saves the picture: inputs, latency and error of each algorithm, and what computes each layer."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    ours, theirs, chosen, text = "#3b6fb6", "#8a8f98", "#d9822b", "#2b2f36"
+    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9, "text.color": text, "axes.labelcolor": text})
+    figure = plt.figure(figsize=(14, 8.2), dpi=110, facecolor="white", layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr]
+    figure.suptitle(
+        f"{net.name}, {net.origin}, on {doctor.cpu_name()} ({level()}, threads: {torch.get_num_threads()})", fontsize=13
+    )
+    grid = figure.add_gridspec(4, 3, width_ratios=[0.8, 1.5, 0.75], height_ratios=[1, 1, 0.75, 0.75])
+
+    assert runs[2].outputs is not None
+    assert runs[2].predictions is not None
+    for i, picture in enumerate(pictures):
+        axes = figure.add_subplot(grid[i, 0])
+        axes.imshow(picture)
+        axes.set_axis_off()
+        if net.categories:
+            axes.set_title(net.categories[int(runs[2].outputs[i].argmax())], fontsize=10)
+
+    axes = figure.add_subplot(grid[2, 0])
+    pad = nn.functional.pad(digits.images[:16, 0], (1, 1, 1, 4))
+    axes.imshow(torch.cat([torch.cat(list(half), dim=1) for half in pad.split(8)]), cmap="gray_r")
+    for i, prediction in enumerate(runs[2].predictions[:16].tolist()):
+        color = "#2e7d32" if prediction == digits.labels[i] else "#b3261e"
+        axes.text(
+            10 * (i % 8) + 4.5, 13 * (i // 8) + 10.4, str(prediction), ha="center", va="center", color=color, fontsize=9
+        )
+    before, after = ((run.predictions == digits.labels).double().mean().item() for run in (runs[0], runs[2]))
+    axes.set_title(
+        f"{len(digits.labels)} unseen digits: {before:.2%} right with PyTorch,\n{after:.2%} with the selected algorithms",
+        fontsize=10,
+    )
+    axes.set_axis_off()
+
+    axes = figure.add_subplot(grid[3, 0])
+    counts: dict[str, int] = {}
+    for layer in ai3_ops.explain(runs[2].model).layers:
+        key = f"{layer.operation}: {layer.used}"
+        counts[key] = counts.get(key, 0) + 1
+    shown = sorted(counts.items(), key=lambda item: -item[1])[:7]
+    colors = [theirs if key.endswith(": torch") else chosen for key, _ in shown]
+    axes.barh(range(len(shown)), [n for _, n in shown], color=colors, height=0.7)
+    axes.set_yticks(range(len(shown)), [key for key, _ in shown], fontsize=8)
+    axes.invert_yaxis()
+    for i, (_, n) in enumerate(shown):
+        axes.text(n, i, f" {n}", va="center", fontsize=8)
+    axes.set_xlim(0, max(counts.values()) * 1.15)
+    axes.xaxis.set_visible(False)
+    axes.set_title("selected: layers by algorithm", fontsize=10)
+
+    head, tail = runs[:3], sorted(runs[3:], key=lambda run: run.latency)
+    ordered = head + tail
+    rows = range(len(ordered))
+    colors = [theirs if run in runs[:2] else chosen if run is runs[2] else ours for run in ordered]
+    latencies = [run.latency * 1e3 for run in ordered]
+    axes = figure.add_subplot(grid[:, 1])
+    axes.barh(rows, latencies, color=colors, height=0.72)
+    # A slow reference method must not squeeze the others: the axis ends at four times PyTorch, longer bars say their value.
+    limit = min(max(latencies), 4 * latencies[0]) * 1.22
+    for row, run, latency in zip(rows, ordered, latencies, strict=True):
+        label = f"{latency:.1f} ms   {latencies[0] / latency:.2f}x"
+        inside = latency > 0.75 * limit
+        at, align, color = (
+            (min(latency, limit) - 0.01 * limit, "right", "white") if inside else (latency + 0.01 * limit, "left", text)
+        )
+        axes.text(at, row, label, va="center", ha=align, color=color)
+    axes.set_xlim(0, limit)
+    axes.axvline(latencies[0], color=theirs, lw=1, ls=":")
+    axes.set_yticks(rows, [f"{run.label}  ({run.layers})" if run.layers != "all" else run.label for run in ordered])
+    axes.invert_yaxis()
+    axes.set_title(
+        "latency of one image (median), and speed against PyTorch;\nin brackets the layers that the algorithm computes",
+        fontsize=10,
+    )
+    axes.set_xlabel("milliseconds")
+
+    errors = [max(run.error(reference), 1e-12) for run in ordered]
+    axes = figure.add_subplot(grid[:, 2], sharey=axes)
+    axes.hlines(rows, 1e-12, errors, color="#e3e6ea", lw=1)
+    axes.scatter(errors, rows, color=colors, zorder=3)
+    for row, error in zip(rows, errors, strict=True):
+        axes.annotate(f"{error:.0e}", (error, row), (0, 7), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlim(min(*errors, 1e-7) / 3, max(*errors, tolerance) * 6)
+    axes.axvline(tolerance, color="#b3261e", lw=1, ls="--")
+    axes.tick_params(labelleft=False)
+    axes.set_title("largest error of the output\nagainst float64 (dashed: tolerance)", fontsize=10)
+    axes.set_xlabel("error")
+
+    for axes in figure.axes:
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def level() -> str:
+    """The instruction-set level that runs."""
+    return doctor.machine()["instruction set"]
