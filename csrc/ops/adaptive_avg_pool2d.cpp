@@ -11,7 +11,7 @@ void forward(const Entry& entry, StableIValue* stack) {
 
 constexpr OperatorKind kinds[] = {{"adaptive_avg_pool2d_", "", "(Tensor input, int[2] output_size) -> Tensor", forward, nullptr}};
 AI3_OPERATION(adaptive_avg_pool2d, "batch channels in_height in_width out_height out_width channels_last", kinds,
-              std::size(kinds), AI3_QUERIES(Pool2dProblem, adaptive_pool2d_from))
+              std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, adaptive_pool2d_from))
 
 }  // namespace
 }  // namespace ai3::ops

@@ -22,7 +22,7 @@ constexpr OperatorKind kinds[] = {
      "int? divisor_override=None) -> Tensor",
      forward, nullptr},
 };
-AI3_OPERATION(avg_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), AI3_QUERIES(Pool2dProblem, pool2d_from))
+AI3_OPERATION(avg_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, pool2d_from))
 
 }  // namespace
 }  // namespace ai3::ops

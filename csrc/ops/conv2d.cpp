@@ -118,7 +118,7 @@ AI3_OPERATION(
     conv2d,
     "batch in_channels in_height in_width out_channels kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h "
     "dilation_w groups has_bias channels_last",
-    kinds, std::size(kinds), AI3_QUERIES(Conv2dProblem, problem_from))
+    kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(Conv2dProblem, problem_from))
 
 }  // namespace
 }  // namespace ai3::ops

@@ -30,7 +30,7 @@ void forward(const Entry& entry, StableIValue* stack) {
 
 constexpr OperatorKind kinds[] = {
     {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward, nullptr}};
-AI3_OPERATION(flatten, "count", kinds, std::size(kinds), AI3_QUERIES(ElementwiseProblem, elementwise_from))
+AI3_OPERATION(flatten, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 
 }  // namespace
 }  // namespace ai3::ops

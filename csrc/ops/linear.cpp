@@ -77,7 +77,8 @@ constexpr OperatorKind kinds[] = {
      "(Tensor input, Tensor weight, Tensor? bias=None, *, bool allow_tf32=False, bool deterministic=False) -> Tensor", forward,
      nullptr},
 };
-AI3_OPERATION(linear, "rows in_features out_features has_bias", kinds, std::size(kinds), AI3_QUERIES(LinearProblem, problem_from))
+AI3_OPERATION(linear, "rows in_features out_features has_bias", kinds, std::size(kinds), nullptr, 0,
+              AI3_QUERIES(LinearProblem, problem_from))
 
 }  // namespace
 }  // namespace ai3::ops

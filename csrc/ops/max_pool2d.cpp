@@ -19,7 +19,7 @@ constexpr OperatorKind kinds[] = {
      "(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> Tensor",
      forward, nullptr},
 };
-AI3_OPERATION(max_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), AI3_QUERIES(Pool2dProblem, pool2d_from))
+AI3_OPERATION(max_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, pool2d_from))
 
 }  // namespace
 }  // namespace ai3::ops

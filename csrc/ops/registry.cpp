@@ -1,9 +1,7 @@
 #include "registry.h"
 
+#include <algorithm>
 #include <array>
-#include <cstdlib>
-#include <map>
-#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -23,116 +21,130 @@ void* (*current_cuda_stream)(int32_t) = [](int32_t) -> void* { return nullptr; }
 
 namespace {
 
-struct Registry {
-  std::mutex mutex;
-  std::map<std::pair<std::string, std::string>, std::unique_ptr<Entry>> entries;
-  std::map<std::string, std::atomic<const Entry*>> defaults;
-};
-Registry& registry() {
-  static Registry* r = new Registry;  // never destroyed: operators may be called while the process ends
-  return *r;
-}
+std::mutex mutex;  // of registration; calls never wait for it
 
 const Operation* operation_named(const char* name) {
   for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++)
-    if (std::string(name) == (*o)->name) return *o;
+    if (std::strcmp(name, (*o)->name) == 0) return *o;
   return nullptr;
 }
 
-// A boxed kernel is not told its operator's name, so each operator gets a function of its own from this pool.
-constexpr int kSlots = 192, kKindsAtMost = 4;
-const Entry* slots[kSlots];
-int used_slots = 0;
-
-template <int slot, int kind>
-void boxed(StableIValue* stack, uint64_t, uint64_t) {
-  const Entry& entry = *slots[slot];
-  entry.operation->kinds[kind].call(entry, stack);
+// What leaves an operator is std::runtime_error alone, with words for a user: PyTorch turns it into RuntimeError.
+template <class Call>
+void call_operator(const Call& call) {
+  try {
+    call();
+  } catch (const std::runtime_error&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error("ai3: not enough memory");
+  } catch (const std::exception& e) {
+    throw std::runtime_error(std::string("ai3: ") + e.what());
+  }
 }
+
+// A boxed kernel is not told its operator's name, so each operator gets a function of its own from a pool.
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
-template <int... i>
-constexpr auto make_pool(std::integer_sequence<int, i...>) {
-  return std::array<Boxed, sizeof...(i)>{boxed<i / kKindsAtMost, i % kKindsAtMost>...};
-}
-constexpr auto pool = make_pool(std::make_integer_sequence<int, kSlots * kKindsAtMost>());
+constexpr int kSlots = 160, kKindsAtMost = 5, kSharedAtMost = 8;
+const Entry* slots[kSlots];
+const SharedOperator* shared_slots[kSharedAtMost];
+int used_slots = 0, used_shared_slots = 0;
 
-void define_operators(Entry& entry, const AlgorithmInfo& info) {
+template <int i>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  const Entry& entry = *slots[i / kKindsAtMost];
+  call_operator([&] { entry.operation->kinds[i % kKindsAtMost].call(entry, stack); });
+}
+template <int i>
+void boxed_shared(StableIValue* stack, uint64_t, uint64_t) {
+  call_operator([&] { shared_slots[i]->call(stack); });
+}
+constexpr auto pool = []<int... i>(std::integer_sequence<int, i...>) { return std::array<Boxed, sizeof...(i)>{boxed<i>...}; }
+(std::make_integer_sequence<int, kSlots * kKindsAtMost>());
+constexpr auto shared_pool = []<int... i>(std::integer_sequence<int, i...>) {
+  return std::array<Boxed, sizeof...(i)>{boxed_shared<i>...};
+}
+(std::make_integer_sequence<int, kSharedAtMost>());
+
+// One function serves all devices: it looks at its arguments, and refuses readably where there is no kernel for theirs.
+void define(const std::string& name, const std::string& signature, Boxed function) {
   using torch::stable::detail::StableLibrary;
-  if (used_slots == kSlots) throw std::runtime_error("ai3: no room for another algorithm in this process");
-  const int slot = used_slots++;
-  slots[slot] = &entry;
   // Never destroyed: destroying a library takes its operators back.
   static auto& definitions = *new StableLibrary(StableLibrary::Kind::FRAGMENT, "ai3", nullptr, __FILE__, __LINE__);
   static auto& cpu = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CPU", __FILE__, __LINE__);
   static auto& cuda = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CUDA", __FILE__, __LINE__);
-  for (int kind = 0; kind < entry.operation->kind_count; kind++) {
-    const OperatorKind& k = entry.operation->kinds[kind];
-    if (k.wanted && !k.wanted(info)) continue;
-    const std::string name = k.prefix + entry.name + k.suffix;
-    definitions.def((name + k.signature).c_str());
-    const Boxed function = pool[slot * kKindsAtMost + kind];
-    cpu.impl(name.c_str(), function);
-    cuda.impl(name.c_str(), function);
+  definitions.def((name + signature).c_str());
+  cpu.impl(name.c_str(), function);
+  cuda.impl(name.c_str(), function);
+}
+void define_shared(const Operation& operation) {
+  for (const SharedOperator* o = operation.shared; o != operation.shared + operation.shared_count; o++) {
+    if (used_shared_slots == kSharedAtMost) throw std::runtime_error("ai3: kSharedAtMost is too small");
+    const int slot = used_shared_slots++;
+    shared_slots[slot] = o;
+    const std::string schema = o->schema;
+    const size_t name = schema.find('(');
+    define(schema.substr(0, name), schema.substr(name), shared_pool[static_cast<size_t>(slot)]);
   }
 }
 
+// Registers an algorithm for one device, or replaces it there. Operators stay once they are defined: those of a kind that a
+// replacement does not have refuse their calls.
 void add(const AlgorithmInfo& info, bool replace) {
   if (info.abi != kAlgorithmAbi)
     throw std::runtime_error(std::string("ai3: ") + info.operation + " algorithm '" + info.name +
                              "' was built against another version of ai3/algorithm.h; build it again");
   const Operation* operation = operation_named(info.operation);
   if (!operation) throw std::runtime_error(std::string("ai3: unknown operation '") + info.operation + "'");
-  Registry& r = registry();
-  const std::lock_guard lock(r.mutex);
-  auto& place = r.entries[{info.operation, info.name}];
-  const bool fresh = !place;
-  if (fresh) {
-    place.reset(new Entry{operation, info.name, {}});
-    define_operators(*place, info);
-  }
-  auto& implementation = place->implementations[static_cast<int>(info.device)];
-  if (implementation.load() && !replace)
+  const std::lock_guard lock(mutex);
+  auto* entry = const_cast<Entry*>(find(*operation, info.name));
+  if (entry && entry->on(info.device) && !replace)
     throw std::runtime_error(std::string("ai3: ") + info.operation + " has an algorithm '" + info.name + "' already");
-  implementation.store(&info, std::memory_order_release);
+  const Entry* first = operation->state->first.load();
+  if (!entry) {
+    if (used_slots == kSlots) throw std::runtime_error("ai3: no room for another algorithm in this process");
+    entry = new Entry{operation, info.name, used_slots, 0, first, {}};
+    slots[used_slots++] = entry;
+  }
+  entry->implementations[static_cast<int>(info.device)].store(&info, std::memory_order_release);
+  if (find(*operation, info.name) != entry) operation->state->first.store(entry, std::memory_order_release);
+  for (int kind = 0; kind < operation->kind_count; kind++) {
+    const OperatorKind& k = operation->kinds[kind];
+    if (entry->defined >> kind & 1 || (k.wanted && !k.wanted(info))) continue;
+    entry->defined |= 1u << kind;
+    define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
+  }
 }
 
 }  // namespace
 
-const Entry* find(const char* operation, const char* name) {
-  Registry& r = registry();
-  const std::lock_guard lock(r.mutex);
-  const auto it = r.entries.find({operation, name});
-  return it == r.entries.end() ? nullptr : it->second.get();
+const Entry& entry_named(const Operation& operation, const std::string& name) {
+  const Entry* e = find(operation, name.c_str());
+  if (!e) throw std::runtime_error(std::string("ai3: no ") + operation.name + " algorithm '" + name + "'");
+  return *e;
 }
 std::vector<const Entry*> entries(const Operation& operation) {
-  Registry& r = registry();
-  const std::lock_guard lock(r.mutex);
   std::vector<const Entry*> found;
-  for (const auto& [key, entry] : r.entries)
-    if (entry->operation == &operation) found.push_back(entry.get());
+  for (const Entry* e = operation.state->first.load(std::memory_order_acquire); e; e = e->next) found.push_back(e);
+  std::sort(found.begin(), found.end(), [](const Entry* a, const Entry* b) { return a->name < b->name; });
   return found;
 }
-const Entry* default_override(const Operation& operation) {
-  Registry& r = registry();
-  const std::lock_guard lock(r.mutex);
-  const auto it = r.defaults.find(operation.name);
-  return it == r.defaults.end() ? nullptr : it->second.load();
-}
 
-std::string describe_traits(Accuracy accuracy, double error_bound, bool deterministic, Layout layout, uint32_t dtypes,
-                            bool epilogue, bool packs, bool rule, bool tensors) {
+std::string describe_traits(const Traits<ElementwiseProblem>& t, bool packs, bool rule, bool tensors) {
   static const char* const accuracies[] = {"exact", "bounded", "approximate"};
   static const char* const layouts[] = {"any", "nchw", "nhwc"};
+  static const char* const backwards[] = {"aten", "own"};
   auto flag = [](const char* name, bool value) { return std::string(",\"") + name + "\":" + (value ? "true" : "false"); };
+  auto word = [](const char* name, const char* value) { return std::string("\"") + name + "\":\"" + value + "\","; };
   std::string types;
-  for (DType t : {DType::f64, DType::f32, DType::bf16, DType::f16})
-    if (dtypes & dtype_bit(t)) types += std::string(types.empty() ? "\"" : ",\"") + ai3::name_of(t) + "\"";
+  for (DType d : {DType::f64, DType::f32, DType::bf16, DType::f16})
+    if (t.dtypes & dtype_bit(d)) types += std::string(types.empty() ? "\"" : ",\"") + ai3::name_of(d) + "\"";
   char bound[32];
-  std::snprintf(bound, sizeof(bound), "%.3g", error_bound);
-  return std::string("\"accuracy\":\"") + accuracies[static_cast<int>(accuracy)] + "\",\"error_bound\":" + bound +
-         ",\"layout\":\"" + layouts[static_cast<int>(layout)] + "\",\"dtypes\":[" + types + "]" +
-         flag("deterministic", deterministic) + flag("epilogue", epilogue) + flag("packs", packs) + flag("rule", rule) +
-         flag("vendor", tensors);
+  std::snprintf(bound, sizeof(bound), "%.3g", t.error_bound);
+  return word("accuracy", accuracies[static_cast<int>(t.accuracy)]) + word("layout", layouts[static_cast<int>(t.layout)]) +
+         word("backward", backwards[static_cast<int>(t.backward)]) + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
+         flag("deterministic", t.deterministic) + flag("epilogue", t.epilogue) + flag("sliced", t.sliced) + flag("packs", packs) +
+         flag("rule", rule) + flag("vendor", tensors);
 }
 
 }  // namespace ai3::ops
@@ -150,11 +162,29 @@ auto guarded(char* error, int64_t size, const Body& body) -> decltype(body()) {
     return {};
   }
 }
-const Entry& entry_named(const char* operation, const char* name) {
-  const Entry* e = find(operation, name);
-  if (!e) throw std::runtime_error(std::string("ai3: no ") + operation + " algorithm '" + name + "'");
-  return *e;
+const Operation& operation_known(const char* name) {
+  const Operation* o = operation_named(name);
+  if (!o) throw std::runtime_error(std::string("ai3: unknown operation '") + name + "'");
+  return *o;
 }
+// What a function of the C interface is asked about.
+struct Asked {
+  const Entry& entry;
+  Device device;
+  Query query;
+  Asked(const char* operation, const char* name, int device_, int dtype, const int64_t* sizes, int count)
+      : entry(entry_named(operation_known(operation), name)),
+        device(static_cast<Device>(device_)),
+        query{static_cast<DType>(dtype), sizes, count} {
+    if (device_ < 0 || device_ > 1 || dtype < 0 || dtype > 3) throw std::runtime_error("ai3: unknown device or dtype");
+  }
+  const Entry& select() const {
+    Reason reason{};
+    const Entry* chosen = entry.operation->select(entry, device, query, reason);
+    if (!chosen) throw std::runtime_error(reason.text);
+    return *chosen;
+  }
+};
 }  // namespace
 
 // The C interface, for Python (ctypes), for _C_cuda and for C++ programs. Every function returns 0 on failure and writes the
@@ -170,55 +200,50 @@ AI3_EXPORT void ai3_set_cuda_stream(void* (*current_stream)(int32_t device)) { c
 // `name` null or "": back to the rule.
 AI3_EXPORT int ai3_set_default(const char* operation, const char* name, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    const Entry* e = name && *name ? &entry_named(operation, name) : nullptr;
-    Registry& r = registry();
-    const std::lock_guard lock(r.mutex);
-    r.defaults[operation].store(e);
+    const Operation& o = operation_known(operation);
+    o.state->preferred.store(name && *name ? &entry_named(o, name) : nullptr, std::memory_order_release);
     return 1;
   });
 }
 // 1: supported; 0: `error` says why not.
 AI3_EXPORT int ai3_supports(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
                             char* error, int64_t size) {
-  return guarded(error, size, [&] {
-    const Entry& e = entry_named(operation, name);
-    Reason reason{};
-    if (!e.operation->select(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count}, reason))
-      throw std::runtime_error(reason.text);
-    return 1;
-  });
+  return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count).select(), 1; });
 }
 // The name of the algorithm that runs: `name` itself unless it is a rule.
 AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
                                    int count, char* error, int64_t size) {
-  return guarded(error, size, [&]() -> const char* {
-    const Entry& e = entry_named(operation, name);
-    Reason reason{};
-    const Entry* chosen = e.operation->select(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count}, reason);
-    if (!chosen) throw std::runtime_error(reason.text);
-    return chosen->name.c_str();
-  });
+  return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count).select().name.c_str(); });
 }
-// Bytes, -1 on failure.
+namespace {
+struct Bytes {
+  int64_t value = -1;
+};
+}  // namespace
+// Bytes of workspace in a direct call, and of what the pack operator returns; -1 on failure.
 AI3_EXPORT int64_t ai3_workspace(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
                                  char* error, int64_t size) {
-  struct Bytes {
-    int64_t value = -1;
-  };
-  return guarded(
-             error, size,
-             [&] {
-               const Entry& e = entry_named(operation, name);
-               return Bytes{e.operation->workspace(e, static_cast<Device>(device), {static_cast<DType>(dtype), sizes, count})};
-             })
+  return guarded(error, size,
+                 [&] {
+                   const Asked a(operation, name, device, dtype, sizes, count);
+                   return Bytes{a.entry.operation->workspace(a.entry, a.device, a.query)};
+                 })
       .value;
 }
-// Measured with this many threads (at the first call, under 50 ms): float32 multiply-add peak and read bandwidth, per second.
+AI3_EXPORT int64_t ai3_packed_bytes(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
+                                    int count, char* error, int64_t size) {
+  return guarded(error, size,
+                 [&] {
+                   const Asked a(operation, name, device, dtype, sizes, count);
+                   return Bytes{a.entry.operation->packed_bytes(a.entry, a.device, a.query)};
+                 })
+      .value;
+}
+// What `guess` computes with, measured at the first call for a number of threads: float32 operations and bytes per second.
 AI3_EXPORT int ai3_machine(int threads, double* flops, double* bytes, char* error, int64_t size) {
   return guarded(error, size, [&] {
     const Machine m = measure_machine(threads);
-    *flops = m.flops, *bytes = m.bytes;
-    return 1;
+    return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }
 // JSON: {"level": ..., "levels": [...], "operations": {name: {"sizes": [...], "algorithms": {name: {"CPU": {...}, "CUDA":
@@ -259,6 +284,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ai3, m) {
   (void)m;
   guarded(load_failure, sizeof(load_failure), [] {
     const std::string& wanted = level();
+    for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++) define_shared(**o);
     for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++)
       if (wanted == (*a)->level || std::string("glue") == (*a)->level) add(**a, false);
     return 1;

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <atomic>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,11 @@ struct OperatorKind {
   void (*call)(const Entry&, StableIValue* stack);
   bool (*wanted)(const AlgorithmInfo&);  // null: every algorithm gets it
 };
+// An operator of the operation itself, which is told the algorithms by name.
+struct SharedOperator {
+  const char* schema;  // starts with the name
+  void (*call)(StableIValue* stack);
+};
 
 // Asked about a problem that Python describes as a flat list of sizes (-1: unknown), see each operation's `problem_from`.
 struct Query {
@@ -29,25 +35,39 @@ struct Query {
   int count;
 };
 
+// What is known about an operation at run time. Read without a lock: entries are only ever added, and never freed or moved.
+struct OperationState {
+  std::atomic<const Entry*> first{nullptr};      // all entries, linked by `next`
+  std::atomic<const Entry*> preferred{nullptr};  // what `default` runs where it can instead of its rule, or null
+};
+
 struct Operation {
   const char* name;
+  OperationState* state;
   const char* sizes;  // names of Query's sizes, space-separated: the contract with Python
   const OperatorKind* kinds;
   int kind_count;
+  const SharedOperator* shared;
+  int shared_count;
   const Entry* (*select)(const Entry&, Device, const Query&, Reason&);  // what runs, see below
   int64_t (*workspace)(const Entry&, Device, const Query&);             // bytes, a direct call's packed weights included
+  int64_t (*packed_bytes)(const Entry&, Device, const Query&);          // bytes of what the pack operator returns
   std::string (*describe)(const AlgorithmInfo&);                        // JSON members of its traits
 };
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
 #define AI3_OPERATION(name_, ...)                                                                                    \
-  constinit const ::ai3::ops::Operation name_##_operation = {#name_, __VA_ARGS__};                                   \
+  constinit ::ai3::ops::OperationState name_##_state;                                                                \
+  constinit const ::ai3::ops::Operation name_##_operation = {#name_, &name_##_state, __VA_ARGS__};                   \
   [[gnu::section("ai3_operations"), gnu::used]] static const ::ai3::ops::Operation* const name_##_operation_record = \
       &name_##_operation;
 
-// An algorithm's name with its implementation on each device. Entries are never freed or moved.
+// An algorithm's name with its implementation on each device.
 struct Entry {
   const Operation* operation;
   std::string name;
+  int slot;          // of its operators' functions
+  uint32_t defined;  // bit k: has an operator of kind k
+  const Entry* next;
   std::atomic<const AlgorithmInfo*> implementations[2];
 
   const AlgorithmInfo* on(Device device) const {
@@ -59,10 +79,15 @@ struct Entry {
   }
 };
 
-const Entry* find(const char* operation, const char* name);
+inline const Entry* find(const Operation& operation, const char* name) {
+  for (const Entry* e = operation.state->first.load(std::memory_order_acquire); e; e = e->next)
+    if (std::strcmp(e->name.c_str(), name) == 0) return e;
+  return nullptr;
+}
+// The entry, or an error that names it.
+const Entry& entry_named(const Operation& operation, const std::string& name);
+// All of them, by name.
 std::vector<const Entry*> entries(const Operation& operation);
-// What `default` runs instead of its rule (`register(..., default=True)`), or null.
-const Entry* default_override(const Operation& operation);
 AI3_INLINE const char* name_of(Device d) { return d == Device::cpu ? "CPU" : "CUDA"; }
 
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
@@ -74,26 +99,36 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
   if (!(a->traits.dtypes & dtype_bit(p.dtype))) return refuse(reason, "does not compute in %s", ai3::name_of(p.dtype)), nullptr;
   if (a->traits.supports && !a->traits.supports(p, reason)) return nullptr;
   if (!a->traits.choose) return &entry;
-  Reason ignored;
+  struct Context {
+    const Operation* operation;
+    Device device;
+    const Entry* find(const P& p, const char* name) const {
+      const Entry* e = ops::find(*operation, name);
+      Reason ignored;
+      return e ? select(*e, device, p, ignored) : nullptr;
+    }
+  } context{entry.operation, device};
   if (entry.name == "default")
-    if (const Entry* preferred = default_override(*entry.operation); preferred && preferred != &entry)
+    if (const Entry* preferred = entry.operation->state->preferred.load(std::memory_order_acquire);
+        preferred && preferred != &entry) {
+      Reason ignored;
       if (const Entry* chosen = select(*preferred, device, p, ignored)) return chosen;
-  // `choose` takes a plain function, so what it needs to know waits here; rules may ask other rules.
-  static thread_local Device asked_device;
-  static thread_local const Operation* asked_operation;
-  asked_device = device, asked_operation = entry.operation;
-  const char* name = a->traits.choose(p, [](const P& problem, const char* candidate) {
-    const Device d = asked_device;
-    const Operation* o = asked_operation;
-    const Entry* c = find(o->name, candidate);
-    Reason unused;
-    const bool yes = c && select(*c, d, problem, unused);
-    asked_device = d, asked_operation = o;
-    return yes;
-  });
-  const Entry* chosen = name ? find(entry.operation->name, name) : nullptr;
-  if (!chosen) return refuse(reason, "no algorithm that its rule may choose supports this case"), nullptr;
-  return select(*chosen, device, p, reason);
+    }
+  const Candidates<P> candidates{
+      &context,
+      [](const void* c, const P& q, const char* name) { return static_cast<const Context*>(c)->find(q, name) != nullptr; },
+      [](const void* c, const P& q, void* state, void (*visit)(void*, const char*, const Traits<P>&)) {
+        const Context& in = *static_cast<const Context*>(c);
+        for (const Entry* e = in.operation->state->first.load(std::memory_order_acquire); e; e = e->next) {
+          const auto* candidate = e->template algorithm<P>(in.device);
+          if (candidate && !candidate->traits.choose && in.find(q, e->name.c_str()))
+            visit(state, e->name.c_str(), candidate->traits);
+        }
+      }};
+  const char* name = a->traits.choose(p, candidates);
+  const Entry* chosen = name ? context.find(p, name) : nullptr;
+  if (!chosen) refuse(reason, "no algorithm that its rule may choose supports this case");
+  return chosen;
 }
 
 // The sentence for a refusal: what the operator needs and got, and who can do it.
@@ -135,13 +170,16 @@ int64_t workspace_bytes_of(const Traits<P>& traits, const P& p) {
   return checked_add(packed_bytes_of(traits, p), traits.workspace ? traits.workspace(p) : 0);
 }
 
-std::string describe_traits(Accuracy, double error_bound, bool deterministic, Layout, uint32_t dtypes, bool epilogue, bool packs,
-                            bool rule, bool tensors);
+// JSON members of the traits that do not depend on the problem's type.
+std::string describe_traits(const Traits<ElementwiseProblem>& common, bool packs, bool rule, bool tensors);
 template <class P>
 std::string describe(const AlgorithmInfo& info) {
   const auto& t = reinterpret_cast<const Algorithm<P>&>(info).traits;
-  return describe_traits(t.accuracy, t.error_bound, t.deterministic, t.layout, t.dtypes, t.epilogue, t.packed_bytes != nullptr,
-                         t.choose != nullptr, t.tensors != nullptr);
+  Traits<ElementwiseProblem> common;
+  common.accuracy = t.accuracy, common.error_bound = t.error_bound, common.deterministic = t.deterministic,
+  common.layout = t.layout;
+  common.dtypes = t.dtypes, common.epilogue = t.epilogue, common.backward = t.backward, common.sliced = t.sliced;
+  return describe_traits(common, t.packed_bytes != nullptr, t.choose != nullptr, t.tensors != nullptr);
 }
 // The functions of an Operation over its problem struct, given `P problem_from(const Query&)`.
 template <class P, P (*problem_from)(const Query&)>
@@ -155,8 +193,13 @@ struct Queries {
     const Entry* chosen = ops::select(e, d, p, reason);
     return chosen ? workspace_bytes_of(chosen->algorithm<P>(d)->traits, p) : 0;
   }
+  static int64_t packed_bytes(const Entry& e, Device d, const Query& q) {
+    const auto* a = e.algorithm<P>(d);
+    return a ? packed_bytes_of(a->traits, problem_from(q)) : 0;
+  }
 };
-#define AI3_QUERIES(P, problem_from) \
-  ::ai3::ops::Queries<P, problem_from>::select, ::ai3::ops::Queries<P, problem_from>::workspace, ::ai3::ops::describe<P>
+#define AI3_QUERIES(P, problem_from)                                                             \
+  ::ai3::ops::Queries<P, problem_from>::select, ::ai3::ops::Queries<P, problem_from>::workspace, \
+      ::ai3::ops::Queries<P, problem_from>::packed_bytes, ::ai3::ops::describe<P>
 
 }  // namespace ai3::ops

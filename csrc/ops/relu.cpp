@@ -15,7 +15,7 @@ void forward(const Entry& entry, StableIValue* stack) {
 }
 
 constexpr OperatorKind kinds[] = {{"relu_", "", "(Tensor input) -> Tensor", forward, nullptr}};
-AI3_OPERATION(relu, "count", kinds, std::size(kinds), AI3_QUERIES(ElementwiseProblem, elementwise_from))
+AI3_OPERATION(relu, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 
 }  // namespace
 }  // namespace ai3::ops

@@ -81,6 +81,29 @@ struct Cost {
 };
 
 template <class Problem>
+struct Traits;
+// What a rule may choose from: the other algorithms of the operation on the problem's device.
+template <class Problem>
+struct Candidates {
+  const void* context;
+  bool (*usable)(const void* context, const Problem&, const char* name);
+  void (*all)(const void* context, const Problem&, void* state,
+              void (*visit)(void* state, const char* name, const Traits<Problem>&));
+
+  // Whether the algorithm of that name supports p.
+  AI3_INLINE bool operator()(const Problem& p, const char* name) const { return usable(context, p, name); }
+  // visit(name, traits) for every algorithm that supports p, by name; rules are left out.
+  template <class Visit>
+  AI3_INLINE void each(const Problem& p, const Visit& visit) const {
+    all(context, p, const_cast<Visit*>(&visit),
+        [](void* state, const char* name, const Traits<Problem>& traits) { (*static_cast<const Visit*>(state))(name, traits); });
+  }
+};
+
+// Who computes the gradients: PyTorch's own operators, or this algorithm's kernel on the transposed problems.
+enum class Backward : int32_t { aten, own };
+
+template <class Problem>
 struct Traits {
   Accuracy accuracy = Accuracy::exact;
   double error_bound = 0;  // with Accuracy::bounded
@@ -96,10 +119,12 @@ struct Traits {
   // in_height or in_width. `run` then always gets the packed weights: a direct call packs first.
   int64_t (*packed_bytes)(const Problem&) = nullptr;
   void (*pack)(const Problem&, const void* weight, void* packed) = nullptr;
-  // A rule instead of a kernel: names another algorithm of the operation. `usable(name)` says whether that one supports p.
-  const char* (*choose)(const Problem& p, bool (*usable)(const Problem&, const char* name)) = nullptr;
+  // A rule instead of a kernel: names another algorithm of the operation (a string that stays), or null where none will do.
+  const char* (*choose)(const Problem& p, const Candidates<Problem>& usable) = nullptr;
   // Instead of a kernel: calls PyTorch's own operators on the glue's tensors (csrc/ops/<operation>/, which defines `call`).
   void (*tensors)(const Problem& p, void* call) = nullptr;
+  Backward backward = Backward::aten;
+  bool sliced = false;  // also writes into a slice of channels: y's dense strides but for those of a larger number of channels
 };
 
 // The registry's record; what it starts with is the same for every operation, so that one list can hold all of them.
@@ -147,9 +172,9 @@ inline constexpr Device kDevice = Device::cpu;
 
 // Lists are ELF sections: each record's address is constant data, so nothing runs at load time (code of a level that the
 // processor lacks must not) and no order of initialization matters. See docs/decisions/registration.md.
-#define AI3_REGISTER_(operation_, name_, run_, ...)                                                                    \
-  constinit const ::ai3::Algorithm<::ai3::problem_of::operation_> operation_##_##name_##_algorithm = {                 \
-      {::ai3::kAlgorithmAbi, ::ai3::kDevice, #operation_, #name_, AI3_STRINGIZE(AI3_LEVEL)}, {__VA_ARGS__}, run_}; \
+#define AI3_REGISTER_(operation_, name_, run_, ...)                                                                      \
+  constinit const ::ai3::Algorithm<::ai3::problem_of::operation_> operation_##_##name_##_algorithm = {                   \
+      {::ai3::kAlgorithmAbi, ::ai3::kDevice, #operation_, #name_, AI3_STRINGIZE(AI3_LEVEL)}, {__VA_ARGS__}, run_};       \
   [[gnu::section("ai3_algorithms"), gnu::used]] static const ::ai3::AlgorithmInfo* const operation_##_##name_##_record = \
       &operation_##_##name_##_algorithm.info;
 
@@ -157,22 +182,20 @@ inline constexpr Device kDevice = Device::cpu;
 //   (const Problem&, const T* x, const T* w, const T* b, T* y, ai3::Workspace&)      conv2d, linear
 //   (const Problem&, const T* x, T* y, ai3::Workspace&)                              pools, relu, flatten
 //   (const Problem&, const ai3::Buffers&, ai3::Workspace&)                           any, also with residual or packed weights
-#define AI3_ALGORITHM(operation_, name_, ...)                                                                          \
-  AI3_REGISTER_(                                                                                                       \
-      operation_, name_,                                                                                               \
-      (+[](const ::ai3::problem_of::operation_& p, const ::ai3::Buffers& m, ::ai3::Workspace& workspace) {              \
-        ::ai3::with_type(p.dtype, [&]<class T>() {                                                                     \
-          const T *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight),                           \
-                  *b = static_cast<const T*>(m.bias);                                                                  \
-          T* y = static_cast<T*>(m.output);                                                                            \
-          if constexpr (requires { operation_##_##name_<T>(p, m, workspace); })                                        \
-            operation_##_##name_<T>(p, m, workspace);                                                                  \
-          else if constexpr (requires { operation_##_##name_<T>(p, x, y, workspace); })                                \
-            operation_##_##name_<T>(p, x, y, workspace);                                                               \
-          else                                                                                                         \
-            operation_##_##name_<T>(p, x, w, b, y, workspace);                                                         \
-        });                                                                                                            \
-      }),                                                                                                              \
+#define AI3_ALGORITHM(operation_, name_, ...)                                                                                    \
+  AI3_REGISTER_(                                                                                                                 \
+      operation_, name_, (+[](const ::ai3::problem_of::operation_& p, const ::ai3::Buffers& m, ::ai3::Workspace& workspace) {    \
+        ::ai3::with_type(p.dtype, [&]<class T>() {                                                                               \
+          const T *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight), *b = static_cast<const T*>(m.bias); \
+          T* y = static_cast<T*>(m.output);                                                                                      \
+          if constexpr (requires { operation_##_##name_<T>(p, m, workspace); })                                                  \
+            operation_##_##name_<T>(p, m, workspace);                                                                            \
+          else if constexpr (requires { operation_##_##name_<T>(p, x, y, workspace); })                                          \
+            operation_##_##name_<T>(p, x, y, workspace);                                                                         \
+          else                                                                                                                   \
+            operation_##_##name_<T>(p, x, w, b, y, workspace);                                                                   \
+        });                                                                                                                      \
+      }),                                                                                                                        \
       __VA_ARGS__)
 
 // A rule that names another algorithm (.choose), or PyTorch's own operators (.tensors).
