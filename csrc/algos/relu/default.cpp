@@ -4,7 +4,7 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-const char* choose(const ElementwiseProblem&, bool (*)(const ElementwiseProblem&, const char*)) { return "direct"; }
+const char* choose(const ElementwiseProblem&, const Candidates<ElementwiseProblem>&) { return "direct"; }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(relu, default, .choose = choose)
 
