@@ -9,7 +9,7 @@ namespace {
 // A byte from memory takes about the time of this many operations.
 constexpr double kOperationsPerByte = 8;
 
-const char* choose_tile(const Conv2dProblem& p, bool (*usable)(const Conv2dProblem&, const char*)) {
+const char* choose_tile(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   const Cost f2 = transform_domain_cost<Winograd<2>>(p), f4 = transform_domain_cost<Winograd<4>>(p);
   const bool small = f2.flops + kOperationsPerByte * f2.bytes < f4.flops + kOperationsPerByte * f4.bytes;
   const char* name = small ? "winograd_f2" : "winograd_f4";
