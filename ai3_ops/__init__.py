@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
+from ai3_ops.explain import explain
 from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports
+from ai3_ops.selectors import Algorithm, prefer
+from ai3_ops.swap import swap, unswap
 
-__all__ = ["AlgorithmInfo", "algorithms", "register", "resolve", "supports"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmInfo",
+    "algorithms",
+    "explain",
+    "prefer",
+    "register",
+    "resolve",
+    "supports",
+    "swap",
+    "unswap",
+]

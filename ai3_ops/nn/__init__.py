@@ -1,0 +1,124 @@
+"""The classes of swapped modules: `ai3_ops.nn.Conv2d` is an `nn.Conv2d` computed by a chosen algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ai3_ops.nn.rewrite import Swapped, rewritten_class
+
+
+def _conv2d(m: nn.Conv2d, x: Tensor) -> tuple[Any, ...]:
+    if m.padding_mode == "zeros":
+        return x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups
+    x = F.pad(x, m._reversed_padding_repeated_twice, mode=m.padding_mode)
+    return x, m.weight, m.bias, m.stride, 0, m.dilation, m.groups
+
+
+# PyTorch's class, the operation that its forward is one call of, and that call's arguments (as of PyTorch's function).
+_LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
+    (nn.Conv2d, "conv2d", _conv2d),
+    (nn.Linear, "linear", lambda m, x: (x, m.weight, m.bias)),
+    (
+        nn.MaxPool2d,
+        "max_pool2d",
+        lambda m, x: (x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, m.return_indices),
+    ),
+    (
+        nn.AvgPool2d,
+        "avg_pool2d",
+        lambda m, x: (
+            x, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, m.divisor_override
+        ),
+    ),
+    (nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", lambda m, x: (x, m.output_size)),
+    (nn.ReLU, "relu", lambda m, x: (x, m.inplace)),
+    (nn.Flatten, "flatten", lambda m, x: (x, m.start_dim, m.end_dim)),
+]  # fmt: skip
+
+
+class Leaf(Swapped):
+    """What these classes add to PyTorch's; `_ai3` in an instance is its Call."""
+
+    def extra_repr(self) -> str:
+        """PyTorch's, and the algorithm."""
+        call = self.__dict__.get("_ai3")
+        return ", ".join(filter(None, [super().extra_repr(), f"algorithm={call.algorithm}" if call else ""]))
+
+
+def _leaf_class(
+    original: type[nn.Module], operation: str, arguments: Callable[..., Any], module: str
+) -> type[nn.Module]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        call = self.__dict__.get("_ai3")
+        if call is None:  # made by the user's code from type(self)
+            return original.forward(self, input)
+        return call(*arguments(self, input))
+
+    forward.__doc__ = original.forward.__doc__
+    names: dict[str, Any] = {
+        "__module__": module,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+    }
+    names |= {"_ai3_original": original, "_ai3_operation": operation, "_ai3_arguments": staticmethod(arguments)}
+    return type(original.__name__, (Leaf, original), names)
+
+
+_classes = {original: _leaf_class(original, operation, made, __name__) for original, operation, made in _LEAVES}
+globals().update({cls.__name__: cls for cls in _classes.values()})
+
+
+class TransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
+    """Holds swapped modules: PyTorch's inference fast path would not call them, and is not taken."""
+
+    _ai3_original = nn.TransformerEncoderLayer
+    activation_relu_or_gelu = property(lambda self: 0, lambda self, value: None)
+
+
+__all__ = [*(cls.__name__ for cls in _classes.values()), "TransformerEncoderLayer"]
+
+
+def leaf_class(original: type[nn.Module]) -> type[Any] | None:
+    """The class that makes the one call of `original`'s forward; None where the forward is something else.
+
+    A user's subclass of a known class counts where it inherits the forward.
+    """
+    if original not in _classes and not original.__module__.startswith("torch."):
+        for base, operation, arguments in _LEAVES:
+            inherits = all(
+                getattr(original, f) is getattr(base, f) for f in ("forward", "_conv_forward") if hasattr(base, f)
+            )
+            if issubclass(original, base) and inherits:
+                _classes[original] = _leaf_class(original, operation, arguments, original.__module__)
+    return _classes.get(original)
+
+
+def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that instances of `original` get."""
+    if original is nn.TransformerEncoderLayer:
+        return TransformerEncoderLayer
+    return leaf_class(original) or rewritten_class(original)  # type: ignore[arg-type]
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the user gave a module: not ours, and not the one that a parametrization generated."""
+    cls = type(module).__bases__[0] if _is_parametrized(module) else type(module)
+    return getattr(cls, "_ai3_original", cls)
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Makes `module` an instance of `cls`; a class that a parametrization generated is generated anew on top of it."""
+    if _is_parametrized(module):
+        names = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
+        cls = type(f"Parametrized{cls.__name__}", (cls,), names)
+    module.__class__ = cls
+
+
+def _is_parametrized(module: nn.Module) -> bool:
+    return parametrize.is_parametrized(module) and type(module).__name__.startswith("Parametrized")

@@ -1,0 +1,374 @@
+"""One call of an operation inside a swapped model: which algorithm computes it, and what is known about it.
+
+Each operation has a subclass of `Call` that says which of PyTorch's functions it stands for and how their arguments
+become the operator's. An instance is called with the PyTorch function's arguments by the module that it sits in.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ai3_ops import _library, registry
+from ai3_ops.operations.base import Problem
+from ai3_ops.selectors import Algorithm
+
+_REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
+
+
+class Spec(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        """The Spec of a dense tensor; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        dense = value.layout == torch.strided and not value.is_nested
+        shape, stride = (tuple(value.shape), value.stride()) if dense else ((), ())
+        return Spec(shape, stride, value.dtype, value.device.type)
+
+    @staticmethod
+    def tensor(value: Any) -> Any:
+        """A meta tensor like the one that `value` describes; anything else as it is."""
+        if not isinstance(value, Spec):
+            return value
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+
+def _input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Two inputs' shapes that fit the weight and differ in every size that it leaves open."""
+    if weight is None:
+        return (2, 3, 1000, 1100), (5, 7, 1300, 1700)
+    if weight.ndim == 4:
+        channels = weight.shape[1] * groups
+        return (2, channels, 1000, 1100), (5, channels, 1300, 1700)
+    return (2, weight.shape[-1]), (5, weight.shape[-1])
+
+
+class Call:
+    """A call that a selector can speak of. Without an algorithm it is PyTorch's own, and only watched."""
+
+    operation: ClassVar[str]
+    functions: ClassVar[tuple[Callable[..., Any], ...]]  # PyTorch's, all with the signature of `arguments`
+    methods: ClassVar[tuple[str, ...]] = ()  # of torch.Tensor
+    function: ClassVar[Callable[..., Any]]  # PyTorch's, given the operator's arguments
+    by_name: ClassVar[dict[str, type[Call]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        if hasattr(cls, "operation"):
+            Call.by_name[cls.operation] = cls
+
+    def __init__(self, suffix: str = "") -> None:
+        self.suffix = suffix  # what follows the module's qualified name: "" or ":relu_1"
+        self.algorithm: Algorithm | None = None
+        self.requested: str | None = None
+        self.reason = ""  # why PyTorch computes what another was requested for
+        self.strict = False
+        self.example: tuple[Any, ...] | None = None  # the operator's arguments when first seen, tensors as Specs
+        self.calls = self.torch_calls = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self.operator: Callable[..., Any] | None = None
+        self.options: dict[str, Any] = {}
+        self.refused: dict[Any, str] = {}
+        self.watch: Callable[[Call], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("operator", "options", "refused", "watch")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+        if self.algorithm is not None:
+            try:
+                self.choose(self.algorithm)
+            except ValueError as error:  # a user's algorithm that this process has not registered
+                self.reason = str(error)
+
+    def choose(self, algorithm: Algorithm) -> None:
+        """Computes with `algorithm` from now on; ValueError for names or parameters that do not exist."""
+        self.operator, self.options = algorithm.operator(self.operation)
+        self.algorithm = algorithm
+
+    # Support ----------------------------------------------------------------------------------------------------------
+    def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
+        """The reason why `algorithm` cannot do a problem, "" where it can."""
+        for name in algorithm.names:
+            ok, reason = registry.supports_problem(self.operation, name, problem)
+            if not ok:
+                return reason if name == algorithm.name else f"{name} {reason}"
+        return ""
+
+    def problem(self, *args: Any) -> Problem:
+        """What the registry is asked about for these operator arguments; RuntimeError where they do not fit."""
+        return registry.OPERATIONS[self.operation].problem(f"ai3::{self.operation}", *args)
+
+    def problem_without_input(self, arguments: Callable[[Tensor], Any], weight: Tensor | None, groups: int) -> Problem:
+        """The problem with those sizes only that do not hang on the input; `arguments(input)` are the operator's."""
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
+        first, second = (
+            self.problem(*(Spec.tensor(Spec.of(a)) for a in arguments(torch.empty(shape, dtype=dtype, device="meta"))))
+            for shape in _input_shapes(weight, groups)
+        )
+        return first._replace(sizes={name: size for name, size in first.sizes.items() if second.sizes[name] == size})
+
+    def refusal_now(self, args: tuple[Any, ...]) -> str:
+        """The reason why the chosen algorithm cannot do this call, "" where it can, so that something else is wrong."""
+        assert self.algorithm is not None
+        for a in args:
+            if isinstance(a, Tensor):
+                if a.layout != torch.strided or a.is_nested:
+                    return "needs dense tensors"
+                if a.dtype not in _library.DTYPES:
+                    return f"does not compute in {str(a.dtype).removeprefix('torch.')}"
+        try:
+            device, rules = args[0].device.type, registry.OPERATIONS[self.operation]
+            if rules.autocast and torch.is_autocast_enabled(device):
+                dtype = torch.get_autocast_dtype(device)
+                args = tuple(
+                    Spec.tensor(s._replace(dtype=dtype)) if isinstance(s, Spec) else s for s in map(Spec.of, args)
+                )
+            return self.refusal(self.algorithm, self.problem(*args)._replace(device=device))
+        except RuntimeError:
+            return ""
+
+    # Calling ----------------------------------------------------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The call, with the arguments of PyTorch's function."""
+        return self.run(*self.arguments(*args, **kwargs))
+
+    def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """From the arguments of PyTorch's function to the operator's."""
+        raise NotImplementedError
+
+    def run(self, *args: Any) -> Tensor:
+        """The call, with the operator's arguments."""
+        operator = self.operator
+        if torch.compiler.is_compiling():
+            return type(self).function(*args) if operator is None else operator(*args, **self.switches(args[0]))
+        if operator is None:
+            return self.without_operator(args)
+        if self.example is None:
+            self.example = tuple(map(Spec.of, args))
+        self.calls += 1
+        if not (self.refused and self.key(args) in self.refused):
+            try:
+                return operator(*args, **self.switches(args[0]))
+            except RuntimeError:
+                reason = self.refusal_now(args)
+                if self.strict or not reason:
+                    raise
+            if len(self.refused) < _REMEMBERED:
+                self.refused[self.key(args)] = reason
+            self.reason = reason
+        self.torch_calls += 1
+        return type(self).function(*args)
+
+    def switches(self, input: Tensor) -> dict[str, Any]:
+        """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
+        return self.options
+
+    def without_operator(self, args: tuple[Any, ...]) -> Tensor:
+        """A call that swap watches, or one whose algorithm this process does not have."""
+        if self.watch:
+            self.watch(self)
+            if self.example is None:
+                self.example = tuple(map(Spec.of, args))
+        else:
+            if self.strict:
+                raise RuntimeError(f"ai3_ops: {self.reason}")
+            if not self.calls:
+                warnings.warn(f"ai3_ops: {self.reason}: PyTorch computes this layer", stacklevel=2)
+            self.calls += 1
+            self.torch_calls += 1
+        return type(self).function(*args)
+
+    @staticmethod
+    def key(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the support of a call hangs on."""
+        mode = torch.is_autocast_enabled(args[0].device.type)
+        return (mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
+
+
+class _Switched(Call):
+    """Of operations whose operators have PyTorch's switches as arguments."""
+
+    @staticmethod
+    def allow_tf32() -> bool:
+        """PyTorch's switch for this operation."""
+        raise NotImplementedError
+
+    def switches(self, input: Tensor) -> dict[str, Any]:
+        """What the algorithm was given goes before PyTorch's switches."""
+        options = self.options
+        if torch.are_deterministic_algorithms_enabled():
+            options = {"deterministic": True} | options
+        if input.is_cuda and self.allow_tf32():
+            options = {"allow_tf32": True} | options
+        return options
+
+
+class Conv2d(_Switched):
+    """torch.nn.functional.conv2d."""
+
+    operation = "conv2d"
+    functions = (F.conv2d,)
+    function = torch.conv2d
+
+    @staticmethod
+    def allow_tf32() -> bool:
+        """Convolutions have a switch of their own."""
+        return bool(torch.backends.cudnn.allow_tf32)
+
+    def arguments(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> tuple[Any, ...]:
+        """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
+        if isinstance(padding, str):
+            input, padding = _padding_of_word(input, weight, stride, padding, dilation)
+        return input, weight, bias, stride, padding, dilation, groups
+
+
+def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, dilation: Any) -> tuple[Tensor, Any]:
+    if padding == "valid":
+        return input, 0
+    if padding != "same":
+        raise RuntimeError(f"conv2d: padding is 'valid', 'same' or numbers, got {padding!r}")
+    if stride not in (1, (1,), (1, 1), [1], [1, 1]):
+        raise RuntimeError(f"conv2d: padding='same' needs stride 1, got {stride}")
+    dilation = [dilation] * 2 if isinstance(dilation, int) else list(dilation) * (2 // len(dilation))
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(t % 2 for t in total):  # the odd one goes to the right and to the bottom
+        (top, bottom), (left, right) = ((t // 2, t - t // 2) for t in total)
+        return F.pad(input, (left, right, top, bottom)), 0
+    return input, [t // 2 for t in total]
+
+
+class Linear(_Switched):
+    """torch.nn.functional.linear."""
+
+    operation = "linear"
+    functions = (F.linear,)
+    function = F.linear
+
+    @staticmethod
+    def allow_tf32() -> bool:
+        """That of matrix products."""
+        return bool(torch.backends.cuda.matmul.allow_tf32)
+
+    def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+        """The same."""
+        return input, weight, bias
+
+
+class MaxPool2d(Call):
+    """torch.nn.functional.max_pool2d without indices."""
+
+    operation = "max_pool2d"
+    functions = (F.max_pool2d, torch.max_pool2d)
+    function = torch.max_pool2d
+
+    def __call__(self, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
+        """As torch.nn.functional.max_pool2d."""
+        if return_indices or (len(args) > 6 and args[6]):  # set on the module after the swap
+            return F.max_pool2d(*args[:6], **kwargs, return_indices=True)
+        return self.run(*self.arguments(*args[:6], **kwargs))
+
+    def arguments(
+        self,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> tuple[Any, ...]:
+        """No stride is an empty one."""
+        return input, kernel_size, [] if stride is None else stride, padding, dilation, ceil_mode
+
+
+class AvgPool2d(Call):
+    """torch.nn.functional.avg_pool2d."""
+
+    operation = "avg_pool2d"
+    functions = (F.avg_pool2d,)
+    function = F.avg_pool2d
+
+    def arguments(
+        self,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> tuple[Any, ...]:
+        """No stride is an empty one."""
+        stride = [] if stride is None else stride
+        return input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+
+
+class AdaptiveAvgPool2d(Call):
+    """torch.nn.functional.adaptive_avg_pool2d."""
+
+    operation = "adaptive_avg_pool2d"
+    functions = (F.adaptive_avg_pool2d,)
+    function = F.adaptive_avg_pool2d
+
+    def arguments(self, input: Tensor, output_size: Any) -> tuple[Any, ...]:
+        """An output size of None is the input's."""
+        if isinstance(output_size, (tuple, list)) and None in output_size:
+            output_size = [i if o is None else o for i, o in zip(input.shape[-2:], output_size, strict=True)]
+        return input, output_size
+
+
+class Relu(Call):
+    """torch.nn.functional.relu, also in place: the result is then written back."""
+
+    operation = "relu"
+    functions = (F.relu, torch.relu, F.relu_)
+    methods = ("relu", "relu_")
+    function = torch.relu
+
+    def __call__(self, input: Tensor, inplace: bool = False) -> Tensor:
+        """As torch.nn.functional.relu."""
+        output = self.run(input)
+        return input.copy_(output) if inplace else output
+
+    def arguments(self, input: Tensor, inplace: bool = False) -> tuple[Any, ...]:
+        """The same."""
+        return (input,)
+
+
+class Flatten(Call):
+    """torch.flatten; the result is a copy."""
+
+    operation = "flatten"
+    functions = (torch.flatten,)
+    methods = ("flatten",)
+    function = torch.flatten
+
+    def arguments(self, input: Tensor, start_dim: int = 0, end_dim: int = -1) -> tuple[Any, ...]:
+        """The same."""
+        return input, start_dim, end_dim

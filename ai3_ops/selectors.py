@@ -1,0 +1,315 @@
+"""Who computes what: the forms that `ai3_ops.swap` takes, and which of a model's calls each of them speaks of."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ai3_ops import registry
+
+WORDS = ("default", "torch")  # bare strings that speak of every operation
+
+
+class Algorithm:
+    """A choice with parameters: `Algorithm("winograd", backward_input="im2col")`.
+
+    backward_input and backward_weight name the algorithms of the gradients (conv2d, linear); None: its own.
+    Further parameters are the operator's keyword arguments.
+    """
+
+    def __init__(
+        self, name: str, *, backward_input: str | None = None, backward_weight: str | None = None, **parameters: Any
+    ) -> None:
+        self.name = name
+        self.backward = (backward_input, backward_weight)
+        self.parameters = parameters
+
+    @property
+    def names(self) -> list[str]:
+        """All algorithms that this choice needs."""
+        return list(dict.fromkeys([self.name, *filter(None, self.backward)]))
+
+    def operator(self, operation: str) -> tuple[torch._ops.OpOverload, dict[str, Any]]:
+        """What to call, and its further keyword arguments; ValueError for names and parameters that do not exist."""
+        for name in self.names:
+            registry.algorithm(operation, name)
+        operator, options = registry.algorithm(operation, self.name).operator, dict(self.parameters)
+        if any(self.backward):
+            mixed = getattr(torch.ops.ai3, f"_{operation}_mixed", None)
+            if mixed is None:
+                raise ValueError(f"{operation} has no choice of backward algorithms, got {self}")
+            given, weight = self.backward
+            words = {"forward": self.name, "backward_input": given or self.name, "backward_weight": weight or self.name}
+            operator, options = mixed.default, options | words
+        known = [a.name for a in operator._schema.arguments if a.kwarg_only]
+        for parameter in options:
+            if parameter not in known:
+                raise ValueError(f"{operator.name()} has no parameter {parameter!r}{near(parameter, known)}")
+        return operator, options
+
+    def __repr__(self) -> str:
+        backward = zip(("backward_input", "backward_weight"), self.backward, strict=True)
+        given = {k: v for k, v in backward if v is not None} | self.parameters
+        return f"Algorithm({', '.join([repr(self.name), *(f'{k}={v!r}' for k, v in given.items())])})"
+
+    def __str__(self) -> str:
+        return repr(self) if any(self.backward) or self.parameters else self.name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Algorithm) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.backward, *sorted(self.parameters)))
+
+
+class Preference(tuple[Any, ...]):
+    """What `prefer` returns."""
+
+    def __repr__(self) -> str:
+        return f"prefer({', '.join(map(repr, self))})"
+
+
+def prefer(*choices: str | Algorithm | None) -> Preference:
+    """The first of several algorithms that supports the layer; end with "torch" to leave the others alone."""
+    if not choices:
+        raise ValueError("prefer() needs at least one algorithm")
+    for choice in choices:
+        if not isinstance(choice, (str, Algorithm, type(None))):
+            raise TypeError(f"prefer() takes names and Algorithm(...), got {choice!r}")
+    return Preference(choices)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a selector says about one call."""
+
+    candidates: tuple[Algorithm | None, ...]  # in order of preference; None is PyTorch
+    requested: str
+    single: bool  # names this layer only: not being able to is an error
+
+    @property
+    def leaves_alone(self) -> bool:
+        """Whether PyTorch was asked for."""
+        return self.candidates == (None,)
+
+
+@dataclass
+class Place:
+    """A call as selectors see it."""
+
+    operation: str
+    module: nn.Module
+    modules: list[str]  # the qualified names of the module that makes the call, several where it is shared
+    suffix: str = ""  # ":relu_1" of a functional call
+    shape: tuple[int, ...] | None = None  # of the first call's input, where example inputs were given
+    watched: bool = False  # whether example inputs were given
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = [name + self.suffix for name in self.modules]
+
+
+Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Mapping: see swap
+
+
+def near(word: str, words: Iterable[str]) -> str:
+    """The end of an error message: words like `word`."""
+    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+# How strongly a key speaks of a call: the smallest wins.
+_CALL, _MODULE, _REGEX, _PARENT, _OPERATION, _ALL = range(6)
+
+
+def assign(
+    selectors: Selector, places: Sequence[Place], module_names: Iterable[str], lost: Mapping[str, str]
+) -> dict[int, Choice]:
+    """The choice for each place (by index) that the selectors speak of.
+
+    Lists count `places` in the order given. `lost` has the reason for modules whose calls cannot be reached.
+    ValueError and TypeError for selectors that make no sense, with near matches.
+    """
+    if not isinstance(selectors, Mapping):
+        _check_form(selectors)
+        every = selectors is None or (isinstance(selectors, str) and selectors in WORDS)
+        selectors = {"*" if every else "conv2d": selectors}
+    chosen: dict[int, tuple[tuple[int, int], Choice]] = {}
+    for order, (key, value) in enumerate(selectors.items()):
+        _check_form(value)
+        strengths = _matches(key, places, list(module_names), lost)
+        for index, choice in _choices(key, value, places, strengths).items():
+            strength = (strengths[index][0], order if strengths[index][0] == _REGEX else -strengths[index][1])
+            if index not in chosen or strength < chosen[index][0]:
+                chosen[index] = strength, choice
+    return {index: choice for index, (_, choice) in chosen.items()}
+
+
+def _check_form(value: Selector) -> None:
+    if value == "auto":
+        raise ValueError('"auto" measures and comes with ai3_ops.tune, in a later version; "default" chooses by rules')
+    if isinstance(value, (Mapping, nn.Module, type)) or not (
+        value is None or isinstance(value, (str, Algorithm, Sequence)) or callable(value)
+    ):
+        raise TypeError(
+            f"a selector is a name, Algorithm(...), prefer(...), a list, a function or a dict, got {value!r}"
+        )
+
+
+def _matches(
+    key: str, places: Sequence[Place], module_names: list[str], lost: Mapping[str, str]
+) -> dict[int, tuple[int, int]]:
+    """Which places a key speaks of, each with the kind of match and, for parents, the depth."""
+    operations = registry.operations()
+    if not isinstance(key, str):
+        raise TypeError(f"a selector's key is a string, got {key!r}")
+    if key in operations:
+        return {i: (_OPERATION, 0) for i, p in enumerate(places) if p.operation == key}
+    if key == "*":
+        return dict.fromkeys(range(len(places)), (_ALL, 0))
+    if key.startswith("re:"):
+        try:
+            pattern = re.compile(key.removeprefix("re:"))
+        except re.error as error:
+            raise ValueError(f"selector {key!r} is not a regular expression: {error}") from None
+        found = {i: (_REGEX, 0) for i, p in enumerate(places) if any(map(pattern.fullmatch, p.names + p.modules))}
+        if not found and not any(map(pattern.fullmatch, module_names)):
+            raise ValueError(
+                f"selector {key!r} matches no module and no call{near(key.removeprefix('re:'), module_names)}"
+            )
+        return found
+    found = {}
+    for i, place in enumerate(places):
+        if key in place.names and place.suffix:
+            found[i] = (_CALL, 0)
+        elif key in place.modules:
+            found[i] = (_MODULE, 0)
+        elif any(name.startswith(f"{key}.") for name in place.modules):
+            found[i] = (_PARENT, key.count("."))
+    if not found and key not in module_names:
+        owner = key.partition(":")[0]
+        if owner in lost:
+            raise ValueError(f"selector {key!r}: the calls that {owner!r} makes cannot be replaced: {lost[owner]}")
+        words = [*operations, *module_names, *(name for p in places for name in p.names)]
+        raise ValueError(f"selector {key!r} is no operation and no name in this model{near(key, words)}")
+    return found
+
+
+def _choices(
+    key: str, value: Selector, places: Sequence[Place], strengths: Mapping[int, tuple[int, int]]
+) -> dict[int, Choice]:
+    """What a key's value says about each place that the key speaks of."""
+    if isinstance(value, (str, Algorithm, Preference)) or value is None:
+        found = {}
+        for index, (kind, _) in strengths.items():
+            place = places[index]
+            candidates = _candidates(value, place.operation, exact=kind == _OPERATION)
+            if candidates:
+                found[index] = Choice(candidates, _text(value), single=kind in (_CALL, _MODULE))
+        _check_names(value, key)
+        if not found and not _leaves_alone(value) and key not in (*registry.operations(), "*"):
+            made = sorted({places[i].operation for i in strengths})
+            raise ValueError(
+                f"selector {key!r}: no call there has {_text(value)}; it has {', '.join(made) or 'no calls'}"
+            )
+        return found
+    # A list or a function speaks of the key's operation, of the layer or call of that name, otherwise of conv2d.
+    indices = [
+        i
+        for i, (kind, _) in strengths.items()
+        if kind in (_CALL, _OPERATION) or (kind == _MODULE and not places[i].suffix) or places[i].operation == "conv2d"
+    ]
+    if callable(value):
+        answers: Sequence[Any] = [_ask(value, places[i]) for i in indices]
+    elif len(value) != len(indices):
+        raise ValueError(f"selector {key!r}: a list needs one algorithm per layer: {len(indices)}, got {len(value)}")
+    else:
+        answers = value
+    found = {}
+    for index, answer in zip(indices, answers, strict=True):
+        if not (answer is None or isinstance(answer, (str, Algorithm, Preference))) or answer == "auto":
+            raise ValueError(
+                f"selector {key!r} gives {answer!r} for {places[index].names[0]!r}, which names no algorithm"
+            )
+        found[index] = Choice(_candidates(answer, places[index].operation, exact=True), _text(answer), single=True)
+    return found
+
+
+def _ask(function: Callable[..., Any], place: Place) -> Any:
+    parameters = inspect.signature(function).parameters.values()
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    required = sum(p.default is p.empty for p in positional)
+    if required == 1 and len(positional) == 1:
+        return function(place.module)
+    if not any(p.kind == p.VAR_POSITIONAL for p in parameters) and (required > 2 or len(positional) < 2):
+        raise TypeError(f"a selector function takes (module) or (module, input_shape), got {function!r}")
+    if place.shape is None:
+        why = "needs example inputs" if not place.watched else "needs example inputs that reach every layer"
+        raise ValueError(f"a selector function of (module, input_shape) {why}: no shape for {place.names[0]!r}")
+    return function(place.module, place.shape)
+
+
+def _leaves_alone(value: Any) -> bool:
+    return value is None or value == "torch"
+
+
+def _text(value: Any) -> str:
+    return "torch" if value is None else value if isinstance(value, str) else repr(value)
+
+
+def _candidates(value: Any, operation: str, *, exact: bool) -> tuple[Algorithm | None, ...]:
+    """The algorithms of `operation` that a name, Algorithm or preference offers; all must exist when `exact`."""
+    names = {a.name for a in registry.algorithms(operation)}
+    found: list[Algorithm | None] = []
+    for one in value if isinstance(value, Preference) else (value,):
+        if _leaves_alone(one):
+            found.append(None)
+            continue
+        algorithm = Algorithm(one) if isinstance(one, str) else one
+        if exact or names.issuperset(algorithm.names):
+            algorithm.operator(operation)
+            found.append(algorithm)
+    return tuple(found)
+
+
+def _check_names(value: Any, key: str) -> None:
+    names = {a.name for a in registry.algorithms()}
+    for one in value if isinstance(value, Preference) else (value,):
+        for name in [] if _leaves_alone(one) else [one] if isinstance(one, str) else one.names:
+            if name not in names:
+                raise ValueError(f"selector {key!r}: no algorithm {name!r}{near(name, [*names, 'torch'])}")
+
+
+def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: list[str]) -> bool:
+    """Whether the selectors, which make sense, ask for an algorithm for a call of `operation` that `module` makes."""
+    if not isinstance(selectors, Mapping):
+        every = isinstance(selectors, str) and selectors in WORDS
+        selectors = {"*" if every else "conv2d": selectors}
+    place = Place(operation, module, names, ":")
+    best: tuple[tuple[int, int], bool] | None = None
+    for order, (key, value) in enumerate(selectors.items()):
+        strengths = _matches(key, [place], [key], {})
+        if key.startswith("re:"):
+            pattern = re.compile(key.removeprefix("re:"))
+            strengths = {0: (_REGEX, 0)} if any(map(pattern.fullmatch, names)) else {}
+        if 0 not in strengths:
+            continue
+        kind, depth = strengths[0]
+        if isinstance(value, (str, Algorithm, Preference)) or value is None:
+            candidates = _candidates(value, operation, exact=False)
+            if not candidates:
+                continue
+            wanted = candidates != (None,)
+        else:
+            wanted = kind in (_MODULE, _OPERATION) or operation == "conv2d"
+        strength = (kind, order if kind == _REGEX else -depth)
+        if best is None or strength < best[0]:
+            best = strength, wanted
+    return best is not None and best[1]

@@ -1,0 +1,399 @@
+"""swap and unswap: give the layers of a model chosen algorithms, and take them back."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
+
+from ai3_ops import registry
+from ai3_ops.nn import leaf_class, original_class, set_class, swapped_class
+from ai3_ops.nn.calls import Call, Spec
+from ai3_ops.nn.rewrite import Rewrite, Swapped, Untraceable
+from ai3_ops.operations.base import Problem
+from ai3_ops.selectors import Algorithm, Choice, Place, Selector, assign, spoken_of
+
+
+@dataclass
+class Lost:
+    """Why a module's own functional calls cannot be replaced, and those that were seen or that its source has."""
+
+    reason: str
+    seen: dict[str, int] = field(default_factory=dict)
+    source: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Site(Place):
+    call: Call = field(kw_only=True)
+    rewrite: Rewrite | None = field(kw_only=True, default=None)
+    earlier: Call | None = field(kw_only=True, default=None)  # of a former swap
+
+    def arguments(self, input: Tensor) -> tuple[Any, ...]:
+        """The operator's, for a call with this input; LookupError where they hang on other values of the forward."""
+        if self.rewrite is None:
+            leaf = leaf_class(original_class(self.module))
+            assert leaf is not None
+            return self.call.arguments(*leaf._ai3_arguments(self.module, input))
+        args, kwargs = self._constants()
+        return self.call.arguments(input, *args, **kwargs)
+
+    def _constants(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self.rewrite is not None
+        node = self.rewrite.nodes[self.suffix.removeprefix(":")]
+        args = fx.map_arg(node.args[1:], self._constant)
+        return args, fx.map_arg({k: v for k, v in node.kwargs.items() if k != "input"}, self._constant)
+
+    def _constant(self, node: fx.Node) -> Any:
+        if node.op != "get_attr":
+            raise LookupError
+        value: Any = self.module
+        for name in str(node.target).split("."):
+            value = getattr(value, name)
+        return value
+
+    def problem(self) -> Problem | None:
+        """What is known about the call: everything with example inputs, else what its parameters say."""
+        try:
+            if self.call.example is not None:
+                return self.call.problem(*map(Spec.tensor, self.call.example))
+            if self.rewrite is None:
+                weight, groups = getattr(self.module, "weight", None), getattr(self.module, "groups", 1)
+            else:
+                bound = inspect.signature(self.call.arguments).bind(None, *self._constants()[0], **self._constants()[1])
+                weight, groups = bound.arguments.get("weight"), bound.arguments.get("groups", 1)
+            return self.call.problem_without_input(self.arguments, weight, groups)
+        except (LookupError, RuntimeError, ValueError, TypeError):
+            return None
+
+    def device(self) -> str:
+        """Where the call computes, as far as one can tell."""
+        if self.call.example is not None:
+            return next(a.device for a in self.call.example if isinstance(a, Spec))
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return tensors[0].device.type if tensors else "meta"
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the call overwrites its input."""
+        if self.rewrite is None:
+            return bool(getattr(self.module, "inplace", False))
+        from ai3_ops.nn.rewrite import call_arguments
+
+        args, kwargs = call_arguments(self.rewrite.nodes[self.suffix.removeprefix(":")])
+        return self.operation == "relu" and bool(kwargs.get("inplace") or args[1:])
+
+
+def swap(
+    model: nn.Module,
+    selectors: Selector = "default",
+    example_inputs: Any = None,
+    *,
+    inplace: bool = False,
+    strict: bool = False,
+    allow_approximate: bool = False,
+) -> nn.Module:
+    """Gives layers of `model` chosen algorithms; everything else about the model stays as it is.
+
+    selectors: an algorithm's name, a list of names (one per layer), a function (module[, input_shape]) -> name, or a
+    dict from module names, "re:<regex>", operations or "*" to these; see docs/swap.md. Layers that the selectors do not
+    speak of keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with
+    which the model is run once in evaluation mode; lists then count layers in call order, and support is decided with
+    true shapes.
+    inplace=False works on a deep copy. strict=True raises where a layer would stay PyTorch's.
+    allow_approximate lets rules (`default`) choose algorithms that approximate.
+
+    Returns the swapped model. Raises ValueError for selectors that match nothing or name what does not exist, and for a
+    layer named singly that its algorithm cannot do; the model is then unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.swap needs an nn.Module, got {type(model).__name__}")
+    if not inplace:
+        model = copy.deepcopy(model)
+    before = [(module, type(module), vars(module).get("_ai3")) for module in model.modules()]
+    unswap(model)
+    try:
+        _swap(model, selectors, example_inputs, strict, allow_approximate, {id(m): mark for m, _, mark in before})
+    except BaseException:
+        for module, cls, mark in before:
+            vars(module).pop("_ai3", None)
+            module.__class__ = cls
+            if mark is not None:
+                vars(module)["_ai3"] = mark
+        raise
+    return model
+
+
+def unswap(model: nn.Module) -> nn.Module:
+    """Gives every module of `model` its original class back, in place, and returns the model."""
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            set_class(module, original_class(module))
+        vars(module).pop("_ai3", None)
+    return model
+
+
+def _swap(
+    model: nn.Module, selectors: Selector, example_inputs: Any, strict: bool, approximate: bool, marks: dict[int, Any]
+) -> None:
+    sites, lost = _discover(model, marks)
+    names = {name: module for name, module in model.named_modules(remove_duplicate=False)}
+    if example_inputs is not None:
+        sites = _observe(model, sites, lost, example_inputs)
+    reasons = {name: lost[module].reason for name, module in names.items() if module in lost}
+    choices = assign(selectors, sites, names, reasons)
+    if strict:
+        _check_lost(selectors, names, lost, example_inputs is not None)
+    stay: Counter[str] = Counter()
+    for index, site in enumerate(sites):
+        if index in choices:
+            _choose(site, choices[index], strict, approximate, stay)
+        elif site.earlier is not None:
+            for name in ("algorithm", "requested", "reason", "strict"):
+                setattr(site.call, name, getattr(site.earlier, name))
+            site.call.operator, site.call.options = site.earlier.operator, site.earlier.options
+    _apply(model, sites, lost)
+    if stay:
+        total = ", ".join(f"{word}: {count}" for word, count in stay.items())
+        warnings.warn(
+            f"ai3_ops.swap: {stay.total()} of {len(choices)} layers stay PyTorch's: the algorithm cannot do them "
+            f"({total}); ai3_ops.explain gives each reason",
+            stacklevel=3,
+        )
+
+
+# Finding calls --------------------------------------------------------------------------------------------------------
+def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dict[nn.Module, Lost]]:
+    """All calls that can be chosen for, in `named_modules()` order, and the modules whose own calls cannot."""
+    operations = registry.operations()
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    sites: list[_Site] = []
+    lost: dict[nn.Module, Lost] = {}
+    for module, paths in names.items():
+        leaf, mark = leaf_class(original_class(module)), marks.get(id(module))
+        if "forward" in vars(module):
+            lost[module] = Lost("its forward was replaced on the instance")
+        elif leaf is not None:
+            if leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
+                earlier = mark if isinstance(mark, Call) else None
+                call = Call.by_name[leaf._ai3_operation]()
+                sites.append(_Site(call.operation, module, paths, call=call, earlier=earlier))
+        elif isinstance(module, fx.GraphModule):
+            lost[module] = Lost("it is a torch.fx.GraphModule, which generates its own forward")
+        elif not f"{type(module).forward.__module__}.".startswith("torch."):
+            try:
+                rewrite = Rewrite(module, operations)
+            except Untraceable as reason:
+                lost[module] = Lost(str(reason))
+                continue
+            former = mark.calls if isinstance(mark, Rewrite) else {}
+            for name, call in rewrite.calls.items():
+                earlier = former.get(name)
+                sites.append(
+                    _Site(call.operation, module, paths, call.suffix, call=call, rewrite=rewrite, earlier=earlier)
+                )
+    for module, what in lost.items():
+        what.source = _source_calls(module, operations)
+    return sites, lost
+
+
+def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
+    """The operations that the source of the module's forward calls by name."""
+    words = {f.__name__: o for o in operations if o in Call.by_name for f in Call.by_name[o].functions}
+    words |= {m: o for o in operations if o in Call.by_name for m in Call.by_name[o].methods}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(original_class(module).forward))))
+    except (OSError, TypeError, SyntaxError):
+        return []
+    found: dict[str, None] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            of_self = isinstance(node.func, ast.Attribute) and ast.unparse(node.func).startswith("self.")
+            word = getattr(node.func, "attr", getattr(node.func, "id", None))
+            if word in words and not of_self:
+                found[words[word]] = None
+    return list(found)
+
+
+class _Watch(TorchFunctionMode):
+    """Sees the functional calls that are no sites, and whose they are."""
+
+    def __init__(self, lost: dict[nn.Module, Lost]) -> None:
+        super().__init__()
+        self.lost = lost
+        self.order: list[Call] = []
+        self.stack: list[nn.Module] = []
+        self.expected = False  # the next function is the site's own
+        self.kinds = {
+            f: o for o in registry.operations() if o in Call.by_name for f in self._functions(Call.by_name[o])
+        }
+
+    @staticmethod
+    def _functions(kind: type[Call]) -> list[Callable[..., Any]]:
+        return [*kind.functions, kind.function, *(getattr(Tensor, name) for name in kind.methods)]
+
+    def seen(self, call: Call) -> None:
+        """Called by a site just before its own function."""
+        self.expected = True
+        if call not in self.order:
+            self.order.append(call)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = self.kinds.get(func)
+        if operation is not None:
+            if self.expected:
+                self.expected = False
+            elif self.stack and leaf_class(original_class(self.stack[-1])) is None:
+                unknown = Lost("the call is inside a function that torch.fx does not enter")
+                seen = self.lost.setdefault(self.stack[-1], unknown).seen
+                seen[operation] = seen.get(operation, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], example_inputs: Any) -> list[_Site]:
+    """Runs the model once as PyTorch computes it; the sites in call order, those not called last."""
+    args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((example_inputs,), {})
+    if isinstance(example_inputs, dict):
+        args, kwargs = (), example_inputs
+    watch = _Watch(lost)
+    for site in sites:
+        site.call.watch = watch.seen
+        if site.rewrite is not None:
+            site.rewrite.compile(site.module, watch=True)
+        _install(site)
+    with _stack(model, watch.stack), _evaluating(model), torch.no_grad(), watch:
+        try:
+            model(*args, **kwargs)
+        finally:
+            unswap(model)
+            for site in sites:
+                site.call.watch = None
+    for site in sites:
+        site.watched = True
+        if site.call.example is not None:
+            site.shape = next(a.shape for a in site.call.example if isinstance(a, Spec))
+    order = {call: i for i, call in enumerate(watch.order)}
+    return sorted(sites, key=lambda site: order.get(site.call, len(order)))
+
+
+@contextmanager
+def _stack(model: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
+        handles.append(module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.random.fork_rng(devices=[]):
+        model.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: Counter[str]) -> None:
+    call = site.call
+    call.requested, call.strict = choice.requested, strict
+    reasons = []
+    for candidate in choice.candidates:
+        if candidate is None:
+            return
+        if candidate.name == "default" and site.in_place and not choice.single:
+            call.reason = "in place: PyTorch's needs no second tensor"
+            return
+        reason = _refusal(site, candidate, approximate)
+        if not reason:
+            call.choose(candidate)
+            return
+        reasons.append(f"{candidate.name} {reason}")
+    call.reason = "; ".join(reasons)
+    if choice.single or strict:
+        can = [
+            a
+            for a in dict.fromkeys(a.name for a in registry.algorithms(site.operation))
+            if not _refusal(site, Algorithm(a), approximate)
+        ]
+        name = site.names[0] or "the model itself"
+        raise ValueError(
+            f"ai3_ops.swap: {name} ({site.operation}): {call.reason}; "
+            f"algorithms that support it: {', '.join(can) or 'none'}"
+        )
+    stay[choice.requested] += 1
+
+
+def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
+    problem = site.problem()
+    if problem is None:
+        return ""
+    problem = problem._replace(device=site.device())
+    reason = site.call.refusal(algorithm, problem)
+    if reason or approximate or site.call.example is None:
+        return reason
+    if (
+        any(a.rule for a in registry.algorithms(site.operation) if a.name == algorithm.name)
+        and problem.device != "meta"
+    ):
+        chosen = registry.resolve_sizes(site.operation, algorithm.name, problem.device, problem.dtype, **problem.sizes)
+        if registry.algorithm(site.operation, chosen).accuracy == "approximate":
+            return f"chooses {chosen}, which approximates (allow_approximate=True allows it)"
+    return ""
+
+
+def _check_lost(selectors: Selector, names: dict[str, nn.Module], lost: dict[nn.Module, Lost], observed: bool) -> None:
+    for module, what in lost.items():
+        paths = [name for name, m in names.items() if m is module]
+        for operation in what.seen if observed else what.source:
+            if spoken_of(selectors, operation, module, paths):
+                raise ValueError(
+                    f"ai3_ops.swap: {paths[0] or 'the model itself'} ({type(module).__name__}) calls {operation}, "
+                    f"which cannot be replaced: {what.reason}"
+                )
+
+
+# Applying -------------------------------------------------------------------------------------------------------------
+def _install(site: _Site) -> None:
+    vars(site.module)["_ai3"] = site.rewrite or site.call
+    if not isinstance(site.module, Swapped):
+        set_class(site.module, swapped_class(original_class(site.module)))
+
+
+def _apply(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost]) -> None:
+    for site in sites:
+        vars(site.module)["_ai3"] = site.rewrite or site.call
+        if site.call.algorithm is not None:
+            _install(site)
+    for rewrite, module in {id(s.rewrite): (s.rewrite, s.module) for s in sites if s.rewrite}.values():
+        if isinstance(module, Swapped):
+            rewrite.compile(module)
+        rewrite.forget_graphs()
+    for module in model.modules():
+        inside = any(isinstance(child, Swapped) for child in module.modules())
+        if type(module) is nn.TransformerEncoderLayer and inside:
+            set_class(module, swapped_class(nn.TransformerEncoderLayer))
+    for module, what in lost.items():
+        if what.seen or what.source:
+            vars(module)["_ai3"] = what

@@ -1,0 +1,224 @@
+"""Which calls each selector speaks of, what wins, and what is refused with which words."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ai3_ops
+from ai3_ops import Algorithm, explain, prefer, swap
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.relu = nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(F.relu(self.conv(x)) + x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.second = Block()  # called second
+        self.first = Block()
+        self.stem = nn.Conv2d(3, 4, 5, stride=2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.second(self.first(self.stem(x)))
+        return self.head(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+X = torch.randn(2, 3, 13, 13)
+CONVS = ["second.conv", "first.conv", "stem"]
+
+
+def used(model):
+    return {layer.name: layer.used for layer in explain(model).layers if layer.used != "torch"}
+
+
+@pytest.fixture
+def net():
+    return Net().eval()
+
+
+def test_a_bare_name_speaks_of_conv2d(net):
+    assert used(swap(net, "direct")) == dict.fromkeys(CONVS, "direct")
+    assert used(swap(net, Algorithm("direct"))) == dict.fromkeys(CONVS, "direct")
+    assert used(swap(net, prefer("depthwise", "direct"))) == dict.fromkeys(CONVS, "direct")
+
+
+@pytest.mark.parametrize("word", [None, "torch", {"*": None}])
+def test_leaving_alone(net, word):
+    assert used(swap(net, word)) == {}
+
+
+def test_a_list_counts_layers_in_module_order_and_in_call_order(net):
+    assert used(swap(net, ["direct", None, "torch"])) == {"second.conv": "direct"}
+    assert used(swap(net, ("direct", None, "torch"), X)) == {"stem": "direct"}
+    with pytest.raises(ValueError, match="one algorithm per layer: 3, got 2"):
+        swap(net, ["direct", "direct"])
+
+
+def test_a_list_under_keys(net):
+    assert used(swap(net, {"relu": ["direct", None, "direct", None]})) == {
+        "second:relu_0": "direct",
+        "first:relu_0": "direct",
+    }
+    assert used(swap(net, {"first": ["direct"]})) == {"first.conv": "direct"}
+    with pytest.raises(ValueError, match=r"'first'.*: 1, got 2"):
+        swap(net, {"first": ["direct", "direct"]})
+
+
+def test_functions(net):
+    assert used(swap(net, lambda m: "direct" if m.kernel_size == (5, 5) else None)) == {"stem": "direct"}
+    shapes = {}
+
+    def choose(module, shape):
+        shapes[module.kernel_size] = shape
+        return "torch" if shape[1] == 3 else prefer("direct", "torch")
+
+    assert used(swap(net, choose, X)) == {"first.conv": "direct", "second.conv": "direct"}
+    assert shapes == {(5, 5): (2, 3, 13, 13), (3, 3): (2, 4, 5, 5)}
+    with pytest.raises(ValueError, match="needs example inputs"):
+        swap(net, choose)
+    with pytest.raises(TypeError, match=r"\(module\) or \(module, input_shape\)"):
+        swap(net, lambda: "direct")
+    with pytest.raises(ValueError, match="gives 3"):
+        swap(net, lambda m: 3)
+    with pytest.raises(ValueError, match=r"no conv2d algorithm 'dirct'.*'direct'"):
+        swap(net, lambda m: "dirct")
+
+
+def test_a_function_gets_the_module_that_makes_a_functional_call(net):
+    asked = []
+    swap(net, {"flatten": lambda m: asked.append(m)}, inplace=True)
+    assert asked == [net]
+
+
+def test_precedence(net):
+    keys = {
+        "*": "torch",
+        "conv2d": "direct",
+        "first": "torch",
+        r"re:.*stem": "torch",
+        "stem": "direct",
+        "first.conv": "direct",
+    }
+    for order in (keys, dict(reversed(keys.items()))):
+        assert used(swap(net, order)) == dict.fromkeys(CONVS, "direct")
+        assert used(swap(net, order | {"first.conv": None})) == {"second.conv": "direct", "stem": "direct"}
+    assert used(swap(net, {"conv2d": "direct", "first": "torch", "second": "torch"})) == {"stem": "direct"}
+    assert used(swap(net, {r"re:first\..*": None, r"re:.*\.conv": "direct"})) == {"second.conv": "direct"}
+    assert used(swap(net, {r"re:.*\.conv": "direct", r"re:first\..*": None})) == dict.fromkeys(CONVS[:2], "direct")
+
+
+def test_the_nearest_parent_wins():
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1)), nn.Conv2d(1, 1, 1)))
+    assert used(swap(model, {"0": "direct", "0.0": None})) == {"0.1": "direct"}
+    assert used(swap(model, {"0.0": "direct", "0": None})) == {"0.0.0": "direct"}
+
+
+def test_names_of_functional_calls(net):
+    assert used(swap(net, {"second:relu_0": "direct"})) == {"second:relu_0": "direct"}
+    assert used(swap(net, {"re:second.*relu.*": "direct"})) == {"second:relu_0": "direct", "second.relu": "direct"}
+    assert used(swap(net, {"relu": "direct", "second": None})) == {"first:relu_0": "direct", "first.relu": "direct"}
+    assert used(swap(net, {":flatten_0": "direct"})) == {":flatten_0": "direct"}
+    assert used(swap(net, {"": "direct"})) == {":flatten_0": "direct", ":adaptive_avg_pool2d_0": "direct"}
+
+
+def test_a_module_called_as_an_operation_is_reached_by_a_regex():
+    model = nn.Sequential()
+    model.add_module("relu", nn.Conv2d(1, 1, 1))
+    model.add_module("other", nn.ReLU())
+    assert used(swap(model, {"relu": "direct"})) == {"other": "direct"}
+    assert used(swap(model, {"re:relu": "direct"})) == {"relu": "direct"}
+
+
+def test_a_name_under_a_general_key_speaks_of_the_operations_that_have_it(net):
+    assert "head" not in used(swap(net, {"*": "direct"}))
+    assert used(swap(net, {"*": "direct", "linear": "gemm"}))["head"] == "gemm"
+    assert set(used(swap(net, {"first": "direct"}))) == {"first.conv", "first.relu", "first:relu_0"}
+
+
+@pytest.mark.parametrize(
+    ("selectors", "words"),
+    [
+        ({"frist.conv": "direct"}, "'frist.conv' is no operation and no name in this model.*'first.conv'"),
+        ({"conv2": "direct"}, "did you mean 'conv2d'"),
+        ({"re:nothing": "direct"}, "'re:nothing' matches no module"),
+        ({"re:(": "direct"}, "is not a regular expression"),
+        ({"first:relu_1": "direct"}, "did you mean 'first:relu_0'"),
+        ("dirct", "no conv2d algorithm 'dirct'; did you mean 'direct'"),
+        ({"first": "dirct"}, "no algorithm 'dirct'; did you mean 'direct'"),
+        ({"linear": "direct"}, "no linear algorithm 'direct'"),
+        ({"head": "direct"}, "'head': no call there has direct"),
+        ("auto", "tune"),
+        ({"conv2d": "auto"}, "tune"),
+        (Algorithm("direct", tile=3), "no parameter 'tile'"),
+        (Algorithm("direct", backward_input="dirct"), "no conv2d algorithm 'dirct'"),
+    ],
+)
+def test_mistakes(net, selectors, words):
+    with pytest.raises(ValueError, match=words):
+        swap(net, selectors)
+
+
+@pytest.mark.parametrize("selectors", [3, {3: "direct"}, {"first": {"conv": "direct"}}, nn.Conv2d(1, 1, 1)])
+def test_wrong_types(net, selectors):
+    with pytest.raises(TypeError):
+        swap(net, selectors)
+
+
+def test_operations_and_star_may_match_nothing():
+    model = nn.Sequential(nn.Identity())
+    assert used(swap(model, {"conv2d": "direct", "*": "direct"})) == {}
+    assert used(swap(model, {"0": None})) == {}
+
+
+def test_a_failed_swap_changes_nothing(net):
+    swap(net, {"stem": "direct"}, inplace=True)
+    classes, state = [type(m) for m in net.modules()], used(net)
+    for selectors in ("dirct", {"first": lambda m: "dirct"}, {"nowhere": None}):
+        with pytest.raises(ValueError, match=r"selector|no conv2d"):
+            swap(net, selectors, X, inplace=True)
+        assert [type(m) for m in net.modules()] == classes
+        assert used(net) == state
+    with pytest.raises(RuntimeError):
+        swap(net, "direct", torch.randn(2, 5, 9, 9), inplace=True)
+    assert used(net) == state
+
+
+def test_a_second_swap_keeps_what_it_does_not_speak_of(net):
+    once = swap(net, {"stem": "direct", "second:relu_0": "direct"})
+    assert used(swap(once, {"first.conv": "direct", "second:relu_0": None})) == {
+        "stem": "direct",
+        "first.conv": "direct",
+    }
+
+
+def test_a_bare_layer_as_the_model():
+    layer = nn.Conv2d(3, 2, 3)
+    assert used(swap(layer, "direct")) == {"": "direct"}
+    assert used(swap(layer, {"": "direct"})) == {"": "direct"}
+    assert used(swap(layer, ["direct"], X)) == {"": "direct"}
+
+
+def test_algorithm_is_a_value():
+    assert Algorithm("a", x=1) == Algorithm("a", x=1) != Algorithm("a")
+    assert hash(Algorithm("a", x=1)) == hash(Algorithm("a", x=1))
+    assert repr(Algorithm("a", backward_input="b", x=1)) == "Algorithm('a', backward_input='b', x=1)"
+    assert copy.copy(Algorithm("a")) == Algorithm("a")
+    with pytest.raises(ValueError, match="at least one"):
+        prefer()
+    with pytest.raises(TypeError):
+        prefer(3)
+
+
+def test_public_names():
+    assert {"Algorithm", "explain", "prefer", "swap", "unswap"} <= set(ai3_ops.__all__)

@@ -1,0 +1,487 @@
+"""What a swapped module does when it is called, and what is left of it when it is not."""
+
+import copy
+import io
+import pickle
+import random
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ai3_ops
+from ai3_ops import explain, swap, unswap
+
+EVERY = {
+    "conv2d": "direct", "linear": "gemm", "max_pool2d": "direct", "avg_pool2d": "direct",
+    "adaptive_avg_pool2d": "direct", "relu": "direct", "flatten": "direct",
+}  # fmt: skip
+
+
+def layers(model):
+    return {layer.name: layer for layer in explain(model).layers}
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def refusing():
+    """A conv2d algorithm that refuses what is not 5x5, as any algorithm may."""
+    return "winograd" if any(a.name == "winograd" for a in ai3_ops.algorithms("conv2d")) else "depthwise"
+
+
+LEAVES = [
+    (nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2, groups=2), (2, 4, 9, 8)),
+    (nn.Conv2d(4, 6, (2, 4), padding="same", dilation=(1, 3)), (2, 4, 9, 13)),
+    (nn.Conv2d(4, 6, (4, 3), padding="same", bias=False), (2, 4, 9, 8)),
+    (nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 9, 8)),
+    *((nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode=m), (2, 4, 9, 8)) for m in ("reflect", "replicate", "circular")),
+    (nn.Conv2d(4, 6, 4, padding="same", padding_mode="circular"), (2, 4, 9, 8)),
+    (nn.Conv2d(4, 6, 3), (4, 9, 8)),
+    (nn.Linear(5, 3), (2, 7, 5)),
+    (nn.Linear(5, 3, bias=False), (5,)),
+    (nn.MaxPool2d(3, 2, 1, 2, ceil_mode=True), (2, 4, 11, 12)),
+    (nn.MaxPool2d(2), (4, 8, 8)),
+    (nn.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), (2, 4, 10, 11)),
+    (nn.AvgPool2d((2, 3), divisor_override=5), (2, 4, 8, 9)),
+    (nn.AdaptiveAvgPool2d((None, 3)), (2, 4, 8, 10)),
+    (nn.AdaptiveAvgPool2d(2), (4, 8, 10)),
+    (nn.ReLU(), (3, 4)),
+    (nn.ReLU(inplace=True), (3, 4)),
+    (nn.Flatten(), (2, 3, 4)),
+    (nn.Flatten(0, 1), (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("module", "shape"), LEAVES, ids=lambda v: str(v))
+def test_leaf_modules(module, shape):
+    x = torch.randn(shape)
+    swapped = swap(module, EVERY)
+    (layer,) = explain(swapped).layers
+    assert layer.used != "torch", layer
+    assert type(swapped) is getattr(ai3_ops.nn, type(module).__name__)
+    assert type(module).__module__ != "ai3_ops.nn"
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected, actual = module(a * 1), swapped(b * 1)
+    close(actual, expected)
+    for y in (expected, actual):
+        y.square().sum().backward()
+    close(b.grad, a.grad)
+    close(swapped.weight.grad, module.weight.grad) if hasattr(module, "weight") else None
+    (layer,) = explain(swapped).layers
+    assert (
+        (layer.calls, layer.torch_calls, layer.shapes[0]) == (1, 0, tuple(x.shape))
+        or "same" in str(module)
+        or "mode" in str(module)
+    )
+    assert "algorithm=" in repr(swapped)
+    assert repr(unswap(swapped)) == repr(module)
+
+
+def test_in_place_keeps_its_effect():
+    x = torch.randn(5)
+    expected = x.relu()
+    y = swap(nn.ReLU(inplace=True), EVERY)(x)
+    assert torch.equal(x, expected)
+    assert y is x
+
+
+def test_default_leaves_in_place_relu_to_pytorch():
+    if not any(a.name == "default" for a in ai3_ops.algorithms("relu")):
+        pytest.skip("relu has no default yet")
+    model = swap(nn.Sequential(nn.ReLU(inplace=True), nn.ReLU()), "default")
+    assert next((row.used, row.reason) for row in explain(model).layers) == (
+        "torch",
+        "in place: PyTorch's needs no second tensor",
+    )
+    assert explain(model).layers[1].used != "torch"
+
+
+class Functional(nn.Module):
+    """Every functional form."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
+        self.register_buffer("bias", torch.randn(4))
+        self.fc = nn.Parameter(torch.randn(5, 16))
+        self.unused = nn.Parameter(torch.randn(2))
+        self.tag = "tag"
+
+    def forward(self, x, *, scale=1.0):
+        x = F.conv2d(x, self.weight * 2, self.bias, padding="same") * scale
+        x = F.max_pool2d(x, 2).relu() + torch.relu(x)[:, :, ::2, ::2]
+        x = F.relu(F.avg_pool2d(x, 3, 1, padding=1), inplace=True)
+        y = torch.conv2d(x, self.weight[:, :1].expand(4, 4, 3, 3), stride=(1, 1))
+        y = torch.max_pool2d(y, (1, 1)).relu_()
+        x = F.adaptive_avg_pool2d(x, (2, 2)).flatten(1)
+        x = torch.flatten(x, start_dim=1)
+        return F.linear(input=x, weight=self.fc), y.sum()
+
+
+def test_functional_calls():
+    model, x = Functional(), torch.randn(2, 3, 8, 8)
+    for swapped in (swap(model, EVERY), swap(model, EVERY, x)):
+        for expected, actual in zip(model(x), swapped(x), strict=True):
+            close(actual, expected)
+        report = layers(swapped)
+        assert set(report) == {
+            ":conv2d_0", ":conv2d_1", ":max_pool2d_0", ":max_pool2d_1", ":relu_0", ":relu_1", ":relu_2", ":relu_3",
+            ":avg_pool2d_0", ":adaptive_avg_pool2d_0", ":flatten_0", ":flatten_1", ":linear_0",
+        }  # fmt: skip
+        assert all((row.used, row.calls, row.reason) == (EVERY[row.operation], 1, "") for row in report.values())
+        assert isinstance(swapped, Functional)
+        assert swapped.tag == "tag"
+        assert list(swapped.state_dict()) == list(model.state_dict())
+        a, b = model(x)[0].sum(), swapped(x)[0].sum()
+        for p, q in zip(
+            torch.autograd.grad(a, [model.weight, model.fc]),
+            torch.autograd.grad(b, [swapped.weight, swapped.fc]),
+            strict=True,
+        ):
+            close(q, p)
+
+
+def test_other_values_than_the_defaults_run_the_original():
+    model, x = Functional(), torch.randn(2, 3, 8, 8)
+    swapped = swap(model, EVERY)
+    close(swapped(x, scale=2.0)[0], model(x, scale=2.0)[0])
+    row = layers(swapped)[":conv2d_0"]
+    assert row.calls == 0
+    assert row.reason == "1 calls with other values than the defaults ran the original forward"
+    close(swapped(x, scale=1.0)[0], model(x)[0])
+    assert layers(swapped)[":conv2d_0"].calls == 1
+    with pytest.raises(TypeError):
+        swapped(x, x)
+    with pytest.raises(TypeError):
+        swapped(y=x)
+
+
+class Modes(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if self.training else F.relu(x - 1) + F.relu(x)
+
+
+def test_training_and_evaluation_have_their_own_traces():
+    model, x = Modes(), torch.randn(9)
+    swapped = swap(model, EVERY)
+    for mode in (True, False):
+        assert torch.equal(swapped.train(mode)(x), model.train(mode)(x))
+
+
+class Attribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slope, self.extra = 2.0, None
+
+    def forward(self, x):
+        x = F.relu(x) * self.slope
+        return x if self.extra is None else self.extra(x)
+
+
+@pytest.mark.parametrize(("name", "value"), [("slope", 3.0), ("extra", nn.Tanh())])
+def test_an_attribute_changed_after_the_swap(name, value):
+    model, x = Attribute(), torch.randn(9)
+    swapped = swap(model, EVERY)
+    for m in (model, swapped):
+        setattr(m, name, value)
+    assert torch.equal(swapped(x), model(x))
+    (row,) = explain(swapped).layers
+    assert f"attribute {name!r} was changed" in row.reason
+    (row,) = explain(swap(swapped, EVERY)).layers
+    assert row.reason == ""
+    assert torch.equal(swap(swapped, EVERY)(x), model(x))
+
+
+# What a trace would get wrong -----------------------------------------------------------------------------------------
+class Branch(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if x.sum() > 0 else x
+
+
+class Type(nn.Module):
+    def forward(self, x):
+        x = x[0] if isinstance(x, tuple) else x
+        return F.relu(x)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.count, self.seen = 0, []
+
+    def forward(self, x):
+        self.count += 1
+        self.seen.append(self.count)
+        return F.relu(x) * self.count
+
+
+class Draws(nn.Module):
+    def forward(self, x):
+        return F.relu(x) * random.random()
+
+
+class Makes(nn.Module):
+    def forward(self, x):
+        return F.relu(x) + torch.arange(9)
+
+
+class NoGrad(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            x = F.relu(x)
+        return x
+
+
+class Checkpoints(nn.Module):
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(torch.tanh, F.relu(x), use_reentrant=False)
+
+
+class Ordered(nn.Module):
+    class Kind(dict):
+        pass
+
+    def forward(self, x):
+        return self.Kind(out=F.relu(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Branch(), "control flow"),
+        (Type(), "type of a value"),
+        (Counts(), "changes the attribute"),
+        (Draws(), "random numbers"),
+        (Makes(), "makes a tensor"),
+        (NoGrad(), "gradient or autocast mode"),
+        (Checkpoints(), "type of a value"),
+        (Ordered(), "makes a Kind"),
+    ],
+)
+def test_what_cannot_be_traced_is_reported(model, reason):
+    x = torch.randn(9)
+    state, dice = copy.deepcopy(vars(model)), random.getstate()
+    swapped = swap(model, "direct" and EVERY, inplace=True)
+    assert random.getstate() == dice
+    assert {k: v for k, v in vars(model).items() if k in state} == state
+    assert swapped is model
+    assert type(swapped).__module__ == __name__
+    (module,) = explain(swapped).unreached
+    assert reason in module.reason
+    assert (module.type, module.source) == (type(model).__name__, ["relu"])
+    (module,) = explain(swap(swapped, EVERY, x)).unreached
+    assert module.seen == {"relu": 1} or type(model) is Branch
+    for inputs in (None, x.abs()):
+        with pytest.raises(ValueError, match=f"calls relu, which cannot be replaced: .*{reason}"):
+            swap(model, EVERY, inputs, strict=True)
+        swap(model, EVERY | {"relu": None}, inputs, strict=True)
+        swap(model, {"conv2d": "direct"}, inputs, strict=True)
+    assert "not reached" in str(explain(swapped))
+    with pytest.raises(ValueError, match="calls that '' makes cannot be replaced"):
+        swap(model, {":relu_0": "direct"})
+
+
+def test_none_for_an_argument_without_a_default():
+    class Optional(nn.Module):
+        def forward(self, x, y):
+            return F.relu(x) if y is None else F.relu(x) + y
+
+    model, x = Optional(), torch.randn(9)
+    swapped = swap(model, EVERY)
+    assert torch.equal(swapped(x, None), model(x, None))
+    assert torch.equal(swapped(x, y=x), model(x, x))
+
+
+def test_outputs_keep_their_types():
+    class Out(nn.Module):
+        def forward(self, x):
+            return OrderedDict(a=F.relu(x), b=[x, (x,)])
+
+    model, x = Out(), torch.randn(3)
+    actual = swap(model, EVERY)(x)
+    assert type(actual) is OrderedDict
+    assert list(actual) == ["a", "b"]
+    assert type(actual["b"][1]) is tuple
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+def test_many_layer_selectors_leave_what_the_algorithm_cannot_do(refusing):
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 1))
+    with pytest.warns(UserWarning, match=f"2 of 3 layers stay PyTorch's: .*{refusing}: 2") as caught:
+        swapped = swap(model, refusing)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    rows = explain(swapped).layers
+    assert [row.used for row in rows] == [refusing, "torch", "torch"]
+    assert [row.requested for row in rows] == [refusing] * 3
+    assert all(refusing in row.reason for row in rows[1:])
+    assert type(swapped[1]) is nn.Conv2d
+    with pytest.raises(ValueError, match=f"1 .conv2d.: {refusing} .*algorithms that support it: .*direct"):
+        swap(model, refusing, strict=True)
+
+
+def test_one_layer_selectors_raise(refusing):
+    model = nn.Sequential(nn.Conv2d(8, 4, 1))
+    for selectors in ({"0": refusing}, [refusing], lambda m: refusing):
+        with pytest.raises(ValueError, match=f"0 .conv2d.: {refusing} "):
+            swap(model, selectors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert explain(swap(model, ai3_ops.prefer(refusing, "direct"))).layers[0].used == "direct"
+        assert explain(swap(model, ai3_ops.prefer(refusing, None))).layers[0].used == "torch"
+
+
+def test_calls_that_the_algorithm_cannot_do_are_pytorchs_and_counted():
+    model = nn.Conv2d(2, 3, 3)
+    swapped, strict = swap(model, "direct"), swap(model, "direct", strict=True)
+    x = torch.randn(1, 2, 5, 5, dtype=torch.complex64)
+    model.to(torch.complex64), swapped.to(torch.complex64), strict.to(torch.complex64)
+    for _ in range(2):
+        close(swapped(x), model(x))
+    (row,) = explain(swapped).layers
+    assert (row.calls, row.torch_calls) == (2, 2)
+    assert "complex64" in row.reason
+    with pytest.raises(RuntimeError):
+        strict(x)
+    swapped.to(torch.float32)(x.real)
+    (row,) = explain(swapped).layers
+    assert (row.calls, row.torch_calls) == (3, 2)
+
+
+def test_wrong_inputs_raise():
+    swapped = swap(nn.Conv2d(2, 3, 3), "direct")
+    for shape in [(1, 3, 5, 5), (1, 2, 2, 2), (5,)]:
+        with pytest.raises(RuntimeError, match="conv2d_direct"):
+            swapped(torch.randn(shape))
+    assert explain(swapped).layers[0].torch_calls == 0
+
+
+def test_return_indices_stays_pytorchs():
+    model = swap(nn.Sequential(nn.MaxPool2d(2, return_indices=True)), EVERY)
+    assert explain(model).layers == []
+    pool = swap(nn.MaxPool2d(2), EVERY)
+    pool.return_indices = True
+    _, indices = pool(torch.randn(1, 1, 4, 4))
+    assert indices.dtype == torch.int64
+
+
+# Modules ------------------------------------------------------------------------------------------------------------
+class Loud(nn.Conv2d):
+    """Inherits the forward."""
+
+    volume = 11
+
+
+class Standardized(nn.Conv2d):
+    def forward(self, x):
+        w = self.weight
+        return F.conv2d(x, w - w.mean(), self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class Louder(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+@pytest.mark.parametrize("cls", [Loud, Standardized, Louder])
+def test_subclasses(cls):
+    model, x = cls(2, 3, 3), torch.randn(1, 2, 5, 5)
+    swapped = swap(model, "direct")
+    (row,) = explain(swapped).layers
+    assert row.used == "direct"
+    assert isinstance(swapped, cls)
+    close(swapped(x), model(x))
+    for other in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+        assert torch.equal(other(x), swapped(x))
+        assert explain(other).layers[0].calls == 3 - (other is not swapped)
+    assert type(unswap(swapped)) is cls
+
+
+def test_a_forward_on_the_instance_is_reported():
+    model = nn.Conv2d(1, 1, 1)
+    model.forward = lambda x: x
+    swapped = swap(model, "direct", inplace=True)
+    assert type(swapped) is nn.Conv2d
+    assert explain(swapped).layers == [] or explain(swapped).layers[0].used == "torch"
+
+
+def test_inplace_and_copies():
+    model = nn.Sequential(nn.Conv2d(1, 1, 1))
+    assert swap(model, "direct") is not model
+    assert type(model[0]) is nn.Conv2d
+    assert swap(model, "direct", inplace=True) is model
+    assert type(model[0]) is ai3_ops.nn.Conv2d
+    assert unswap(model) is model
+    assert type(model[0]) is nn.Conv2d
+    assert "_ai3" not in vars(model[0])
+    with pytest.raises(TypeError, match=r"needs an nn.Module, got Tensor"):
+        swap(torch.zeros(1), "direct")
+
+
+def test_the_run_with_example_inputs_leaves_no_trace():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm, self.drop = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout()
+
+        def forward(self, x, again=None):
+            return self.drop(self.norm(self.conv(x)))
+
+    model = Net().train()
+    model.norm.eval()
+    before = copy.deepcopy(model.state_dict())
+    dice = torch.get_rng_state()
+    for inputs in (torch.randn(1, 1, 5, 5), (torch.randn(1, 1, 5, 5), None), {"x": torch.randn(1, 1, 5, 5)}):
+        torch.set_rng_state(dice)
+        swap(model, "direct", inputs, inplace=True)
+        assert torch.equal(torch.get_rng_state(), dice)
+        (row,) = explain(model).layers[:1]
+        assert row.calls == 0
+        assert row.shapes[0] == (1, 1, 5, 5)
+    assert model.training
+    assert not model.norm.training
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_report():
+    model = swap(nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Flatten()), {"conv2d": "direct"})
+    model(torch.randn(1, 1, 3, 3))
+    report = explain(model)
+    assert report.to_dict()["layers"][0] == {
+        "name": "0", "operation": "conv2d", "requested": "direct", "used": "direct", "reason": "",
+        "shapes": [(1, 1, 3, 3), (2, 1, 1, 1), (2,)], "calls": 1, "torch_calls": 0,
+    }  # fmt: skip
+    assert "1x1x3x3" in str(report)
+    assert [row.used for row in explain(nn.Sequential(nn.ReLU())).layers] == ["torch"]
+
+
+def test_transformer_layers_call_their_swapped_modules():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
+    swapped, x = swap(model, {"linear": "gemm"}), torch.randn(2, 5, 8)
+    with torch.no_grad():
+        close(swapped(x), model(x))
+        close(swapped(x, src_key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), model(x))
+    assert {row.calls for row in explain(swapped).layers if row.used == "gemm"} == {2}
+    assert unswap(swapped).layers[0].activation_relu_or_gelu == 1
+    buffer = io.BytesIO()
+    torch.save(swap(model, {"linear": "gemm"}), buffer)
+    buffer.seek(0)
+    with torch.no_grad():
+        close(torch.load(buffer, weights_only=False)(x), model(x))
+
+
+def test_an_algorithm_that_a_process_does_not_have():
+    model = swap(nn.Conv2d(1, 1, 1), "direct")
+    model._ai3.algorithm = ai3_ops.Algorithm("elsewhere")
+    other = pickle.loads(pickle.dumps(model))
+    x = torch.randn(1, 1, 3, 3)
+    with pytest.warns(UserWarning, match="'elsewhere'.*PyTorch computes this layer"):
+        close(other(x), model(x))
+    assert explain(other).layers[0].torch_calls == 1
