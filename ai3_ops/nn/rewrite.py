@@ -33,8 +33,8 @@ class Untraceable(Exception):
 
 
 class _Proxy(fx.Proxy):
-    @property
-    def __class__(self) -> type:  # type: ignore[misc]  # isinstance(x, Tensor) would be baked into the graph with the wrong answer
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # isinstance(x, Tensor) would be baked into the graph with the wrong answer
         frame: FrameType | None = sys._getframe(1)
         while frame and frame.f_globals.get("__name__") in ("torch.nn.parameter", "torch.utils._pytree"):
             frame = frame.f_back
