@@ -54,17 +54,12 @@ struct Call {
   }
 };
 
-template <class T>
-AI3_INLINE Vec<Acc<T>> load_some(const T* p, int64_t n) {
-  return n == Vec<Acc<T>>::width ? load(p) : load_partial(p, n);
-}
-
 // NHWC: `pixels` neighbouring outputs, one vector of `lanes` channels.
-template <class T, int pixels>
-AI3_INLINE void tile(const Call<T>& call, const T* image, int64_t n, int64_t m, int64_t c, int64_t lanes, int64_t row,
-                     int64_t column) {
+template <class T, int pixels, bool whole>
+void tile(const Call<T>& call, const T* image, int64_t n, int64_t m, int64_t c, int64_t lanes, int64_t row, int64_t column) {
   using A = Acc<T>;
   const Conv2dProblem& p = call.p;
+  auto lanes_at = [&](const auto* from) { return whole ? load(from) : load_partial(from, lanes); };
   const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
   const Range rows = inside(top, p.dilation_h, p.in_height, p.kernel_height);
   Vec<A> sum[pixels];
@@ -76,16 +71,16 @@ AI3_INLINE void tile(const Call<T>& call, const T* image, int64_t n, int64_t m, 
     for (int64_t s = 0; s < p.kernel_width; s++) {
       const int64_t at = left + s * p.dilation_w;
       const Range columns = inside(at, p.stride_w, p.in_width, pixels);
-      const Vec<A> weights = load_some(w + (r * p.kernel_width + s) * p.in_channels, lanes);
+      const Vec<A> weights = lanes_at(w + (r * p.kernel_width + s) * p.in_channels);
       const T* from = image + (top + r * p.dilation_h) * p.x_stride.h + at * p.x_stride.w + c;
       if (columns.size() == pixels) {
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++) sum[j] = fma(load_some(from + j * p.stride_w * p.x_stride.w, lanes), weights, sum[j]);
+        for (int j = 0; j < pixels; j++) sum[j] = fma(lanes_at(from + j * p.stride_w * p.x_stride.w), weights, sum[j]);
       } else {
 #pragma GCC unroll 8
         for (int j = 0; j < pixels; j++)
           if (j >= columns.begin && j < columns.end)
-            sum[j] = fma(load_some(from + j * p.stride_w * p.x_stride.w, lanes), weights, sum[j]);
+            sum[j] = fma(lanes_at(from + j * p.stride_w * p.x_stride.w), weights, sum[j]);
       }
     }
 #pragma GCC unroll 8
@@ -151,10 +146,13 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
         for (int64_t f = 0; f < call.multiplier; f++)
           for (int64_t c = 0; c < p.in_channels; c += width) {
             const int64_t lanes = smaller(width, p.in_channels - c);
-            int64_t column = 0;
-            for (; column + kPixels <= p.out_width; column += kPixels)
-              tile<T, kPixels>(call, image, plane, f, c, lanes, row, column);
-            for (; column < p.out_width; column++) tile<T, 1>(call, image, plane, f, c, lanes, row, column);
+            auto tiles = [&]<bool whole>() {
+              int64_t column = 0;
+              for (; column + kPixels <= p.out_width; column += kPixels)
+                tile<T, kPixels, whole>(call, image, plane, f, c, lanes, row, column);
+              for (; column < p.out_width; column++) tile<T, 1, whole>(call, image, plane, f, c, lanes, row, column);
+            };
+            lanes == width ? tiles.template operator()<true>() : tiles.template operator()<false>();
           }
       } else {
         const int64_t n = plane / p.out_channels, k = plane % p.out_channels, c = k / call.multiplier, f = k % call.multiplier;

@@ -5,6 +5,7 @@
 // read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
+#include "../core/lanes.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -18,9 +19,6 @@ template <class A, class B>
 constexpr bool same = false;
 template <class A>
 constexpr bool same<A, A> = true;
-
-AI3_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-AI3_INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 struct Blocking {
   int64_t channels, out_channels, block, blocks;  // of one group; `block` output channels are stored side by side
@@ -46,14 +44,25 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
     const T* w = static_cast<const T*>(weight);
     Acc<T>* out = static_cast<Acc<T>*>(packed);
     __builtin_memset(out + p.groups * b.blocks * panel, 0, 2 * AI3_VECTOR_BYTES);
+    // A block is the matrix of its output channels by (channel, kernel position), transposed.
+    constexpr int width = Vec<Acc<T>>::width;
+    const int64_t columns = b.channels * window;
     parallel_for(p.threads, p.groups * b.blocks, [&](int64_t i, int) {
-      const int64_t k0 = i / b.blocks * b.out_channels + i % b.blocks * b.block;
-      const int64_t count = least(b.block, b.out_channels - i % b.blocks * b.block);
-      for (int64_t c = 0; c < b.channels; c++)
-        for (int64_t rs = 0; rs < window; rs++) {
-          Acc<T>* row = out + i * panel + (rs * b.channels + c) * b.block;
-          for (int64_t k = 0; k < b.block; k++)
-            row[k] = k < count ? widen(w[((k0 + k) * b.channels + c) * window + rs]) : Acc<T>(0);
+      const int64_t first = i % b.blocks * b.block, count = smaller(b.block, b.out_channels - first);
+      const T* from = w + (i / b.blocks * b.out_channels + first) * columns;
+      for (int64_t k0 = 0; k0 < b.block; k0 += width)
+        for (int64_t e = 0; e < columns; e += width) {
+          const int64_t rest = columns - e;
+          Vec<Acc<T>> rows[width];
+          for (int k = 0; k < width; k++) {
+            const T* row = from + (k0 + k) * columns + e;
+            rows[k] = k0 + k >= count ? Vec<Acc<T>>(Acc<T>(0)) : rest < width ? load_partial(row, rest) : load(row);
+          }
+          transpose(rows);
+          for (int64_t j = 0; j < smaller(width, rest); j++) {
+            Acc<T>* to = out + i * panel + ((e + j) % window * b.channels + (e + j) / window) * b.block + k0;
+            b.block < width ? store_partial(to, rows[j], b.block) : store(to, rows[j]);
+          }
         }
     });
   });
@@ -134,7 +143,7 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
       for (int64_t c0 = 0; c0 < span.channels; c0 += chunk) {
         const T* from = x + r * span.x_row + s * span.x_column + c0 * span.x_channel;
         Span part = span;
-        part.rows = part.columns = 1, part.channels = least(chunk, span.channels - c0);
+        part.rows = part.columns = 1, part.channels = smaller(chunk, span.channels - c0);
         if (by_pixel) {
           for (int64_t j = 0; j < pixels; j++) widen_row(from + j * span.x_pixel, stage + j * kStageSpan, part.channels);
           part.x_pixel = kStageSpan;
@@ -160,24 +169,21 @@ AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_
                        const T* residual, T* y) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width;
-  auto row = [&](const A* from, int64_t offset, int64_t n) {
-    for (int64_t i = 0; i < n; i += width) {
-      const int64_t rest = n - i, at = offset + i;
-      Vec<A> v = load(from + i);
-      if (residual) v += rest < width ? load_partial(residual + at, rest) : load(residual + at);
-      v = activate(p.activation, v);
-      rest < width ? store_partial(y + at, v, rest) : store(y + at, v);
-    }
+  auto put = [&](Vec<A> v, int64_t at, int64_t n) {
+    if (residual) v += n < width ? load_partial(residual + at, n) : load(residual + at);
+    v = activate(p.activation, v);
+    n < width ? store_partial(y + at, v, n) : store(y + at, v);
   };
-  if (p.y_stride.c == 1) {
-    for (int64_t j = 0; j < pixels; j++) row(tile + j * tile_pixel, j * p.y_stride.w, count);
-  } else {
-    A turned[kPixels + width];
-    for (int64_t k = 0; k < count; k++) {
-      for (int64_t j = 0; j < pixels; j++) turned[j] = tile[j * tile_pixel + k];
-      row(turned, k * p.y_stride.c, pixels);
+  const bool by_pixel = p.y_stride.c == 1;
+  for (int64_t k0 = 0; k0 < count; k0 += width)
+    for (int64_t j0 = 0; j0 < pixels; j0 += width) {
+      const int64_t channels = smaller(width, count - k0), columns = smaller(width, pixels - j0);
+      Vec<A> rows[width];
+      for (int j = 0; j < width; j++) rows[j] = j < columns ? load(tile + (j0 + j) * tile_pixel + k0) : Vec<A>(A(0));
+      if (!by_pixel) transpose(rows);
+      for (int64_t i = 0; i < (by_pixel ? columns : channels); i++)
+        put(rows[i], by_pixel ? (j0 + i) * p.y_stride.w + k0 : (k0 + i) * p.y_stride.c + j0, by_pixel ? channels : columns);
     }
-  }
 }
 
 // A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of four tiles, over the whole batch where images follow
@@ -186,7 +192,7 @@ Conv2dProblem regrouped(Conv2dProblem p) {
   if (p.kernel_height != 1 || p.kernel_width != 1 || p.stride_h != 1 || p.stride_w != 1 || p.pad_h || p.pad_w) return p;
   int64_t pixels = p.out_height * p.out_width;
   if (p.x_stride.n == pixels * p.x_stride.w && p.y_stride.n == pixels * p.y_stride.w) pixels *= p.batch, p.batch = 1;
-  p.out_width = p.in_width = least(pixels, 4 * kPixels);
+  p.out_width = p.in_width = smaller(pixels, 4 * kPixels);
   p.out_height = p.in_height = ceil_div(pixels, p.out_width);
   p.x_stride.h = p.out_width * p.x_stride.w, p.y_stride.h = p.out_width * p.y_stride.w;
   return p;
@@ -224,45 +230,40 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     int64_t sums_pixel = 2 * width;
     if constexpr (same<T, A>)
       if (direct) sums = out, sums_pixel = p.y_stride.w;
-    // The part of the kernel that lies inside the image: rows [r0, r1) for all pixels; columns differ from pixel to pixel.
+    // The part of the kernel that lies inside the image: rows `valid` for all pixels; columns differ from pixel to pixel.
     const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
-    const int64_t r0 = top < 0 ? ceil_div(-top, p.dilation_h) : 0,
-                  r1 = most(r0, least(p.kernel_height, ceil_div(most(p.in_height - top, 0), p.dilation_h)));
+    const Range valid = inside(top, p.dilation_h, p.in_height, p.kernel_height);
     bool started = false;
     auto fill = [&] {
       for (int64_t j = 0; j < pixels; j++)
         for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(start + q));
       started = true;
     };
-    for (int64_t s = 0; s < p.kernel_width && r0 < r1;) {
-      // Pixels [j0, j1) see kernel column s inside the image; so do they the following columns, up to `end`.
-      auto inside = [&](int64_t column_s, int64_t& j0, int64_t& j1) {
-        const int64_t at = left + column_s * p.dilation_w;
-        j0 = at < 0 ? ceil_div(-at, p.stride_w) : 0;
-        j1 = least(pixels, ceil_div(most(p.in_width - at, 0), p.stride_w));
-      };
-      int64_t j0, j1, end = s + 1;
-      inside(s, j0, j1);
-      for (int64_t other0, other1; end < p.kernel_width; end++) {
-        inside(end, other0, other1);
-        if (other0 != j0 || other1 != j1) break;
-      }
-      if (j0 < j1) {
-        const bool full = j1 - j0 == pixels;
+    for (int64_t s = 0; s < p.kernel_width && valid.size() > 0;) {
+      // The pixels that see kernel column s inside the image see the following columns there too, up to `end`.
+      auto seeing = [&](int64_t column_s) { return inside(left + column_s * p.dilation_w, p.stride_w, p.in_width, pixels); };
+      const Range seen = seeing(s);
+      int64_t end = s + 1;
+      for (Range next; end < p.kernel_width; end++)
+        if (next = seeing(end); next.begin != seen.begin || next.end != seen.end) break;
+      if (seen.size() > 0) {
+        const bool full = seen.size() == pixels;
         if (!started && !full) fill();
         Span span = whole;
-        span.rows = r1 - r0, span.columns = end - s;
+        span.rows = valid.size(), span.columns = end - s;
         // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long
         // loops.
         if (span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
-        const T* from =
-            xi + (top + r0 * p.dilation_h) * p.x_stride.h + (left + s * p.dilation_w + j0 * p.stride_w) * p.x_stride.w;
-        const A* panel_part = weights + r0 * span.w_row + s * span.w_column;
+        const T* from = xi + (top + valid.begin * p.dilation_h) * p.x_stride.h +
+                        (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
+        const A* panel_part = weights + valid.begin * span.w_row + s * span.w_column;
         const A* first = started ? nullptr : start;
         if constexpr (same<T, A>) {
-          if (!staged) accumulate<kPixels>(j1 - j0, two, from, panel_part, sums + j0 * sums_pixel, sums_pixel, first, span);
+          if (!staged)
+            accumulate<kPixels>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
         }
-        if (staged) accumulate_staged<T>(j1 - j0, two, from, panel_part, sums + j0 * sums_pixel, sums_pixel, first, span);
+        if (staged)
+          accumulate_staged<T>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
         started = true;
       }
       s = end;
@@ -272,29 +273,29 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   };
 
   // A task's input rows stay in the second-level cache while the blocks of output channels pass over them.
-  const int64_t row_bytes = most(1, p.stride_h * p.in_width * b.channels * static_cast<int64_t>(sizeof(T)));
-  const int64_t rows =
-      most(1, least(ceil_div(p.out_height, p.batch * p.groups < p.threads ? p.threads : 1), (int64_t{256} << 10) / row_bytes));
+  const int64_t row_bytes = larger(1, p.stride_h * p.in_width * b.channels * static_cast<int64_t>(sizeof(T)));
+  const int64_t rows = larger(
+      1, smaller(ceil_div(p.out_height, p.batch * p.groups < p.threads ? p.threads : 1), (int64_t{256} << 10) / row_bytes));
   const int64_t chunks = ceil_div(p.out_height, rows), tasks = p.batch * p.groups * chunks;
-  const int64_t splits = p.threads == 1 ? 1 : least(b.blocks, ceil_div(4 * p.threads, tasks)),
+  const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
                 blocks = ceil_div(b.blocks, splits);
   const double work = static_cast<double>(all_pixels * p.batch) * static_cast<double>(p.out_channels) *
                       static_cast<double>(whole.rows * whole.columns * b.channels);
   parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
     const int64_t first_block = i % splits * blocks, row0 = i / splits % chunks * rows, image = i / splits / chunks;
     const int64_t n = image / p.groups, g = image % p.groups;
-    for (int64_t kb = first_block; kb < least(b.blocks, first_block + blocks); kb++) {
-      const int64_t k0 = g * b.out_channels + kb * b.block, in_block = least(b.block, b.out_channels - kb * b.block);
+    for (int64_t kb = first_block; kb < smaller(b.blocks, first_block + blocks); kb++) {
+      const int64_t k0 = g * b.out_channels + kb * b.block, in_block = smaller(b.block, b.out_channels - kb * b.block);
       alignas(64) A start[kBlockAtMost + 2 * width] = {};
       for (int64_t k = 0; bias && k < in_block; k++) start[k] = widen(bias[k0 + k]);
-      for (int64_t row = row0; row < least(p.out_height, row0 + rows); row++) {
-        const int64_t columns = least(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, kPixels);
+      for (int64_t row = row0; row < smaller(p.out_height, row0 + rows); row++) {
+        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, kPixels);
         for (int64_t k = 0; k < in_block; k += 2 * width)
           for (int64_t t = 0; t < tiles; t++) {
             const int64_t column = t * columns / tiles, at = n * p.y_stride.n + (k0 + k) * p.y_stride.c;
             tile(x + n * p.x_stride.n + g * b.channels * p.x_stride.c, y + at, residual ? residual + at : nullptr, row, column,
                  (t + 1) * columns / tiles - column, w + (g * b.blocks + kb) * panel + k, start + k,
-                 least(2 * width, in_block - k));
+                 smaller(2 * width, in_block - k));
           }
       }
     }

@@ -1,5 +1,7 @@
 // Vectors whose lanes are neighbouring output columns of a row: lanes outside the image are not read.
 #pragma once
+#include <utility>
+
 #include "checked.h"
 #include "simd.h"
 
@@ -74,6 +76,29 @@ AI3_INLINE Vec<A> select(Range lanes, Vec<A> inner, Vec<A> outer) {
   for (int i = 0; i < Vec<A>::width; i++) lane[i] = i;
   begin = lane - lane + static_cast<int>(lanes.begin), end = lane - lane + static_cast<int>(lanes.end);
   return (lane >= begin) & (lane < end) ? inner.raw : outer.raw;
+}
+
+namespace detail {
+// Exchanges the lanes i + h of `a` with the lanes i of `b`, for every i without the bit h.
+template <int h, class A, int... i>
+AI3_INLINE void exchange(Vec<A>& a, Vec<A>& b, std::integer_sequence<int, i...>) {
+  constexpr int width = sizeof...(i);
+  const Vec<A> low = __builtin_shufflevector(a.raw, b.raw, (i & h ? width + i - h : i)...);
+  b = __builtin_shufflevector(a.raw, b.raw, (i & h ? width + i : i + h)...);
+  a = low;
+}
+template <int h, class A>
+AI3_INLINE void transpose_by(Vec<A> (&rows)[Vec<A>::width]) {
+#pragma GCC unroll 16
+  for (int i = 0; i < Vec<A>::width; i++)
+    if (!(i & h)) exchange<h>(rows[i], rows[i + h], std::make_integer_sequence<int, Vec<A>::width>());
+  if constexpr (h > 1) transpose_by<h / 2>(rows);
+}
+}  // namespace detail
+// rows[i][j] becomes rows[j][i].
+template <class A>
+AI3_INLINE void transpose(Vec<A> (&rows)[Vec<A>::width]) {
+  detail::transpose_by<Vec<A>::width / 2>(rows);
 }
 
 }  // namespace ai3::inline AI3_LEVEL
