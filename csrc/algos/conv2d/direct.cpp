@@ -50,7 +50,8 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
     parallel_for(p.threads, p.groups * b.blocks, [&](int64_t i, int) {
       const int64_t first = i % b.blocks * b.block, count = smaller(b.block, b.out_channels - first);
       const T* from = w + (i / b.blocks * b.out_channels + first) * columns;
-      for (int64_t k0 = 0; k0 < b.block; k0 += width)
+      for (int64_t k0 = 0; k0 < b.block; k0 += width) {
+        int64_t c = 0, rs = 0;
         for (int64_t e = 0; e < columns; e += width) {
           const int64_t rest = columns - e;
           Vec<Acc<T>> rows[width];
@@ -60,10 +61,12 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
           }
           transpose(rows);
           for (int64_t j = 0; j < smaller(width, rest); j++) {
-            Acc<T>* to = out + i * panel + ((e + j) % window * b.channels + (e + j) / window) * b.block + k0;
+            Acc<T>* to = out + i * panel + (rs * b.channels + c) * b.block + k0;
             b.block < width ? store_partial(to, rows[j], b.block) : store(to, rows[j]);
+            if (++rs == window) rs = 0, c++;
           }
         }
+      }
     });
   });
 }

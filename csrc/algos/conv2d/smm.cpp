@@ -27,29 +27,28 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
   for (int64_t s = 0; s < p.kernel_width; s++) {
     const int64_t first = left + s * p.dilation_w;
     const Range columns = inside(first, p.stride_w, p.in_width, count);
-    auto add = [&]<bool all>() {
-      for (int64_t c = 0; c < channels; c++)
-        for (int64_t r = rows.begin; r < rows.end; r++) {
-          const T* shifted = x + c * p.x_stride.c + (top + r * p.dilation_h) * p.x_stride.h + first * p.x_stride.w;
-          const T* scalar = w + c * window + r * p.kernel_width + s;
-          Vec<A> scale[planes];
+    for (int64_t c = 0; c < channels; c++)
+      for (int64_t r = rows.begin; r < rows.end; r++) {
+        const T* shifted = x + c * p.x_stride.c + (top + r * p.dilation_h) * p.x_stride.h + first;
+        const T* scalar = w + c * window + r * p.kernel_width + s;
+        Vec<A> scale[planes];
 #pragma GCC unroll 4
-          for (int k = 0; k < planes; k++) scale[k] = Vec<A>(widen(scalar[k * channels * window]));
+        for (int k = 0; k < planes; k++) scale[k] = Vec<A>(widen(scalar[k * channels * window]));
 #pragma GCC unroll 4
-          for (int q = 0; q < vectors; q++) {
-            const T* from = shifted + q * width * p.stride_w * p.x_stride.w;
-            const Range lanes = part_of(columns, q * width, width);
-            const Vec<A> v =
-                all ? load_strided(from, p.stride_w * p.x_stride.w) : load_strided(from, p.stride_w * p.x_stride.w, lanes);
+        for (int q = 0; q < vectors; q++) {
+          const T* from = shifted + q * width * p.stride_w;
+          const Range lanes = part_of(columns, q * width, width);
+          if (lanes.size() == width) {
+            const Vec<A> v = load_strided(from, p.stride_w);
 #pragma GCC unroll 4
-            for (int k = 0; k < planes; k++) {
-              const Vec<A> next = fma(v, scale[k], sum[k][q]);
-              sum[k][q] = all ? next : select(lanes, next, sum[k][q]);
-            }
+            for (int k = 0; k < planes; k++) sum[k][q] = fma(v, scale[k], sum[k][q]);
+          } else {
+            const Vec<A> v = load_strided(from, p.stride_w, lanes);
+#pragma GCC unroll 4
+            for (int k = 0; k < planes; k++) sum[k][q] = select(lanes, fma(v, scale[k], sum[k][q]), sum[k][q]);
           }
         }
-    };
-    columns.size() == vectors* width ? add.template operator()<true>() : add.template operator()<false>();
+      }
   }
 #pragma GCC unroll 4
   for (int k = 0; k < planes; k++)

@@ -16,6 +16,7 @@ struct Range {
   AI3_INLINE int64_t size() const { return end - begin; }
 };
 AI3_INLINE Range inside(int64_t first, int64_t step, int64_t size, int64_t count) {
+  if (first >= 0 && first + (count - 1) * step < size) return {0, count};  // nearly always: no division
   const int64_t begin = first < 0 ? smaller(count, ceil_div(-first, step)) : 0;
   const int64_t end = first < size ? smaller(count, ceil_div(size - first, step)) : 0;
   return {begin, larger(begin, end)};
