@@ -275,10 +275,10 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
   };
 
-  // A task's input rows stay in the second-level cache while the blocks of output channels pass over them.
-  const int64_t row_bytes = larger(1, p.stride_h * p.in_width * b.channels * static_cast<int64_t>(sizeof(T)));
-  const int64_t rows = larger(
-      1, smaller(ceil_div(p.out_height, p.batch * p.groups < p.threads ? p.threads : 1), (int64_t{256} << 10) / row_bytes));
+  // A task's rows of input and output stay in the second-level cache while the blocks of output channels pass over them.
+  const int64_t row_elements = p.stride_h * p.in_width * b.channels + p.out_width * b.out_channels;
+  const int64_t fitting = (int64_t{512} << 10) / (row_elements * static_cast<int64_t>(sizeof(T)));
+  const int64_t rows = larger(1, smaller(fitting, ceil_div(p.out_height, p.batch * p.groups < p.threads ? p.threads : 1)));
   const int64_t chunks = ceil_div(p.out_height, rows), tasks = p.batch * p.groups * chunks;
   const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
                 blocks = ceil_div(b.blocks, splits);
