@@ -1,0 +1,134 @@
+"""The package as it is shipped, and that what the documents say is so."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import ai3_ops
+from ai3_ops import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(ai3_ops.__file__).parent
+in_source_tree = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="needs the source tree")
+
+
+def test_package_holds_libraries_headers_and_types():
+    assert (PACKAGE / "_C.so").exists()
+    assert (PACKAGE / "py.typed").exists()
+    assert (PACKAGE / "include/ai3/algorithm.h").exists()
+
+
+@in_source_tree
+def test_headers_are_copies_of_the_kernels():
+    for header in (ROOT / "csrc/algos/core").glob("*.h"):
+        assert (PACKAGE / "include/ai3" / header.name).read_bytes() == header.read_bytes()
+
+
+def test_libraries_depend_on_no_python_and_no_path():
+    for library in PACKAGE.glob("*.so"):
+        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        assert "libpython" not in dynamic
+        assert "RPATH" not in dynamic
+        assert "RUNPATH" not in dynamic
+        symbols = subprocess.run(
+            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
+        ).stdout
+        assert not re.findall(r"\bPy[A-Z_]\w*", symbols)
+
+
+def test_metadata():
+    assert metadata.version("ai3_ops") == "0.1.0"
+    assert metadata.metadata("ai3_ops")["Requires-Python"] == ">=3.11"
+
+
+@pytest.mark.full
+@in_source_tree
+def test_wheel_contents(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-build-isolation",
+        "--no-deps",
+        "-w",
+        str(tmp_path),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith("ai3_ops-0.1.0-py3-none-linux_")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    python = {str(p.relative_to(ROOT)) for p in (ROOT / "ai3_ops").rglob("*.py")}
+    headers = {f"ai3_ops/include/ai3/{p.name}" for p in (ROOT / "csrc/algos/core").glob("*.h")}
+    wanted = python | headers | {"ai3_ops/_C.so", "ai3_ops/_build.json", "ai3_ops/py.typed"}
+    assert wanted <= names
+    extra = {n for n in names - wanted if ".dist-info/" not in n}
+    assert extra <= {"ai3_ops/_C_cuda.so"}
+
+
+def test_readme_example_runs():
+    """The README's example works when pasted: in a fresh interpreter, as it stands there."""
+    example = re.search(r"```python\n(import .*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    assert len([line for line in example.splitlines() if line]) <= 10
+    result = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, cwd=PACKAGE.parent, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    assert "layer4.1.conv2" in result.stdout
+
+
+@in_source_tree
+def test_tables_are_those_of_the_registry():
+    import runpy
+
+    for path, text in runpy.run_path(str(ROOT / "docs/tables.py"))["render"]().items():
+        assert path.read_text() == text, f"{path.name} is out of date: run `make docs`"
+
+
+def test_every_algorithm_has_its_page():
+    pages = {(p.parent.name, p.stem) for p in (ROOT / "docs/algorithms").glob("*/*.md")}
+    builtin = {(a.operation, a.name) for a in registry.algorithms() if not a.python}
+    assert builtin <= pages, f"without a page: {sorted(builtin - pages)}"
+
+
+def test_links_in_the_documents_lead_somewhere():
+    for document in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:\s]+)\)", document.read_text()):
+            place = document.parent / target
+            if place.is_relative_to(ROOT / "docs") or (ROOT / "csrc").exists():  # a wheel's tests have the docs alone
+                assert place.exists(), f"{document.relative_to(ROOT)} links to {target}"
+
+
+@in_source_tree
+def test_no_machine_paths_or_registry_hosts_in_tracked_files():
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if tracked.returncode:
+        pytest.skip("not a git checkout")
+    private = re.compile(
+        "|".join([r"/ho" + r"me/\w", r"/ro" + r"ot/", r"/us" + r"r/loc" + r"al/lib/python", r"py" + r"pi\.org"])
+    )
+    for name in filter(None, tracked.stdout.split("\0")):
+        path = ROOT / name
+        if path.suffix == ".png" or not path.is_file():
+            continue
+        found = private.search(path.read_text(errors="replace"))
+        assert not found, f"{name}: {found.group()}"
+
+
+@in_source_tree
+def test_unbuilt_package_says_so(tmp_path):
+    """Without its libraries the package raises an ImportError that says what to do."""
+    import shutil
+
+    shutil.copytree(PACKAGE, tmp_path / "ai3_ops", ignore=shutil.ignore_patterns("*.so", "include", "__pycache__"))
+    result = subprocess.run([sys.executable, "-c", "import ai3_ops"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "ImportError" in result.stderr
+    assert "_C.so" in result.stderr
