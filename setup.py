@@ -56,7 +56,7 @@ class Torch(NamedTuple):
         result = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True)
         if result.returncode:
             sys.exit(
-                "ai3_ops: building needs torch 2.11 or later in this environment; install it, or leave out --no-build-isolation.\n"
+                "ai3_ops: building needs torch 2.11 or later; install it, or leave out --no-build-isolation.\n"
                 + result.stderr.strip().splitlines()[-1]
             )
         version, cuda = result.stdout.split("\n")[:2]
@@ -92,13 +92,13 @@ def cuda_compiler(torch: Torch) -> tuple[Path | None, str]:
     if found.split(".")[0] != torch.cuda.split(".")[0]:
         return (
             None,
-            f"the CUDA toolkit ({nvcc}) has version {found}, torch was built with CUDA {torch.cuda}: the major versions must agree",
+            f"the CUDA toolkit ({nvcc}) has version {found}, torch CUDA {torch.cuda}: the major versions must agree",
         )
     return nvcc, f"CUDA {found} ({nvcc})"
 
 
 class CMakeBuild(build_ext):
-    """Runs CMake; the libraries and headers land in the package's directory, in the source tree for an editable install."""
+    """Runs CMake; libraries and headers land in the package, for an editable install in the source tree."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """`ai3_ops/_C.so`: a library for torch.ops.load_library, not a Python module."""

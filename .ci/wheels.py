@@ -1,4 +1,4 @@
-"""Tests the wheel as users get it: built once, its source tree deleted, installed beside each torch and Python it promises.
+"""Tests the wheel as users get it: built once, its source tree deleted, installed beside each torch and Python.
 
 python .ci/wheels.py            # torch 2.11 and the newest, Python 3.11 and 3.12, all tests
 python .ci/wheels.py --smoke    # the newest Python at hand with torch 2.11, a part of the tests
@@ -41,7 +41,7 @@ def interpreter(version: str) -> str | None:
 
 
 def environment(python: str, version: str, torch: str) -> Path:
-    """A virtual environment with torch and the test tools but without ai3_ops; kept, since torch is a large download."""
+    """A virtual environment with torch and test tools, without ai3_ops; kept, since torch is a large download."""
     venv = ROOT / f".venv-wheel-{version}-torch-{torch}"
     if not (venv / ".ready").exists():
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]

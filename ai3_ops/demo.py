@@ -1,6 +1,6 @@
 """The main job, `python -m ai3_ops demo`: a real network and a trained one on every algorithm beside PyTorch's own.
 
-Input are the two photographs that scikit-learn ships; accuracy is measured with a small network, trained here in seconds on
+Input are the two photographs that scikit-learn ships; accuracy is measured with a small network, trained in seconds on
 scikit-learn's handwritten digits.
 """
 
@@ -45,7 +45,7 @@ class Network(NamedTuple):
 
 
 def network(name: str, weights: Path | None = None) -> Network:
-    """A torchvision network: with the weights given, else pretrained ones from torch's cache, else seeded random ones."""
+    """A torchvision network: with the weights given, else with those in torch's cache, else with seeded random ones."""
     try:
         from torchvision import models
     except ImportError:
@@ -135,7 +135,7 @@ def train_digits(progress: Callable[[], None] = lambda: None) -> Digits:
 DIGITS_EPOCHS = 8
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """One way to compute both networks, and what came out."""
 
@@ -279,9 +279,7 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
             __import__(module)
         except ImportError:
             raise ImportError(f"needs {package}: pip install 'ai3_ops[demo]'") from None
-    for name, value in {**doctor.machine(), **doctor.limits()}.items():
-        console.print(f"[bold]{name:<18}[/bold] {value}", highlight=False)
-
+    _print_facts({**doctor.machine(), **doctor.limits()}, console)
     net = network(arguments.model, arguments.weights)
     net.model.to(arguments.device)
     photos, pictures = photographs(net)
@@ -289,10 +287,12 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     with _progress(console, DIGITS_EPOCHS) as step:
         digits = train_digits(lambda: step("training on digits"))
     digits.model.to(arguments.device)
-    console.print(
-        f"[bold]network           [/bold] {net.name}, {net.origin}; scikit-learn's {len(photos)} photographs at {net.size}x{net.size}\n"
-        f"[bold]digits            [/bold] a convolutional network trained here; {len(digits.labels)} digits that it has not seen\n",
-        highlight=False,
+    _print_facts(
+        {
+            "network": f"{net.name}, {net.origin}; scikit-learn's {len(photos)} photographs at {net.size}x{net.size}",
+            "digits": f"a convolutional network trained here; {len(digits.labels)} digits that it has not seen",
+        },
+        console,
     )
     with console.status("swapping"):
         runs = prepare(net, digits, arguments.selectors, x)
@@ -321,6 +321,11 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
         highlight=False,
     )
     return 0 if agreed else 1
+
+
+def _print_facts(facts: dict[str, str], console: Console) -> None:
+    for name, value in facts.items():
+        console.print(f"[bold]{name:<18}[/bold] {escape(value)}", highlight=False, soft_wrap=True)
 
 
 def _reference(model: nn.Module, x: Tensor) -> Tensor:
@@ -403,7 +408,8 @@ def draw(
         )
     before, after = ((run.predictions == digits.labels).double().mean().item() for run in (runs[0], runs[2]))
     axes.set_title(
-        f"{len(digits.labels)} unseen digits: {before:.2%} right with PyTorch,\n{after:.2%} with the selected algorithms",
+        f"{len(digits.labels)} unseen digits: {before:.2%} right with PyTorch,\n"
+        f"{after:.2%} with the selected algorithms",
         fontsize=10,
     )
     axes.set_axis_off()
@@ -431,15 +437,19 @@ def draw(
     latencies = [run.latency * 1e3 for run in ordered]
     axes = figure.add_subplot(grid[:, 1])
     axes.barh(rows, latencies, color=colors, height=0.72)
-    # A slow reference method must not squeeze the others: the axis ends at four times PyTorch, longer bars say their value.
+    # A slow method must not squeeze the others: the axis ends at four times PyTorch, longer bars say their value.
     limit = min(max(latencies), 4 * latencies[0]) * 1.22
-    for row, run, latency in zip(rows, ordered, latencies, strict=True):
-        label = f"{latency:.1f} ms   {latencies[0] / latency:.2f}x"
-        inside = latency > 0.75 * limit
-        at, align, color = (
-            (min(latency, limit) - 0.01 * limit, "right", "white") if inside else (latency + 0.01 * limit, "left", text)
+    for row, latency in zip(rows, latencies, strict=True):
+        long = latency > 0.75 * limit
+        axes.annotate(
+            f"{latency:.1f} ms   {latencies[0] / latency:.2f}x",
+            (min(latency, limit), row),
+            (-5 if long else 5, 0),
+            textcoords="offset points",
+            ha="right" if long else "left",
+            va="center",
+            color="white" if long else text,
         )
-        axes.text(at, row, label, va="center", ha=align, color=color)
     axes.set_xlim(0, limit)
     axes.axvline(latencies[0], color=theirs, lw=1, ls=":")
     axes.set_yticks(rows, [f"{run.label}  ({run.layers})" if run.layers != "all" else run.label for run in ordered])

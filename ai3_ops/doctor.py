@@ -91,7 +91,8 @@ def cuda_state() -> tuple[str, str]:
             )
         return built + ("" if gpus else "; torch finds no GPU"), ""
     reason = build.get("cuda_reason") or "the build did not include it"
-    advice = f"install a CUDA toolkit {torch.version.cuda or 'of the major version of a CUDA torch'} and build again with FORCE_CUDA=1"
+    toolkit = torch.version.cuda or "of the major version of a CUDA torch"
+    advice = f"install a CUDA toolkit {toolkit} and build again with FORCE_CUDA=1"
     return f"not built: {reason}", advice if gpus else ""
 
 
@@ -163,7 +164,7 @@ def main(console: Console | None = None) -> int:
         "levels built": f"{', '.join(build.get('levels', [])) or 'unknown'}; AI3_OPS_ISA chooses a lower one",
         "CUDA part": cuda,
         "OpenMP runtime": ", ".join(openmp_runtimes()) or "none",
-        "operators": f"{len(registry.algorithms())} algorithms of {len(registry.operations())} operations (python -m ai3_ops list)",
+        "operators": f"{len(registry.algorithms())} algorithms of {len(registry.operations())} operations",
         "package": str(Path(_library.__file__).parent),
         "Python": sys.executable,
     }

@@ -2,8 +2,8 @@
 
     python docs/tables.py            # `make docs`
 
-The CPU column is what the registry holds. The CUDA column is what csrc/cuda holds, one file for each algorithm under its name,
-so that the tables do not depend on whether this build has a CUDA part.
+The CPU column is what the registry holds. The CUDA column is what csrc/cuda holds, one file for each algorithm under
+its name, so that the tables do not depend on whether this build has a CUDA part.
 """
 
 from __future__ import annotations
