@@ -16,6 +16,7 @@ class AdaptiveAvgPool2d(Pooling):
     """Rules of `ai3::adaptive_avg_pool2d_<algorithm>`, as torch.nn.functional.adaptive_avg_pool2d."""
 
     name = "adaptive_avg_pool2d"
+    aten = staticmethod(torch.nn.functional.adaptive_avg_pool2d)
 
     def problem(self, label: str, input: Tensor, output_size: Any, **_: Any) -> Problem:
         """Input (N, C, H, W) or (C, H, W); RuntimeError for what does not fit."""

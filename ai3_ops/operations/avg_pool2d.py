@@ -15,6 +15,7 @@ class AvgPool2d(Pooling):
     """Rules of `ai3::avg_pool2d_<algorithm>`, as torch.nn.functional.avg_pool2d."""
 
     name = "avg_pool2d"
+    aten = staticmethod(torch.nn.functional.avg_pool2d)
 
     def problem(
         self,

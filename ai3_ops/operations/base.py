@@ -6,6 +6,7 @@ algorithm gets them by being registered. A new operation is one more subclass of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -109,6 +110,9 @@ class Operation:
     """
 
     name: ClassVar[str]
+    aten: ClassVar[
+        Callable[..., Tensor]
+    ]  # the function that it replaces, called with the operator's positional arguments
     registered: ClassVar[set[str]]  # algorithms that have their rules
     autocast: ClassVar[bool] = False  # casts to the autocast dtype, as ATen does for the function it replaces
 
@@ -142,8 +146,13 @@ class Operation:
         """The problem of a call that the algorithm can do; RuntimeError otherwise."""
         label = f"ai3::{self.name}_{algorithm}"
         problem = self.problem(label, *args, **kwargs)
+        if all(isinstance(size, int) for size in problem.shape):
+            check(math.prod(problem.shape) * 8 < 2**63, label, f"a tensor of sizes {problem.shape} is too large")
         ok, reason = registry.supports_problem(self.name, algorithm, problem)
-        check(ok, label, reason)
+        if not ok:
+            names = sorted({a.name for a in registry.algorithms(self.name)} - {algorithm})
+            able = [name for name in names if registry.supports_problem(self.name, name, problem)[0]]
+            raise RuntimeError(f"{label}: {reason}; algorithms that support this case: {', '.join(able) or 'none'}")
         return problem
 
     def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:

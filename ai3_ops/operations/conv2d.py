@@ -17,6 +17,7 @@ class Conv2d(Operation):
     """Rules of `ai3::conv2d_<algorithm>`, as torch.nn.functional.conv2d."""
 
     name = "conv2d"
+    aten = staticmethod(torch.nn.functional.conv2d)
     autocast = True
 
     def problem(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ai3_ops.operations import base
@@ -15,6 +16,7 @@ class Flatten(Operation):
     """Rules of `ai3::flatten_<algorithm>`, as torch.flatten."""
 
     name = "flatten"
+    aten = staticmethod(torch.flatten)
 
     def problem(self, label: str, input: Tensor, start_dim: int = 0, end_dim: int = -1, **_: Any) -> Problem:
         """Any shape; RuntimeError for dimensions that it does not have."""

@@ -16,6 +16,7 @@ class Linear(Operation):
     """Rules of `ai3::linear_<algorithm>`, as torch.nn.functional.linear."""
 
     name = "linear"
+    aten = staticmethod(torch.nn.functional.linear)
     autocast = True
 
     def problem(self, label: str, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Problem:

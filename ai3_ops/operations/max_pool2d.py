@@ -15,6 +15,7 @@ class MaxPool2d(Pooling):
     """Rules of `ai3::max_pool2d_<algorithm>`, as torch.nn.functional.max_pool2d."""
 
     name = "max_pool2d"
+    aten = staticmethod(torch.max_pool2d)
 
     def problem(
         self,

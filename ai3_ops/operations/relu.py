@@ -16,6 +16,7 @@ class Relu(Operation):
     """Rules of `ai3::relu_<algorithm>`, as torch.relu."""
 
     name = "relu"
+    aten = staticmethod(torch.relu)
 
     def problem(self, label: str, input: Tensor, **_: Any) -> Problem:
         """Any shape; RuntimeError for other dtypes than the four."""

@@ -1,0 +1,98 @@
+"""Every algorithm of the registry against float64 and ATen, and as a citizen of PyTorch."""
+
+from __future__ import annotations
+
+import fnmatch
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from tester import ALGORITHMS, STRATEGIES, each_algorithm
+
+import ai3_ops
+from ai3_ops import _tester, registry
+from ai3_ops._tester import CASES, CHECKS, DTYPES, Call
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@each_algorithm
+def test_algorithm(info, check):
+    CHECKS[check](info)
+
+
+@pytest.mark.parametrize("operation", sorted({a.operation for a in ALGORITHMS}))
+def test_shapes_that_nobody_thought_of(operation):
+    infos = [a for a in ALGORITHMS if a.operation == operation]
+    torch.set_num_threads(2)
+
+    @hypothesis.given(STRATEGIES[operation], st.sampled_from(["integers", "normal"]), st.sampled_from(list(DTYPES)))
+    def agree(case, fill, dtype):
+        for info in infos:
+            call = Call(info, case, DTYPES[dtype], fill)
+            if dtype in info.dtypes and call.supported():
+                _tester.assert_within(call, call.run())
+
+    agree()
+
+
+# What DESIGN §4 says an algorithm must support; what is not named here must support everything.
+def _winograd(p):
+    return all(
+        p[n] == v for n, v in {"kernel_height": 3, "kernel_width": 3, "stride_h": 1, "stride_w": 1}.items()
+    ) and (p["dilation_h"] == p["dilation_w"] == 1)
+
+
+MUST_SUPPORT = {("conv2d", "winograd*"): _winograd, ("conv2d", "depthwise"): lambda p: p["groups"] == p["in_channels"]}
+
+
+@each_algorithm
+def test_nothing_more_is_refused(info):
+    rules = [f for (o, name), f in MUST_SUPPORT.items() if o == info.operation and fnmatch.fnmatch(info.name, name)]
+    for dtype in info.dtypes if info.vendor or info.device == "cuda" else DTYPES:
+        for case in CASES[info.operation]:
+            tensors = Call(info, case, DTYPES[dtype]).tensors
+            sizes = registry.OPERATIONS[info.operation].problem("test", *tensors, *case.arguments).sizes
+            ok, reason = ai3_ops.supports(info.operation, info.name, *tensors, *case.arguments)
+            assert ok or not all(rule(sizes) for rule in rules), f"{case} in {dtype}: {reason}"
+
+
+def test_registry_lists_what_the_dispatcher_has():
+    for info in ALGORITHMS:
+        assert info.operator.name() == f"ai3::{info.operation}_{info.name}"
+        assert info in ai3_ops.algorithms(info.operation) and info in ai3_ops.algorithms(device=info.device)
+        assert info.accuracy in ("exact", "bounded", "approximate")
+        assert (info.accuracy == "bounded") == (info.error_bound > 0 and info.accuracy != "approximate")
+        assert set(info.dtypes) <= set(DTYPES)
+
+
+def test_unknown_names_are_answered_with_near_ones():
+    x, w = torch.ones(1, 1, 3, 3), torch.ones(1, 1, 3, 3)
+    for call in (ai3_ops.supports, ai3_ops.resolve):
+        with pytest.raises(ValueError, match="no operation 'conv2'; did you mean 'conv2d'"):
+            call("conv2", "direct", x, w)
+        with pytest.raises(ValueError, match=r"no conv2d algorithm 'dirct'; did you mean .*'direct'"):
+            call("conv2d", "dirct", x, w)
+    with pytest.raises(ValueError, match="no operation 'convd2'"):
+        ai3_ops.algorithms("convd2")
+    with pytest.raises(ValueError, match="no device 'mps'"):
+        ai3_ops.algorithms(device="mps")
+    with pytest.raises(TypeError, match="conv2d has no size"):
+        registry.supports_sizes("conv2d", "direct", "cpu", torch.float32, kernel=3)
+
+
+def test_supports_takes_real_meta_and_fake_tensors():
+    x, w = torch.ones(1, 4, 6, 6), torch.ones(2, 4, 3, 3)
+    fake = torch._subclasses.FakeTensorMode()
+    for convert in (lambda t: t, lambda t: t.to("meta"), fake.from_tensor):
+        assert ai3_ops.supports("conv2d", "direct", convert(x), convert(w), padding=1) == (True, "")
+        ok, reason = ai3_ops.supports("conv2d", "direct", convert(x[:, :3]), convert(w))
+        assert not ok
+        assert "needs input of 4 channels" in reason
+    assert registry.supports_sizes("conv2d", "direct", "cpu", torch.float32, kernel_height=3, kernel_width=3) == (
+        True,
+        "",
+    )
+    assert not registry.supports_sizes("conv2d", "direct", "cpu", torch.int32)[0]
+    assert not registry.supports_sizes("conv2d", "direct", "mps", torch.float32)[0]
+    assert ai3_ops.resolve("conv2d", "direct", x, w) == "direct"

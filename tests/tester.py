@@ -1,0 +1,115 @@
+"""The shared tester for pytest: every algorithm of the registry, and shapes that hypothesis makes up."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+import ai3_ops
+from ai3_ops._tester import Case, conv
+
+settings.register_profile(
+    "quick", max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
+settings.register_profile("full", max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile(os.environ.get("AI3_OPS_TEST_PROFILE", "quick"))
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ALGORITHMS = [a for a in ai3_ops.algorithms() if a.device in DEVICES and not a.python]
+each_algorithm = pytest.mark.parametrize(
+    "info", ALGORITHMS, ids=[f"{a.operation}_{a.name}" + ("" if a.device == "cpu" else "_cuda") for a in ALGORITHMS]
+)
+
+_layouts = st.sampled_from(["contiguous", "contiguous", "channels_last", "transposed", "sliced", "expanded"])
+
+
+@st.composite
+def conv2d_cases(draw: st.DrawFn) -> Case:
+    """Calls with a non-empty output: any kernel, stride, padding, dilation, groups, rank and layout."""
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    c, k = (groups * draw(st.integers(1, 9)) for _ in range(2))
+    kernel = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)) | st.just((3, 3)))
+    usual = draw(st.booleans())  # stride and dilation of 1, so that Winograd takes part
+    stride, dilation = (1, 1), (1, 1)
+    if not usual:
+        stride = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+        dilation = draw(st.tuples(st.integers(1, 3), st.integers(1, 3)))
+    padding = draw(st.tuples(st.integers(0, 5), st.integers(0, 5)))
+    size = [
+        draw(st.integers(max(1, d * (r - 1) + 1 - 2 * p), max(1, d * (r - 1) + 1 - 2 * p) + 12))
+        for r, d, p in zip(kernel, dilation, padding, strict=True)
+    ]
+    batch = draw(st.sampled_from([(), (1,), (2,), (3,)]))
+    bias = draw(st.booleans())
+    return conv(
+        (*batch, c, *size),
+        (k, c // groups, *kernel),
+        stride,
+        padding,
+        dilation,
+        groups,
+        bias,
+        draw(st.tuples(_layouts, _layouts)),
+    )
+
+
+@st.composite
+def linear_cases(draw: st.DrawFn) -> Case:
+    """Any number of leading dimensions."""
+    features, out = draw(st.integers(1, 150)), draw(st.integers(1, 80))
+    rows = draw(st.lists(st.integers(1, 9), max_size=3))
+    bias = (out,) if draw(st.booleans()) else None
+    return Case(((*rows, features), (out, features), bias), (), draw(st.tuples(_layouts, _layouts)))
+
+
+@st.composite
+def pool2d_cases(draw: st.DrawFn, operation: str) -> Case:
+    """Windows that fit."""
+    kernel = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)
+    stride = draw(st.just([]) | st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    dilation = draw(st.integers(1, 2)) if operation == "max_pool2d" else 1
+    size = [draw(st.integers(dilation * (k - 1) + 1, 14)) for k in kernel]
+    shape = (*draw(st.sampled_from([(), (1,), (2,)])), draw(st.integers(1, 20)), *size)
+    ceil = draw(st.booleans())
+    if operation == "max_pool2d":
+        arguments = (kernel, tuple(stride), padding, dilation, ceil)
+    else:
+        divisor = draw(st.none() | st.integers(1, 7))
+        arguments = (kernel, tuple(stride), padding, ceil, draw(st.booleans()), divisor)
+    return Case((shape,), arguments, (draw(_layouts),))
+
+
+@st.composite
+def adaptive_cases(draw: st.DrawFn) -> Case:
+    """Output sizes that divide the input or do not."""
+    shape = (*draw(st.sampled_from([(), (1,), (2,)])), *(draw(st.integers(1, 20)) for _ in range(3)))
+    return Case((shape,), (draw(st.tuples(st.integers(1, 9), st.integers(1, 9))),), (draw(_layouts),))
+
+
+def shapes(least: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of up to four dimensions."""
+    return st.lists(st.integers(1, 9), min_size=least, max_size=4).map(tuple)
+
+
+@st.composite
+def flatten_cases(draw: st.DrawFn) -> Case:
+    """Any two dimensions in order."""
+    shape = draw(shapes(1))
+    start = draw(st.integers(0, len(shape) - 1))
+    return Case((shape,), (start, draw(st.integers(start, len(shape) - 1))), (draw(_layouts),))
+
+
+STRATEGIES = {
+    "conv2d": conv2d_cases(),
+    "linear": linear_cases(),
+    "max_pool2d": pool2d_cases("max_pool2d"),
+    "avg_pool2d": pool2d_cases("avg_pool2d"),
+    "adaptive_avg_pool2d": adaptive_cases(),
+    "relu": st.builds(lambda s, layout: Case((s,), (), (layout,)), shapes(0), _layouts),
+    "flatten": flatten_cases(),
+}
