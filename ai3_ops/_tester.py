@@ -238,11 +238,15 @@ class Call:
         """As the registry says."""
         return registry.supports(self.info.operation, self.info.name, *self.tensors, *self.case.arguments)[0]
 
+    def operator(self, *tensors: Tensor | None) -> Tensor:
+        """The operator with the case's arguments."""
+        return self.info.operator(*tensors, *operator_arguments(self.info, self.case.arguments))
+
     def run(self) -> Tensor:
         """The output; the inputs must be as before, and the output must be memory of its own."""
         inputs = self.tensors
         before = [None if t is None else t.clone() for t in inputs]
-        output = self.info.operator(*inputs, *operator_arguments(self.info, self.case.arguments))
+        output = self.operator(*inputs)
         for t, old in zip(inputs, before, strict=True):
             if t is not None and old is not None:
                 require(same_bits(t, old), f"{self}: an input was modified")
@@ -265,6 +269,12 @@ def require(condition: bool, message: str) -> None:
     """Like `assert`, also under `python -O`."""
     if not condition:
         raise AssertionError(message)
+
+
+def close(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
+    """Within `limit` of the largest magnitude expected."""
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=limit * scale, msg=lambda text: f"{what}: {text}")
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -336,7 +346,7 @@ def check_nonfinite(info: AlgorithmInfo) -> None:
             assert inputs[0] is not None
             inputs[0] = inputs[0].contiguous()
             inputs[0].view(-1)[inputs[0].numel() // 2] = value
-            ours = call.info.operator(*inputs, *operator_arguments(info, call.case.arguments))
+            ours = call.operator(*inputs)
             theirs = rules.aten(*inputs, *call.case.arguments)
             hidden = torch.isfinite(ours) & ~torch.isfinite(theirs)
             require(not hidden.any(), f"{call}: {value} in the input is lost in {int(hidden.sum())} outputs")
@@ -362,12 +372,12 @@ def check_support(info: AlgorithmInfo) -> None:
         meta = [None if t is None else t.to("meta") for t in inputs]
         anywhere = registry.supports(info.operation, info.name, *meta, *case.arguments)[0]
         for device, moved in ((info.device, inputs), ("meta", meta))[: 1 if anywhere else 2]:
-            error = raised(lambda m=moved: info.operator(*m, *operator_arguments(info, case.arguments)))
+            error = raised(call.operator, *moved)
             require(
                 isinstance(error, RuntimeError) and str(error).startswith(name) and reason in str(error),
                 f"{call}: `supports` refuses ({reason}), the operator on {device} does not: {error!r}",
             )
-        error = raised(lambda: info.operator(*inputs, *operator_arguments(info, case.arguments)))
+        error = raised(call.operator, *inputs)
         _, _, others = str(error).partition("; algorithms that support this case: ")
         require(bool(others), f"{call}: the refusal does not say what supports the case: {error}")
         for other in others.split(", ") if others != "none" else ():
@@ -375,10 +385,10 @@ def check_support(info: AlgorithmInfo) -> None:
             require(can, f"{call}: the refusal names {other}, which cannot: {why}")
 
 
-def raised(function: Callable[[], Any]) -> Exception | None:
+def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
     """What a call raises, or None."""
     try:
-        function()
+        function(*args, **kwargs)
     except Exception as error:
         return error
     return None
@@ -471,7 +481,7 @@ def check_errors(info: AlgorithmInfo) -> None:
     for what, inputs, arguments in bad_calls(info):
         for device in (info.device, "meta"):
             moved = [None if t is None else t.to(device) for t in inputs]
-            error = raised(lambda m=moved, a=arguments: info.operator(*m, *a))
+            error = raised(info.operator, *moved, *arguments)
             require(
                 isinstance(error, RuntimeError) and name in str(error),
                 f"{name} on {device}, {what}: needs a RuntimeError that names the operator, got {error!r}",
@@ -481,7 +491,7 @@ def check_errors(info: AlgorithmInfo) -> None:
         x = torch.ones(1, 4, 6, 6, dtype=DTYPES[info.dtypes[0]], device=info.device)
         w = torch.ones(6, 4, 3, 3, dtype=x.dtype, device=info.device)
         for stride in (-1, 0, 2**62):
-            error = raised(lambda s=stride: info.operator.overloadpacket(x, w, stride=s))
+            error = raised(info.operator.overloadpacket, x, w, stride=stride)
             require(isinstance(error, RuntimeError), f"{name}, stride={stride}: needs a RuntimeError, got {error!r}")
 
 
@@ -528,10 +538,9 @@ def differentiable(call: Call) -> tuple[list[Tensor], Callable[..., Tensor], Cal
         left = iter(values)
         return [next(left) if p else None for p in present]
 
-    rest = operator_arguments(call.info, call.case.arguments)
     return (
         leaves,
-        lambda *values: call.info.operator(*arguments(values), *rest),
+        lambda *values: call.operator(*arguments(values)),
         lambda *values: OPERATIONS[call.info.operation].aten(*arguments(values), *call.case.arguments),
     )
 
@@ -574,7 +583,7 @@ def check_partial_gradients(info: AlgorithmInfo) -> None:
             values = [t.detach().requires_grad_(j == i) for j, t in enumerate(leaves)]
             (g,) = torch.autograd.grad(ours(*values).sum(), values[i])
             (e,) = torch.autograd.grad(theirs(*values).sum(), values[i])
-            torch.testing.assert_close(g, e, rtol=2e-2, atol=2e-2, msg=lambda m: f"{call}: gradient {i} alone: {m}")
+            close(g, e, 2e-2, f"{call}: gradient {i} alone")
 
 
 def check_opcheck(info: AlgorithmInfo) -> None:
@@ -600,7 +609,7 @@ def check_autocast(info: AlgorithmInfo) -> None:
         with torch.autocast(info.device, DTYPES[wanted]):
             y, z = ours(*leaves), theirs(*leaves)
         require(y.dtype == z.dtype, f"{call}: under autocast ATen gives {z.dtype}, got {y.dtype}")
-        torch.testing.assert_close(y, z, rtol=5e-2, atol=5e-2, msg=lambda m: f"{call} under autocast: {m}")
+        close(y, z, 5e-2, f"{call} under autocast")
         y.sum().backward()
         require(
             all(t.grad is not None and t.grad.dtype == t.dtype for t in leaves), f"{call}: gradients under autocast"
@@ -609,6 +618,11 @@ def check_autocast(info: AlgorithmInfo) -> None:
             wide = [t.detach().double() for t in leaves]
             with torch.autocast(info.device, DTYPES[wanted]):
                 require(ours(*wide).dtype == torch.float64, f"{call}: autocast must leave float64 alone")
+
+
+def sum_of_squares(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
+    """A loss."""
+    return function(*values).square().sum()
 
 
 def check_vmap(info: AlgorithmInfo) -> None:
@@ -626,7 +640,7 @@ def check_vmap(info: AlgorithmInfo) -> None:
             def sample(i: int, args: list[Tensor] = args, dims: tuple[int | None, ...] = dims) -> list[Tensor]:
                 return [a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)]
 
-            loss = torch.func.grad(lambda *values: ours(*values).square().sum(), argnums=tuple(range(len(leaves))))
+            loss = torch.func.grad(functools.partial(sum_of_squares, ours), argnums=tuple(range(len(leaves))))
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 try:
@@ -637,13 +651,7 @@ def check_vmap(info: AlgorithmInfo) -> None:
             parts = [(ours(*sample(i)), *loss(*sample(i))) for i in range(3)]
             limit = 1e-6 if call.dtype == torch.float64 and info.accuracy == "exact" else 3e-2
             for g, e in zip(got, map(torch.stack, zip(*parts, strict=True)), strict=True):
-                torch.testing.assert_close(
-                    g,
-                    e,
-                    rtol=limit,
-                    atol=limit * float(e.abs().max()),
-                    msg=lambda m: f"{call}: vmap over {choice}: {m}",
-                )
+                close(g, e, limit, f"{call}: vmap over {choice}")
 
 
 def check_flops(info: AlgorithmInfo) -> None:
@@ -673,9 +681,8 @@ def check_workspace(info: AlgorithmInfo) -> None:
             continue
         p = rules.problem(name, *inputs, *call.case.arguments)
         stated = registry.workspace_sizes(info.operation, info.name, p.device, p.dtype, **p.sizes)
-        arguments = operator_arguments(info, call.case.arguments)
         with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
-            output = info.operator(*inputs, *arguments)
+            output = call.operator(*inputs)
         rest = allocated(profile) - output.numel() * output.element_size()
         require(stated <= rest <= stated + 4096, f"{call}: states {stated} bytes of workspace, allocates {rest}")
 

@@ -47,7 +47,8 @@ class Conv2d(Operation):
         dilation = base.spread(label, dilation, 2, "dilation", 1)
         x = base.batched(input)
         n, c, h, w = x.shape
-        k, cg, r, s = weight.shape
+        k, cg, *kernel = weight.shape
+        r, s = map(int, kernel)  # a kernel of unknown size has no algorithm: a traced one becomes constant
         check(groups > 0, label, f"needs groups of at least 1, got {groups}")
         check(
             (k > 0) & (k % groups == 0),
