@@ -3,7 +3,7 @@
 //   ai3_bench [--threads=2] [--dtype=f32] [--layout=nhwc,nchw] [--shapes=benchmarks/shapes]
 //   --benchmark_filter='conv2d/.*/C256_.*'
 //
-// Names carry everything: conv2d/winograd_f4/f32/nhwc/N1_C256_H56_W56_K256_k3s1p1. Weights are packed outside the timed loop, as
+// Names carry everything: conv2d/winograd_f4/f32/nhwc/N1_C256_H56_K256_k3s1p1. Weights are packed outside the timed loop, as
 // in a deployed model. Every result is compared with PyTorch's before it is timed. Counters: effective FLOP/s (2 per multiply-add
 // of the direct method, whatever the algorithm executes) and its share of the FMA peak measured at start; bytes/s where no flops
 // are.
@@ -171,7 +171,7 @@ void add_conv2d(const Shape& s, const Type& type, const std::string& layout, int
   p.x_stride = dense(p.in_channels, p.in_height, p.in_width, nhwc);
   p.y_stride = dense(p.out_channels, p.out_height, p.out_width, nhwc);
   std::ostringstream name;
-  name << "N" << p.batch << "_C" << p.in_channels << "_H" << p.in_height << "_W" << p.in_width << "_K" << p.out_channels << "_k"
+  name << "N" << p.batch << "_C" << p.in_channels << "_H" << join({p.in_height, p.in_width}) << "_K" << p.out_channels << "_k"
        << join(kernel) << "s" << join(stride) << "p" << join(pad);
   if (dilation[0] * dilation[1] != 1) name << "d" << join(dilation);
   if (p.groups != 1) name << "_g" << p.groups;
