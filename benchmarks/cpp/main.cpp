@@ -239,8 +239,7 @@ void add_pool2d(const Shape& s, const Type& type, const std::string& layout, int
   p.dtype = type.dtype, p.threads = threads;
   p.batch = s["N"], p.channels = s["C"], p.in_height = s["H"], p.in_width = s["W"];
   std::vector<int64_t> kernel, stride, pad, out;
-  std::string name = "N" + std::to_string(p.batch) + "_C" + std::to_string(p.channels) + "_H" + std::to_string(p.in_height) +
-                     "_W" + std::to_string(p.in_width);
+  std::string name = "N" + std::to_string(p.batch) + "_C" + std::to_string(p.channels) + "_H" + join({p.in_height, p.in_width});
   bool ceil = false;
   if (adaptive) {
     out = s.pair("out");
