@@ -110,7 +110,7 @@ Cost fft_cost(const Conv2dProblem& p) {
   return with_tile(p, [&]<class F>() { return transform_domain_cost<F>(p); });
 }
 
-AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 1e-5, .epilogue = true, .workspace = fft_workspace,
+AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .epilogue = true, .workspace = fft_workspace,
               .cost = fft_cost, .packed_bytes = fft_packed_bytes, .pack = fft_pack)
 
 }  // namespace

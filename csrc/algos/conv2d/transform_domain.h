@@ -114,11 +114,12 @@ struct TransformDomain {
   const Conv2dProblem& p;
   Axis h, w;
   int64_t group_in, group_out, panels, branches, depth;  // depth: of a group's products
-  int64_t tiles, v_row, m_row;                           // elements between tiles of the transformed input, of the products
+  int64_t tiles, row;                                    // elements between tiles of the transformed input and of the products
   int64_t block, blocks;
+  int64_t stride, packed_stride;  // elements between positions of them, and of the packed weights
   bool fused;
 
-  explicit TransformDomain(const Conv2dProblem& problem)
+  [[gnu::noinline]] explicit TransformDomain(const Conv2dProblem& problem)  // once a call; its saturated sizes are no constants
       : p(problem),
         h(p.in_height, p.out_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, kExtent, Transform::kMostTaps),
         w(p.in_width, p.out_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, kExtent, Transform::kMostTaps) {
@@ -126,37 +127,38 @@ struct TransformDomain {
     panels = ceil_div(group_out, kPanel<A>);
     branches = h.branches * w.branches, depth = checked_mul(branches, group_in);
     tiles = checked_product({p.batch < 1 ? 1 : p.batch, h.tiles, w.tiles});
-    v_row = round_up(checked_mul(branches, p.in_channels), kWidth);
-    m_row = round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
+    const int64_t v_row = checked_mul(branches, p.in_channels);
+    const int64_t m_row =
+        round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
+    row = round_up(v_row > m_row ? v_row : m_row, kWidth);
     plan();
+    stride = checked_add(checked_mul(block, row), kSkew);
+    packed_stride = checked_add(checked_product({p.groups, panels, depth, kPanel<A>}), kSkew);
   }
 
   // Blocks of tiles whose transforms fill about a core's cache, shared evenly; or, with too few tiles for that, blocks that all
   // threads work on together, bounded only so that the workspace is.
   void plan() {
-    const int64_t tile_bytes = checked_product({kPositions, checked_add(v_row, m_row), static_cast<int64_t>(sizeof(A))});
+    const int64_t tile_bytes = checked_product({kPositions, row, static_cast<int64_t>(sizeof(A))});
     auto fitting = [&](int64_t bytes, int64_t least, int64_t most) {
       const int64_t n = bytes / tile_bytes;
       return n < least ? least : n > most ? most : n;
     };
-    const int64_t small = fitting(3 << 19, 28, 56);
+    const int64_t small = fitting(1 << 20, 28, 56);
     fused = p.threads <= 1 || tiles >= p.threads * small;
     const int64_t most = fused ? small : fitting(48 << 20, 28, tiles);
     blocks = ceil_div(tiles, most);
-    if (fused) blocks = round_up(blocks, p.threads);
+    if (fused && p.threads > 1) blocks = round_up(blocks, p.threads);
     block = ceil_div(tiles, blocks), blocks = ceil_div(tiles, block);
   }
 
-  int64_t packed_elements() const {
-    return checked_mul(checked_product({kPositions, p.groups, panels}), checked_mul(depth, kPanel<A>));
-  }
-  int64_t v_position() const { return checked_add(checked_mul(block, v_row), kSkew); }
-  int64_t m_position() const { return checked_add(checked_mul(block, m_row), kSkew); }
+  int64_t packed_elements() const { return checked_mul(kPositions, packed_stride); }
+  // A thread that takes a block through all phases puts the products of a position where the transformed input of the position
+  // before was: v is m, one position later. Threads that share a block work on many positions at once, and v follows m.
+  int64_t v_offset() const { return checked_mul(fused ? 1 : kPositions, stride); }
+  int64_t block_elements() const { return checked_add(v_offset(), checked_mul(kPositions, stride)); }
   int64_t copies() const { return !fused ? 1 : p.threads < blocks ? p.threads : blocks; }
-  int64_t workspace() const {
-    return checked_add(workspace_bytes<A>(checked_product({copies(), kPositions, v_position()})),
-                       workspace_bytes<A>(checked_product({copies(), kPositions, m_position()})));
-  }
+  int64_t workspace() const { return workspace_bytes<A>(checked_mul(copies(), block_elements())); }
 
   // ---- weights, in double ----
   void pack(const T* weight, A* packed) const {
@@ -176,12 +178,14 @@ struct TransformDomain {
             return value;
           };
           Transform::weights(tap, [&](int64_t position, D value) {
-            A* to = packed + (position * p.groups * panels * depth + i) * kPanel<A> + lane;
+            A* to = packed + position * packed_stride + i * kPanel<A> + lane;
             for (int j = 0; j < D::width; j++) to[j] = static_cast<A>(value[j]);
           });
         }
       }
     });
+    for (int64_t position = 1; position <= kPositions; position++)
+      for (int64_t i = 1; i <= kSkew; i++) packed[position * packed_stride - i] = 0;
   }
 
   // ---- the three phases; v and m hold one block ----
@@ -196,19 +200,18 @@ struct TransformDomain {
       int64_t top, bottom, left, right;
       h.inside(ih, kExtent, top, bottom), w.inside(iw, kExtent, left, right);
       const int64_t offset = ih * p.x_stride.h + iw * p.x_stride.w;
-      A* to = v + slot * v_row + branch * p.in_channels + c;
-      const int64_t position_stride = v_position();
+      A* to = v + slot * row + branch * p.in_channels + c;
       if (count == kWidth && p.x_stride.c == 1 && top == 0 && left == 0 && bottom == kExtent && right == kExtent) {
         const T* from = image + offset;
         Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w); },
-                           [&](int64_t position, V value) { store(to + position * position_stride, value); });
+                           [&](int64_t position, V value) { store(to + position * stride, value); });
       } else {
         Transform::forward(
             [&](int64_t i, int64_t j) {
               if (i < top || i >= bottom || j < left || j >= right) return V(A{0});
               return load_channels(image + (offset + i * step_h + j * step_w), p.x_stride.c, count);
             },
-            [&](int64_t position, V value) { store_channels(to + position * position_stride, 1, count, value); });
+            [&](int64_t position, V value) { store_channels(to + position * stride, 1, count, value); });
       }
     }
   }
@@ -218,12 +221,12 @@ struct TransformDomain {
     const int64_t panel = index % panels, group = index / panels % p.groups, position = index / panels / p.groups;
     const int64_t column = group * group_out + panel * kPanel<A>, left = group_out - panel * kPanel<A>;
     const int64_t columns = p.groups == 1 || left > kPanel<A> ? kPanel<A> : left;
+    const A* panel_at = packed + position * packed_stride + (group * panels + panel) * depth * kPanel<A>;
     // With one group its channels follow each other from branch to branch: one product.
     const int64_t parts = p.groups == 1 ? 1 : branches, length = depth / parts;
     for (int64_t part = 0; part < parts; part++)
-      gemm_block(v + position * v_position() + part * p.in_channels + group * group_in, v_row, rows,
-                 packed + (index * depth + part * length) * kPanel<A>, columns, length, m + position * m_position() + column,
-                 m_row, part > 0);
+      gemm_block(v + position * stride + part * p.in_channels + group * group_in, row, rows, panel_at + part * length * kPanel<A>,
+                 columns, length, m + position * stride + column, row, part > 0);
   }
 
   // Output channels [k, k + kWidth) of tile t from row `slot` of m.
@@ -237,9 +240,8 @@ struct TransformDomain {
     const T* residual = static_cast<const T*>(buffers.residual);
     T* y = static_cast<T*>(buffers.output);
     const Epilogue<A> epilogue(p.activation, bias ? load_channels(bias + k, 1, count) : V(A{0}));
-    const A* from = m + slot * m_row + k;
-    const int64_t position_stride = m_position();
-    auto in = [&](int64_t position) { return load(from + position * position_stride); };
+    const A* from = m + slot * row + k;
+    auto in = [&](int64_t position) { return load(from + position * stride); };
     if (count == kWidth && p.y_stride.c == 1 && rows == h.tile && columns == w.tile) {
       Transform::inverse(
           in,
@@ -267,12 +269,10 @@ struct TransformDomain {
   void run(const Buffers& buffers, Workspace& workspace) const {
     const T* x = static_cast<const T*>(buffers.input);
     const A* packed = static_cast<const A*>(buffers.weight);
-    const int64_t v_size = kPositions * v_position(), m_size = kPositions * m_position();
-    A* const v0 = workspace.take<A>(copies() * v_size);
-    A* const m0 = workspace.take<A>(copies() * m_size);
+    A* const buffer = workspace.take<A>(copies() * block_elements());
     const int64_t in_vectors = ceil_div(p.in_channels, kWidth), out_vectors = ceil_div(p.out_channels, kWidth);
     auto phases = [&](int64_t b, int thread, const auto& ranges) {
-      A *v = v0 + thread * v_size, *m = m0 + thread * m_size;
+      A *m = buffer + thread * block_elements(), *v = m + v_offset();
       const int64_t first = b * block, n = tiles - first < block ? tiles - first : block;
       ranges(n * in_vectors,
              [&](int64_t i) { transform_input(x, v, first + i / in_vectors, i / in_vectors, i % in_vectors * kWidth); });
@@ -300,7 +300,8 @@ struct TransformDomain {
   Cost cost() const {
     const double n = static_cast<double>(tiles), size = sizeof(T);
     return {n * (2. * kPositions * static_cast<double>(p.groups * panels * kPanel<A>) * static_cast<double>(depth) +
-                 Transform::kForwardFlops * static_cast<double>(v_row) + Transform::kInverseFlops * static_cast<double>(m_row)),
+                 Transform::kForwardFlops * static_cast<double>(branches * p.in_channels) +
+                 Transform::kInverseFlops * static_cast<double>(p.out_channels)),
             size * static_cast<double>(p.batch) *
                     (static_cast<double>(p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width) +
                      static_cast<double>(p.out_channels) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width)) +

@@ -10,8 +10,11 @@ namespace {
 constexpr double kOperationsPerByte = 8;
 
 const char* choose_tile(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
-  const Cost f2 = transform_domain_cost<Winograd<2>>(p), f4 = transform_domain_cost<Winograd<4>>(p);
-  const bool small = f2.flops + kOperationsPerByte * f2.bytes < f4.flops + kOperationsPerByte * f4.bytes;
+  auto time = [](const Cost& cost) {
+    const double memory = kOperationsPerByte * cost.bytes;
+    return cost.flops > memory ? cost.flops : memory;
+  };
+  const bool small = time(transform_domain_cost<Winograd<2>>(p)) < time(transform_domain_cost<Winograd<4>>(p));
   const char* name = small ? "winograd_f2" : "winograd_f4";
   return usable(p, name) ? name : nullptr;
 }
