@@ -5,16 +5,15 @@
 namespace ai3::ops {
 
 struct LinearCall {
-  explicit LinearCall(Arguments& in)
-      : input(in.take<Tensor>()),
-        weight(in.take<Tensor>()),
-        bias(in.take<std::optional<Tensor>>()),
-        allow_tf32(in.take<bool>()),
-        deterministic(in.take<bool>()) {}
-  Tensor input, weight;
+  Tensor input, weight;  // the weight is a packed one where weight_size is given
+  Sizes weight_size;
   std::optional<Tensor> bias;
-  bool allow_tf32, deterministic;
-  std::optional<Tensor> output;  // what an algorithm of PyTorch's operators leaves
+  std::optional<Tensor> residual;
+  Activation activation = Activation::none;
+  bool allow_tf32 = false, deterministic = false;
+  std::optional<Tensor> output;  // where to write, when it is given; what an algorithm of PyTorch's operators leaves
+
+  void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
 };
 
 }  // namespace ai3::ops

@@ -81,6 +81,7 @@ Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output
 Pool2dProblem pool2d_from(const Query& q) {
   if (q.count != 16) throw std::runtime_error("ai3: a pooling query needs 16 sizes");
   const int64_t* s = q.sizes;
+  if (s[6] == 0 || s[7] == 0) throw std::runtime_error("needs a stride of at least 1, got 0");
   Pool2dProblem p{};
   p.dtype = q.dtype, p.threads = threads();
   p.batch = s[0], p.channels = s[1], p.in_height = s[2], p.in_width = s[3];

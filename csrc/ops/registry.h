@@ -170,6 +170,19 @@ int64_t workspace_bytes_of(const Traits<P>& traits, const P& p) {
   return checked_add(packed_bytes_of(traits, p), traits.workspace ? traits.workspace(p) : 0);
 }
 
+// Bytes of the tensor that the pack operator returns, its tag included.
+inline int64_t weight_bytes(const Conv2dProblem& p) {
+  return checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width, size_of(p.dtype)});
+}
+inline int64_t weight_bytes(const LinearProblem& p) { return checked_product({p.out_features, p.in_features, size_of(p.dtype)}); }
+template <class P>
+int64_t packed_tensor_bytes(const Traits<P>& traits, const P& p) {
+  if constexpr (requires { weight_bytes(p); })
+    return checked_add(traits.packed_bytes ? packed_bytes_of(traits, p) : round_up(weight_bytes(p), 64), 64);
+  else
+    return 0;
+}
+
 // JSON members of the traits that do not depend on the problem's type.
 std::string describe_traits(const Traits<ElementwiseProblem>& common, bool packs, bool rule, bool tensors);
 template <class P>
@@ -195,7 +208,7 @@ struct Queries {
   }
   static int64_t packed_bytes(const Entry& e, Device d, const Query& q) {
     const auto* a = e.algorithm<P>(d);
-    return a ? packed_bytes_of(a->traits, problem_from(q)) : 0;
+    return a ? packed_tensor_bytes(a->traits, problem_from(q)) : 0;
   }
 };
 #define AI3_QUERIES(P, problem_from)                                                             \

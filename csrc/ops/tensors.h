@@ -139,12 +139,17 @@ inline int64_t checked_numel(const Entry& entry, const Sizes& sizes, int64_t ele
   return n / element_size;
 }
 
-// Calls an ATen operator; `arguments` are converted in order, the first result is returned.
+// Calls an operator of PyTorch's; `arguments` are converted in order. The stack holds the results.
+template <class... A>
+auto call_dispatcher(const char* name, const char* overload, const A&... arguments) {
+  std::array<StableIValue, sizeof...(A)> stack{torch::stable::detail::from(arguments)...};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return stack;
+}
+// The same for one result.
 template <class... A>
 Tensor call_aten(const char* name, const char* overload, const A&... arguments) {
-  std::array<StableIValue, sizeof...(A) < 1 ? 1 : sizeof...(A)> stack{torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+  return torch::stable::detail::to<Tensor>(call_dispatcher(name, overload, arguments...)[0]);
 }
 
 // Set by _C_cuda when it is loaded.
@@ -188,6 +193,42 @@ void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool chann
   Tensor y = empty(sizes_of(output), output.scalar_type(), output, nhwc);
   run(x, y);
   torch::stable::copy_(output, y);
+}
+
+// The word of a packed operator's `activation` argument.
+Activation activation_named(const Entry& entry, const std::string& word);
+
+// Packed weights are plain 1-D tensors of the weight's dtype: the algorithm's form (the weight itself where it has none) and a
+// tag of what they were made for, since a pack may outlive the process, in an exported program, and meet another instruction set.
+template <class P>
+bool has_packs(const AlgorithmInfo& info) {
+  const auto& t = reinterpret_cast<const Algorithm<P>&>(info).traits;
+  return !t.choose && (t.packed_bytes || t.epilogue);
+}
+inline constexpr int64_t kTagBytes = 64;
+uint64_t pack_tag(const Entry& entry, const Sizes& description);
+Tensor new_pack(const Tensor& weight, int64_t bytes);
+void tag_pack(Tensor& pack, uint64_t tag);
+void check_pack(const Entry& entry, const Tensor& pack, int64_t bytes, uint64_t tag);
+
+template <class P>
+Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, const Sizes& description) {
+  const Traits<P>& traits = chosen.algorithm->traits;
+  Tensor pack = new_pack(weight, packed_tensor_bytes(traits, p));
+  if (traits.packed_bytes) {
+    traits.pack(p, as_contiguous(weight).const_data_ptr(), pack.mutable_data_ptr());
+  } else {
+    Tensor place = torch::stable::narrow(pack, 0, 0, weight.numel());
+    torch::stable::copy_(place, torch::stable::flatten(as_contiguous(weight)));
+  }
+  tag_pack(pack, pack_tag(*chosen.entry, description));
+  return pack;
+}
+
+// Gradients that an operator returns: an empty tensor of no elements where one was not asked for.
+using Gradients = std::array<Tensor, 3>;
+inline void give_gradients(StableIValue* stack, const Gradients& gradients) {
+  for (int i = 0; i < 3; i++) give(stack, i, gradients[static_cast<size_t>(i)]);
 }
 
 // One pass over contiguous memory.

@@ -1,0 +1,30 @@
+// The project's choice by shape, without measuring: the first row that fits and whose algorithm supports the case. Nothing
+// approximate, and `winograd` never takes F(6x6, 3x3).
+#include "../core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+struct Row {
+  const char* algorithm;
+  bool (*fits)(const Conv2dProblem&);
+};
+constexpr Row rows[] = {
+    // One input channel for each filter: no GEMM to be had.
+    {"depthwise", [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
+    // Fewer multiplications outweigh the transforms once both are amortized over enough channels (Lavin & Gray 2015).
+    {"winograd", [](const Conv2dProblem& p) { return p.in_channels / p.groups >= 16 && p.out_channels / p.groups >= 16; }},
+    // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
+    {"direct", [](const Conv2dProblem&) { return true; }},
+};
+
+const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+  for (const Row& row : rows)
+    if (row.fits(p) && usable(p, row.algorithm)) return row.algorithm;
+  return nullptr;
+}
+
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, default, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .choose = choose)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,30 @@
+// The lowest modelled time: arithmetic at the share of the measured peak that a method reaches, or memory traffic at the measured
+// bandwidth, whichever takes longer (Williams, Waterman & Patterson, "Roofline", 2009).
+#include <math.h>
+
+#include "../core/algorithm.h"
+#include "../core/machine.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+  const Machine m = machine(p.threads);
+  // Which of two times is lower depends on the machine only through operations per byte. That ratio is rounded to a power of two,
+  // so that noise in its measurement does not change the choice.
+  const double balance = exp2(round(log2(m.flops / m.bytes))) * (p.dtype == DType::f64 ? .5 : 1);
+  const char* best = nullptr;
+  double least = INFINITY;
+  usable.each(p, [&](const char* name, const Traits<Conv2dProblem>& traits) {
+    if (!traits.cost || traits.accuracy == Accuracy::approximate) return;
+    const Cost c = traits.cost(p);
+    const double compute = c.flops / c.efficiency, memory = c.bytes * balance, time = compute > memory ? compute : memory;
+    if (time < least || (time == least && __builtin_strcmp(name, best) < 0)) best = name, least = time;
+  });
+  return best;
+}
+
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, guess, .accuracy = Accuracy::bounded, .choose = choose)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,12 @@
+// The project's choice: its own packed GEMM, which supports everything.
+#include "../core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+const char* choose(const LinearProblem&, const Candidates<LinearProblem>&) { return "gemm"; }
+
+AI3_ALGORITHM_WITHOUT_KERNEL(linear, default, .choose = choose)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,31 @@
+// The vendor's GEMM, through PyTorch's BLAS: plain where the layer is one (1x1, stride 1), else on an im2col matrix (Chellapilla
+// et al., "High performance convolutional neural networks for document processing", 2006). Any stride, padding, dilation and
+// groups.
+#include "../conv2d.h"
+
+namespace ai3::ops {
+namespace {
+
+using torch::stable::reshape;
+
+void conv2d_gemm(const Conv2dProblem& p, void* call) {
+  auto& c = *static_cast<Conv2dCall*>(call);
+  const int64_t kg = p.out_channels / p.groups, pixels = p.out_height * p.out_width;
+  const int64_t depth = p.in_channels / p.groups * p.kernel_height * p.kernel_width;
+  const bool plain =
+      p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
+  const Sizes kernel = {p.kernel_height, p.kernel_width};
+  const Tensor columns = plain ? c.input : call_aten("aten::im2col", "", c.input, kernel, c.dilation, c.padding, c.stride);
+  // (1, g, K/g, depth) x (N, g, depth, pixels)
+  const Tensor w = reshape(c.weight, Sizes{1, p.groups, kg, depth});
+  Tensor y = reshape(torch::stable::matmul(w, reshape(columns, Sizes{p.batch, p.groups, depth, pixels})),
+                     Sizes{p.batch, p.out_channels, p.out_height, p.out_width});
+  // PyTorch's add takes a Scalar, which the stable ABI cannot pass; y - (-b) is the same to the bit.
+  if (c.bias) y = torch::stable::subtract(y, call_aten("aten::neg", "", reshape(*c.bias, Sizes{p.out_channels, 1, 1})));
+  c.output = dense(y, c.channels_last);
+}
+
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, gemm, .tensors = conv2d_gemm)
+
+}  // namespace
+}  // namespace ai3::ops

@@ -1,0 +1,114 @@
+// Gradients of conv2d as convolutions of rearranged tensors: only views and copies here, the arithmetic is the algorithm's
+// kernel. See docs/decisions/backward.md.
+#include "conv2d.h"
+
+namespace ai3::ops {
+namespace {
+
+Tensor permuted(const Tensor& t, const Sizes& order) { return torch::stable::permute(t, order); }
+Tensor reshaped(const Tensor& t, const Sizes& sizes) { return torch::stable::reshape(t, sizes); }
+Tensor slice(const Tensor& t, int64_t dim, int64_t start, int64_t end, int64_t step = 1) {
+  return call_aten("aten::slice", "Tensor", t, dim, std::optional<int64_t>(start), std::optional<int64_t>(end), step);
+}
+// (g * a, b, ...) as (g * b, a, ...): exchanges channels within each group.
+Tensor exchange_in_groups(const Tensor& t, int64_t groups) {
+  const int64_t a = t.size(0) / groups, b = t.size(1);
+  return reshaped(permuted(reshaped(t, {groups, a, b, t.size(2), t.size(3)}), {0, 2, 1, 3, 4}),
+                  {groups * b, a, t.size(2), t.size(3)});
+}
+
+// Puts grad's row j at row left + step * j of `size` rows (and columns alike), the others 0; what falls outside is cropped.
+Tensor spread_out(const Tensor& grad, const Sizes& left, const Sizes& step, const Sizes& size) {
+  Tensor spread = empty({grad.size(0), grad.size(1), size[0], size[1]}, grad.scalar_type(), grad);
+  torch::stable::zero_(spread);
+  Tensor to = spread, from = grad;
+  for (size_t i : {0u, 1u}) {
+    const int64_t dim = static_cast<int64_t>(i) + 2;
+    const int64_t begin = left[i] < 0 ? ceil_div(-left[i], step[i]) : 0;
+    const int64_t room = size[i] - 1 - left[i];
+    int64_t end = room < 0 ? 0 : room / step[i] + 1;
+    if (end > grad.size(dim)) end = grad.size(dim);
+    if (end <= begin) return spread;
+    from = slice(from, dim, begin, end);
+    to = slice(to, dim, left[i] + step[i] * begin, left[i] + step[i] * (end - 1) + 1, step[i]);
+  }
+  torch::stable::copy_(to, from);
+  return spread;
+}
+
+// dX = dY, with stride - 1 zeros between its elements, convolved with the weights turned by 180 degrees.
+Tensor backward_of_input(const Entry& by, const Conv2dCall& c, const Conv2dProblem& p, const Tensor& grad) {
+  Conv2dCall t;
+  t.weight = call_aten("aten::flip", "", exchange_in_groups(c.weight, p.groups), Sizes{2, 3});
+  t.stride = {1, 1}, t.dilation = c.dilation, t.groups = p.groups, t.allow_tf32 = c.allow_tf32, t.deterministic = c.deterministic;
+  const Sizes reach = {p.dilation_h * (p.kernel_height - 1), p.dilation_w * (p.kernel_width - 1)};
+  const Sizes left = {reach[0] - p.pad_h, reach[1] - p.pad_w};
+  if (p.stride_h == 1 && p.stride_w == 1 && left[0] >= 0 && left[1] >= 0) {
+    t.input = grad, t.padding = left;
+  } else {
+    t.input = spread_out(grad, left, c.stride, {p.in_height + reach[0], p.in_width + reach[1]});
+    t.padding = {0, 0};
+  }
+  return conv2d_run(by, t);
+}
+
+// dW: input and dY with batch and channels exchanged, dY as the weight, stride and dilation exchanged.
+Tensor backward_of_weight(const Entry& by, const Conv2dCall& c, const Conv2dProblem& p, const Tensor& grad) {
+  Conv2dCall t;
+  const int64_t cg = p.in_channels / p.groups;
+  // (N, g * C/g, H, W) as (C/g, g * N, H, W)
+  t.input = reshaped(permuted(reshaped(c.input, {p.batch, p.groups, cg, p.in_height, p.in_width}), {2, 1, 0, 3, 4}),
+                     {cg, p.groups * p.batch, p.in_height, p.in_width});
+  t.weight = permuted(grad, {1, 0, 2, 3});
+  t.stride = c.dilation, t.dilation = c.stride, t.padding = c.padding, t.groups = p.groups;
+  t.allow_tf32 = c.allow_tf32, t.deterministic = c.deterministic;
+  const Tensor result = conv2d_run(by, t);  // (C/g, K, at least R, at least S)
+  return permuted(slice(slice(result, 2, 0, p.kernel_height), 3, 0, p.kernel_width), {1, 0, 2, 3});
+}
+
+template <class Compute>
+Tensor named(const char* what, const Compute& compute) {
+  try {
+    return compute();
+  } catch (const std::runtime_error& e) {
+    throw std::runtime_error(std::string(what) + e.what());
+  }
+}
+
+}  // namespace
+
+Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_output, const std::vector<bool>& wanted,
+                          const Entry* backward_input, const Entry* backward_weight) {
+  check(wanted.size() == 3, asked, "needs 3 flags in output_mask, got ", wanted.size());
+  check_same(asked, c.input, c.weight, "weight");
+  check_same(asked, c.input, grad_output, "grad_output");
+  const Conv2dProblem p = conv2d_problem(asked, c, sizes_of(c.weight));
+  const bool channels_last = suggests_channels_last(c.input) || suggests_channels_last(c.weight);
+  const Tensor grad = c.unbatched && grad_output.dim() == 3 ? torch::stable::unsqueeze(grad_output, 0) : grad_output;
+  check(sizes_of(grad) == Sizes{p.batch, p.out_channels, p.out_height, p.out_width}, asked,
+        "needs grad_output of the output's sizes ", to_string({p.batch, p.out_channels, p.out_height, p.out_width}), ", got ",
+        to_string(sizes_of(grad_output)));
+  const Tensor nothing = empty({0}, c.input.scalar_type(), c.input);
+  Gradients result{nothing, nothing, nothing};
+  const bool some = p.batch > 0;
+  const bool by_aten[] = {wanted[0] && !(backward_input && some), wanted[1] && !(backward_weight && some), wanted[2]};
+  if (by_aten[0] || by_aten[1] || by_aten[2]) {
+    auto stack = call_dispatcher("aten::convolution_backward", "", grad, c.input, c.weight,
+                                 std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},
+                                 c.groups, torch::headeronly::HeaderOnlyArrayRef<bool>(by_aten, 3));
+    for (size_t i = 0; i < 3; i++) {
+      Tensor t = torch::stable::detail::to<Tensor>(stack[i]);
+      if (by_aten[i]) result[i] = t;
+    }
+  }
+  if (wanted[0] && !by_aten[0])
+    result[0] =
+        named("gradient of the input: ", [&] { return dense(backward_of_input(*backward_input, c, p, grad), channels_last); });
+  if (wanted[1] && !by_aten[1])
+    result[1] =
+        named("gradient of the weight: ", [&] { return dense(backward_of_weight(*backward_weight, c, p, grad), channels_last); });
+  if (wanted[0] && c.unbatched) result[0] = torch::stable::squeeze(result[0], 0);
+  return result;
+}
+
+}  // namespace ai3::ops

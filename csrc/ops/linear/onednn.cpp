@@ -1,0 +1,25 @@
+// oneDNN's inner product through the copy that PyTorch bundles.
+#include "../onednn.h"
+
+#include "../linear.h"
+
+namespace ai3::ops {
+namespace {
+
+void linear_onednn(const LinearProblem& p, void* call) {
+  auto& c = *static_cast<LinearCall*>(call);
+  const Tensor x = torch::stable::reshape(c.input, Sizes{p.rows, p.in_features});
+  const Tensor w = torch::stable::reshape(c.weight, Sizes{p.out_features, p.in_features});
+  const Tensor y = call_aten("mkldnn::_linear_pointwise", "", as_contiguous(x), as_contiguous(w), c.bias, std::string("none"),
+                             Sizes{}, std::optional<std::string>(""));
+  Sizes sizes = sizes_of(c.input);
+  sizes.pop_back();
+  if (c.weight.dim() == 2) sizes.push_back(p.out_features);
+  c.output = torch::stable::reshape(y, sizes);
+}
+
+AI3_ALGORITHM_WITHOUT_KERNEL(linear, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<LinearProblem>,
+                             .tensors = linear_onednn)
+
+}  // namespace
+}  // namespace ai3::ops

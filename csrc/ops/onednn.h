@@ -1,0 +1,24 @@
+// What PyTorch's oneDNN computes in on this processor.
+#pragma once
+#include "tensors.h"
+
+namespace ai3::ops {
+
+inline constexpr uint32_t kOneDnnDtypes = dtype_bit(DType::f32) | dtype_bit(DType::bf16) | dtype_bit(DType::f16);
+
+inline bool mkldnn_says(const char* question) {
+  StableIValue answer = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(question, "", &answer, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<bool>(answer);
+}
+
+template <class P>
+bool onednn_supports(const P& p, Reason& reason) {
+  static const bool bf16 = mkldnn_says("mkldnn::_is_mkldnn_bf16_supported"),
+                    f16 = mkldnn_says("mkldnn::_is_mkldnn_fp16_supported");
+  if ((p.dtype == DType::bf16 && !bf16) || (p.dtype == DType::f16 && !f16))
+    return refuse(reason, "oneDNN does not compute in %s on this processor", ai3::name_of(p.dtype));
+  return true;
+}
+
+}  // namespace ai3::ops

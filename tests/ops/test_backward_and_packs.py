@@ -1,0 +1,183 @@
+"""Backward, mixed and packed operators of conv2d and linear, against ATen in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ai3_ops
+
+ops = torch.ops.ai3
+GEOMETRIES = [
+    # input, weight, stride, padding, dilation, groups
+    ((2, 4, 7, 6), (6, 4, 3, 3), 1, 1, 1, 1),
+    ((2, 4, 7, 6), (6, 4, 3, 3), 1, 0, 1, 1),
+    ((1, 4, 8, 9), (6, 2, 3, 2), (2, 3), (1, 0), (1, 2), 2),
+    ((2, 4, 8, 7), (4, 1, 3, 3), 2, 1, 1, 4),
+    ((2, 3, 5, 5), (2, 3, 1, 1), 2, 1, 1, 1),  # padding beyond the kernel: cropped
+    ((1, 2, 6, 6), (2, 2, 2, 2), 3, 3, 2, 1),
+    ((4, 7, 6), (6, 4, 3, 3), 1, 1, 1, 1),  # unbatched
+    ((0, 4, 7, 6), (6, 4, 3, 3), 1, 1, 1, 1),
+]
+
+
+def data(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def names(operation: str, **properties: object) -> list[str]:
+    found = ai3_ops.algorithms(operation, "cpu")
+    return [a.name for a in found if all(getattr(a, k) == v for k, v in properties.items())]
+
+
+def aten_gradients(x, w, grad, *window):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    b = torch.zeros(w.shape[0], dtype=w.dtype, requires_grad=True)
+    return torch.autograd.grad(F.conv2d(x, w, b, *window), (x, w, b), grad)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("algorithm", ["", "direct", "gemm"])
+def test_conv2d_gradients(geometry, layout, algorithm):
+    xs, ws, *window = geometry
+    x, w = data(*xs), data(*ws).contiguous(memory_format=layout)
+    if x.ndim == 4:
+        x = x.contiguous(memory_format=layout)
+    y = F.conv2d(x, w, None, *window)
+    grad = torch.randn_like(y)
+    expected = aten_gradients(x, w, grad, *window)
+    for wanted in ([True] * 3, [True, False, False], [False, True, False], [False, False, True], [False] * 3):
+        if algorithm:
+            got = ops._conv2d_mixed_backward(
+                grad, x, w, *window, wanted, forward="direct", backward_input=algorithm, backward_weight=algorithm
+            )
+        else:
+            got = ops._conv2d_direct_backward(grad, x, w, *window, wanted)
+        for g, e, flag in zip(got, expected, wanted, strict=True):
+            if not flag:
+                assert g.shape == (0,)
+                continue
+            torch.testing.assert_close(g, e)
+            if e.ndim == 4 and e.numel():
+                assert g.is_contiguous(memory_format=layout)
+
+
+def test_mixed_forward_and_refusal():
+    x, w, b = data(2, 4, 7, 6), data(6, 4, 3, 3), data(6)
+    y = ops._conv2d_mixed(x, w, b, 1, 1, forward="gemm", backward_input="direct")
+    torch.testing.assert_close(y, F.conv2d(x, w, b, 1, 1))
+    with pytest.raises(RuntimeError, match="gradient of the weight: ai3::conv2d_winograd.*needs"):
+        ops._conv2d_mixed_backward(y, x, w, 1, 1, 1, 1, [True] * 3, forward="direct", backward_weight="winograd")
+    with pytest.raises(RuntimeError, match="no conv2d algorithm 'nothing'"):
+        ops._conv2d_mixed(x, w, b, forward="nothing")
+    with pytest.raises(RuntimeError, match="grad_output of the output's sizes"):
+        ops._conv2d_direct_backward(x, x, w, 1, 1, 1, 1, [True] * 3)
+
+
+@pytest.mark.parametrize("algorithm", names("linear"))
+def test_linear_gradients(algorithm):
+    dtype = torch.float32 if algorithm == "onednn" else torch.float64
+    x, w, grad = data(5, 3).to(dtype), data(4, 3).to(dtype), data(5, 4).to(dtype)
+    expected = (grad @ w, grad.T @ x, grad.sum(0))
+    for got in (
+        getattr(ops, f"_linear_{algorithm}_backward")(grad, x, w, [True] * 3),
+        ops._linear_mixed_backward(
+            grad, x, w, [True] * 3, forward=algorithm, backward_input=algorithm, backward_weight=algorithm
+        ),
+    ):
+        for g, e in zip(got, expected, strict=True):
+            torch.testing.assert_close(g, e)
+    torch.testing.assert_close(ops._linear_mixed(x, w, forward=algorithm), F.linear(x, w))
+
+
+ACTIVATIONS = {"none": lambda t: t, "relu": F.relu, "relu6": F.relu6, "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu}
+
+
+@pytest.mark.parametrize("algorithm", [n for n in names("conv2d") if hasattr(ops, f"_conv2d_{n}_pack")])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_conv2d_packed(algorithm, layout):
+    groups = 4 if algorithm == "depthwise" else 1
+    dtype = torch.float32
+    x = data(2, 4, 7, 6).to(dtype).contiguous(memory_format=layout)
+    w, b = data(8, 4 // groups, 3, 3).to(dtype), data(8).to(dtype)
+    window = (1, 1, 1, groups)
+    pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
+    assert pack.ndim == 1 and pack.dtype == dtype
+    run, run_out = getattr(ops, f"_conv2d_{algorithm}_packed"), getattr(ops, f"_conv2d_{algorithm}_packed_out")
+    expected = F.conv2d(x, w, b, *window)
+    close = {"rtol": 2e-4, "atol": 2e-4}
+    torch.testing.assert_close(run(x, pack, w.shape, b, *window), expected, **close)
+    if ai3_ops.registry.algorithm("conv2d", algorithm, "cpu").epilogue:
+        for name, function in ACTIVATIONS.items():
+            y = run(x, pack, w.shape, b, *window, expected, name)
+            torch.testing.assert_close(y, function(2 * expected), **close)
+            assert y.is_contiguous(memory_format=layout)
+    else:
+        with pytest.raises(RuntimeError, match="fuses no"):
+            run(x, pack, w.shape, b, *window, None, "relu")
+    whole = torch.zeros(2, 12, 7, 6, dtype=dtype).contiguous(memory_format=layout)
+    for out in (torch.empty_like(expected), whole[:, 2:10], whole.flip(3)[..., :]):
+        out = out if out.shape == expected.shape else out[:, :8]
+        run_out(x, pack, w.shape, b, *window, out=out)
+        torch.testing.assert_close(out, expected, **close)
+    assert not whole[:, 10:].any() and not whole[:, :2].any()
+    with pytest.raises(RuntimeError, match="packed"):
+        run(x, pack[:-1], w.shape, b, *window)
+    with pytest.raises(RuntimeError, match="packed"):
+        run(x, torch.zeros_like(pack), w.shape, b, *window)
+    with pytest.raises(RuntimeError, match="needs an activation"):
+        run(x, pack, w.shape, b, *window, None, "swish")
+
+
+@pytest.mark.parametrize("algorithm", [n for n in names("linear") if hasattr(ops, f"_linear_{n}_pack")])
+def test_linear_packed(algorithm):
+    x, w, b = data(2, 3, 5).float(), data(7, 5).float(), data(7).float()
+    pack = getattr(ops, f"_linear_{algorithm}_pack")(w)
+    run = getattr(ops, f"_linear_{algorithm}_packed")
+    expected = F.linear(x, w, b)
+    torch.testing.assert_close(run(x, pack, w.shape, b), expected)
+    torch.testing.assert_close(run(x, pack, w.shape, b, expected, "relu"), F.relu(2 * expected))
+    out = torch.empty(2, 3, 14)[..., ::2]
+    getattr(ops, f"_linear_{algorithm}_packed_out")(x, pack, w.shape, b, out=out)
+    torch.testing.assert_close(out, expected)
+
+
+def lacks(dtype: torch.dtype) -> bool:
+    """Whether oneDNN refuses this dtype here."""
+    return dtype == torch.float64 or not {
+        torch.float32: lambda: True,
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+    }[dtype]()
+
+
+@pytest.mark.parametrize("algorithm", ["onednn", "gemm", "default", "guess"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_vendor_algorithms_and_rules(algorithm, dtype, geometry):
+    xs, ws, *window = geometry
+    x, w, b = data(*xs).to(dtype), data(*ws).to(dtype), data(ws[0]).to(dtype)
+    op = getattr(ops, f"conv2d_{algorithm}")
+    if algorithm == "onednn" and lacks(dtype):
+        with pytest.raises(RuntimeError, match="ai3::conv2d_onednn: .*does not compute in float.*; algorithms that support"):
+            op(x, w, b, *window)
+        return
+    tolerance = {2: 5e-2, 4: 1e-4, 8: 1e-10}[dtype.itemsize]
+    expected = F.conv2d(x.double(), w.double(), b.double(), *window).to(dtype)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        given = x.contiguous(memory_format=layout) if x.ndim == 4 else x
+        y = op(given, w, b, *window)
+        torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+        if x.ndim == 4 and x.numel():
+            assert y.stride() == F.conv2d(given, w, b, *window).stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_linear_onednn(dtype):
+    if lacks(dtype):
+        pytest.skip("this processor's oneDNN lacks the dtype")
+    x, w, b = data(2, 3, 5).to(dtype), data(7, 5).to(dtype), data(7).to(dtype)
+    torch.testing.assert_close(ops.linear_onednn(x, w, b), F.linear(x, w, b))
+    torch.testing.assert_close(ops.linear_onednn(x[0, 0], w[0]), F.linear(x[0, 0], w[0]))
