@@ -46,7 +46,7 @@ class Algorithm:
             if mixed is None:
                 raise ValueError(f"{operation} has no choice of backward algorithms, got {self}")
             given, weight = self.backward
-            words = {"forward": self.name, "backward_input": given or self.name, "backward_weight": weight or self.name}
+            words = {"forward": self.name, "backward_input": given or "", "backward_weight": weight or ""}
             operator, options = mixed.default, options | words
         known = [a.name for a in operator._schema.arguments if a.kwarg_only]
         for parameter in options:

@@ -75,7 +75,7 @@ Cost linear_gemm_cost(const LinearProblem& p) {
 }
 
 AI3_ALGORITHM(linear, gemm, .epilogue = true, .workspace = linear_gemm_workspace, .cost = linear_gemm_cost,
-              .packed_bytes = linear_gemm_packed_bytes, .pack = linear_gemm_pack)
+              .packed_bytes = linear_gemm_packed_bytes, .pack = linear_gemm_pack, .backward = Backward::own)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
