@@ -140,13 +140,14 @@ struct TransformDomain {
   // threads work on together, bounded only so that the workspace is.
   void plan() {
     const int64_t tile_bytes = checked_product({kPositions, row, static_cast<int64_t>(sizeof(A))});
-    auto fitting = [&](int64_t bytes, int64_t least, int64_t most) {
+    auto fitting = [&](int64_t bytes, int64_t most) {
       const int64_t n = bytes / tile_bytes;
-      return n < least ? least : n > most ? most : n;
+      return n < 1 ? 1 : n > most ? most : n;
     };
-    const int64_t small = fitting(1 << 20, 28, 56);
+    // Fewer than two slabs of the micro-kernel would waste it and read the weights too often, unless tiles are very large.
+    const int64_t cached = fitting(1 << 20, 56), least = fitting(16 << 20, 28), small = cached > least ? cached : least;
     fused = p.threads <= 1 || tiles >= p.threads * small;
-    const int64_t most = fused ? small : fitting(48 << 20, 28, tiles);
+    const int64_t most = fused ? small : fitting(48 << 20, tiles);
     blocks = ceil_div(tiles, most);
     if (fused && p.threads > 1) blocks = round_up(blocks, p.threads);
     block = ceil_div(tiles, blocks), blocks = ceil_div(tiles, block);
