@@ -155,6 +155,11 @@ class Run:
         """Median seconds for one image."""
         return statistics.median(self.seconds)
 
+    def accuracy(self, digits: Digits) -> float:
+        """The share of unseen digits that it names rightly."""
+        assert self.predictions is not None
+        return int((self.predictions == digits.labels).sum()) / len(digits.labels)
+
     def error(self, reference: Tensor) -> float:
         """Largest difference from the reference, relative to its largest value."""
         assert self.outputs is not None
@@ -354,8 +359,7 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
     for i, run in enumerate(runs):
         agrees, error = _agrees(run, reference, tolerance), run.error(reference)
         agreed &= agrees or run.approximate
-        assert run.predictions is not None
-        accuracy = (run.predictions == digits.labels).double().mean().item()
+        accuracy = run.accuracy(digits)
         word = "approximate" if run.approximate else "yes" if agrees else "NO"
         speed = runs[0].latency / run.latency
         cells = (f"{run.latency * 1e3:.1f} ms", f"{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
@@ -379,11 +383,13 @@ def draw(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     ours, theirs, chosen, text = "#3b6fb6", "#8a8f98", "#d9822b", "#2b2f36"
     plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9, "text.color": text, "axes.labelcolor": text})
-    figure = plt.figure(figsize=(14, 8.2), dpi=110, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr]
+    figure = plt.figure(
+        figsize=(14, 8.2), dpi=110, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
+    )
     figure.suptitle(
         f"{net.name}, {net.origin}, on {doctor.cpu_name()} ({level()}, threads: {torch.get_num_threads()})", fontsize=13
     )
@@ -406,7 +412,7 @@ def draw(
         axes.text(
             10 * (i % 8) + 4.5, 13 * (i // 8) + 10.4, str(prediction), ha="center", va="center", color=color, fontsize=9
         )
-    before, after = ((run.predictions == digits.labels).double().mean().item() for run in (runs[0], runs[2]))
+    before, after = runs[0].accuracy(digits), runs[2].accuracy(digits)
     axes.set_title(
         f"{len(digits.labels)} unseen digits: {before:.2%} right with PyTorch,\n"
         f"{after:.2%} with the selected algorithms",
