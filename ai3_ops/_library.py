@@ -49,6 +49,8 @@ C.ai3_resolve.argtypes = (*_QUERY, *_ERROR)
 C.ai3_resolve.restype = ctypes.c_char_p
 C.ai3_workspace.argtypes = (*_QUERY, *_ERROR)
 C.ai3_workspace.restype = ctypes.c_int64
+C.ai3_packed_bytes.argtypes = (*_QUERY, *_ERROR)
+C.ai3_packed_bytes.restype = ctypes.c_int64
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
 C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
 C.ai3_machine.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double), *_ERROR)
@@ -103,3 +105,12 @@ def machine(threads: int) -> tuple[float, float]:
     if not C.ai3_machine(threads, ctypes.byref(flops), ctypes.byref(bandwidth), error, _ERROR_SIZE):
         raise RuntimeError(f"ai3: {error.value.decode()}")
     return flops.value, bandwidth.value
+
+
+def packed_bytes(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    """Bytes of the tensor that the algorithm's pack operator returns."""
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    size = C.ai3_packed_bytes(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
+    if size < 0:
+        raise RuntimeError(f"ai3::{operation}_{algorithm}: {error.value.decode()}")
+    return size

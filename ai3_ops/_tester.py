@@ -586,6 +586,22 @@ def check_partial_gradients(info: AlgorithmInfo) -> None:
             close(g, e, 2e-2, f"{call}: gradient {i} alone")
 
 
+def check_backward_opcheck(info: AlgorithmInfo) -> None:
+    """opcheck of the backward operator, with every output and with one."""
+    backward = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_backward", None)
+    if backward is None:
+        return
+    some = [c for c in few_calls(info, 100) if len(c.case.shapes[1] or ()) > 1 and not c.case.layouts]
+    last = [c for c in few_calls(info, 100) if "channels_last" in c.case.layouts]
+    for call, mask in [(c, m) for c in [*some[:1], *last[:1]] for m in ([True] * 3, [False, True, False])]:
+        x, w, _ = call.tensors
+        y = torch.randn_like(call.operator(x, w, None))
+        if info.operation == "linear":
+            x, y = (t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in (x, y))
+        tensors = [t.detach().requires_grad_() for t in (y, x, w)]
+        torch.library.opcheck(backward.default, (*tensors, *operator_arguments(info, call.case.arguments), mask))
+
+
 def check_opcheck(info: AlgorithmInfo) -> None:
     """`torch.library.opcheck`: schema, autograd registration, fake kernel, AOT dispatch with dynamic shapes."""
     some = few_calls(info, 2)
@@ -597,6 +613,33 @@ def check_opcheck(info: AlgorithmInfo) -> None:
         layouts = itertools.zip_longest(inputs, call.case.layouts, fillvalue="contiguous")
         inputs = [None if t is None else LAYOUTS[layout](t.detach()).requires_grad_() for t, layout in layouts]
         torch.library.opcheck(info.operator, (*inputs, *operator_arguments(info, call.case.arguments)))
+
+
+def check_packed(info: AlgorithmInfo) -> None:
+    """The operators on packed weights give bitwise what the algorithm gives, and pass opcheck; gradients are an error."""
+    pack, packed = (
+        getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_{kind}", None) for kind in ("pack", "packed")
+    )
+    if packed is None or info.layout != "any":
+        return
+    for i, call in enumerate(few_calls(info, 6, "float32" if "float32" in info.dtypes else None)):
+        x, w, b = (None if t is None else t.contiguous() for t in call.tensors)
+        assert x is not None
+        assert w is not None
+        if info.operation == "linear" and w.ndim == 1:
+            continue
+        window = operator_arguments(info, call.case.arguments)
+        weight = pack(w, *window)
+        y = packed(x, weight, list(w.shape), b, *window)
+        require(same_bits(y, call.operator(x, w, b)), f"{call}: the packed operator gives something else")
+        if i == 0:
+            # A pack's padding is not initialized, so two packs need not be equal.
+            torch.library.opcheck(pack.default, (w, *window), test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(packed.default, (x, weight, list(w.shape), b, *window))
+            error = raised(packed(x.requires_grad_(), weight, list(w.shape), b, *window).sum().backward)
+            require(
+                isinstance(error, RuntimeError) and "inference" in str(error), f"{call}: packed backward: {error!r}"
+            )
 
 
 def check_autocast(info: AlgorithmInfo) -> None:

@@ -41,7 +41,9 @@ class AlgorithmInfo:
     epilogue: bool = False  # its packed operator adds a residual and applies an activation
     rule: bool = False  # no method of its own: names another algorithm for each problem
     vendor: bool = False  # calls PyTorch's own operators
-    backward: str = "aten"  # who computes its gradients: PyTorch ("aten"), or its own kernel on the transposed problems ("own")
+    backward: str = (
+        "aten"  # who computes its gradients: PyTorch ("aten"), or its own kernel on the transposed problems ("own")
+    )
     sliced: bool = False  # its packed operator writes straight into a slice of channels of a larger tensor
     python: bool = dataclasses.field(default=False, compare=False)  # a Python callable
 
@@ -207,6 +209,15 @@ def workspace_sizes(
     if (operation, algorithm) in _python:
         return 0
     return _library.workspace(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
+
+
+def packed_bytes_sizes(
+    operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
+) -> int:
+    """Bytes of the tensor that ai3::_<operation>_<algorithm>_pack returns; on the meta device, what the CPU's does."""
+    kind = torch.device(device).type
+    kind = "cpu" if kind == "meta" else kind
+    return _library.packed_bytes(operation, algorithm, kind, dtype, _query(operation, sizes))
 
 
 def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:

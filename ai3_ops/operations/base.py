@@ -95,11 +95,17 @@ def fold(tensor: Tensor, dim: int | None, into: int, size: int) -> Tensor:
     return lead(tensor, dim, size).movedim(0, into).flatten(into, into + 1)
 
 
+def operator_named(name: str) -> torch._ops.OpOverload | None:
+    """`torch.ops.ai3.<name>.default`, if it is defined."""
+    packet = getattr(torch.ops.ai3, name, None)
+    return packet and packet.default
+
+
 def algorithm_operators(operation: str, algorithm: str) -> dict[str, torch._ops.OpOverload]:
-    """The dispatcher operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
+    """The operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
     names = {"": f"{operation}_{algorithm}"}
     names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in ("backward", "pack", "packed", "packed_out")}
-    return {kind: getattr(torch.ops.ai3, name).default for kind, name in names.items() if hasattr(torch.ops.ai3, name)}
+    return {kind: op for kind, name in names.items() if (op := operator_named(name))}
 
 
 class Operation:
@@ -134,7 +140,7 @@ class Operation:
         raise NotImplementedError
 
     flops: Callable[..., int] | None = None  # of shapes, as torch.utils.flop_counter calls it
-    rules: ClassVar[dict[str, Callable[..., None]]] = {}  # kind of operator -> function (self, op, algorithm)
+    rules: ClassVar[dict[str, Callable[..., None]]] = {}  # for other kinds of operators: function (self, op, algorithm)
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "name"):
@@ -188,25 +194,58 @@ class Operation:
         """Gives the operators of an algorithm their rules; those that have them already keep them."""
         if algorithm in self.registered:
             return
+        first = not self.registered
         self.registered.add(algorithm)
+        if first and (mixed := operator_named(f"_{self.name}_mixed")):  # one for all algorithms, told their names
+            self.register_forward(mixed, "mixed")
+            self.rules["backward"](self, operator_named(f"_{self.name}_mixed_backward"), "mixed")
         operators = algorithm_operators(self.name, algorithm)
-        op = operators.pop("")
-        register_fake(op, lambda *args, **kwargs: self.fake(algorithm, *args, **kwargs))
+        self.register_forward(operators.pop(""), algorithm)
+        register_determinism(self.name, algorithm)
+        for kind, op in operators.items():
+            self.rules[kind](self, op, algorithm)
+
+    def register_forward(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""
+
+        def fake(*args: Any, forward: str = algorithm, **options: Any) -> Tensor:
+            return self.fake(forward, *args, **options)
 
         def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-            ctx.algorithm = algorithm
+            ctx.operator = operator_named(f"_{self.name}_{algorithm}_backward")
+            known = () if ctx.operator is None else [a.name for a in ctx.operator._schema.arguments]
+            ctx.options = {name: value for name, value in options.items() if name in known}
+            if "deterministic" in ctx.options:
+                ctx.options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
             self.save(ctx, inputs, options, output)
 
+        register_fake(op, fake)
         register_autograd(op, self.backward, save)
         register_vmap(op, self.vmap)
         if self.autocast:
             register_autocast(op)
         if self.flops:
             register_flops(op, self.flops)
-        register_determinism(op, self.name, algorithm)
-        for kind, other in operators.items():
-            if kind in self.rules:
-                self.rules[kind](self, other, algorithm)
+
+
+# Packed weights -------------------------------------------------------------------------------------------------------
+def empty_pack(operation: str, algorithm: str, weight: Tensor, sizes: dict[str, int]) -> Tensor:
+    """What the pack operator returns, uninitialized: a 1-D tensor of the weight's dtype."""
+    size = registry.packed_bytes_sizes(operation, algorithm, weight.device, weight.dtype, **sizes)
+    return weight.new_empty(size // weight.element_size())
+
+
+def packed_result(label: str, output: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor | None:
+    """Checks the residual and, of an `_out` form, where to write; such a form returns nothing."""
+    for tensor, name in ((residual, "residual"), (out, "out")):
+        if tensor is not None:
+            check(
+                tensor.shape == output.shape,
+                label,
+                f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}",
+            )
+            check_same(label, output, tensor, name)
+    return output if out is None else None
 
 
 # Registration with the dispatcher -------------------------------------------------------------------------------------
@@ -258,6 +297,15 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
 
+def register_inference_only(op: torch._ops.OpOverload) -> None:
+    """Packed weights have no gradients: asking for one is an error, never silently zero."""
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"{op.name()}: packed weights are for inference; ai3::{op._opname} has no gradient")
+
+    register_autograd(op, backward, lambda ctx, inputs, options, output: None)
+
+
 def register_vmap(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
     """`rule(op, size, dims, *args, **options)` gives the result and the place of its new dimension."""
 
@@ -298,7 +346,7 @@ def register_flops(op: torch._ops.OpOverload, formula: Callable[..., int]) -> No
         register_flop_formula(op.overloadpacket)(formula)
 
 
-def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: str) -> None:
+def register_determinism(operation: str, algorithm: str) -> None:
     """An algorithm that is not deterministic says so under `torch.use_deterministic_algorithms(True)`.
 
     BackendSelect is the one key that every eager call passes, also under inference_mode; only such algorithms pay for it.
@@ -310,6 +358,7 @@ def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: s
     }
     if not devices:
         return
+    op = operator_named(f"{operation}_{algorithm}")
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:

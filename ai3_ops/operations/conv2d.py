@@ -92,11 +92,20 @@ class Conv2d(Operation):
         """The backward convolutions read input and weight."""
         input, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs[:7]
         ctx.save_for_backward(input, weight)
-        ctx.options = {key: options[key] for key in ("allow_tf32", "deterministic")}
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """By the algorithm's own backward operator."""
-        return backward_convolution(ctx, grad, *ctx.saved_tensors, ctx.algorithm)
+        input, weight = ctx.saved_tensors
+        needs, window = list(ctx.needs[:3]), (ctx.stride, ctx.padding, ctx.dilation)
+        if ctx.operator is not None:
+            grads = ctx.operator(grad, input, weight, *window, ctx.groups, needs, **ctx.options)
+        else:  # a Python callable
+            lists = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in window]
+            y, x, bias = base.batched(grad), base.batched(input), [weight.shape[0]]
+            grads = torch.ops.aten.convolution_backward(y, x, weight, bias, *lists, False, [0, 0], ctx.groups, needs)
+            if needs[0]:
+                grads = (grads[0].reshape(input.shape), *grads[1:])
+        return tuple(g if wanted else None for g, wanted in zip(grads, needs, strict=True))
 
     def vmap(
         self,
@@ -145,32 +154,145 @@ class Conv2d(Operation):
         return conv_flop_count([*lead, *input], list(weight), [*lead, *out_shape])
 
 
-def backward_convolution(
-    ctx: Any, grad: Tensor, input: Tensor, weight: Tensor, algorithm: str
-) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias that `ctx` needs, from ai3::_conv2d_<algorithm>_backward where there is one.
+# Gradients ------------------------------------------------------------------------------------------------------------
+def register_backward(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) -> None:
+    """ai3::_conv2d_<algorithm>_backward: its fake kernel, second derivatives (ATen's), vmap, FLOPs."""
 
-    A Python callable has none: ATen's is used.
-    """
-    needs = list(ctx.needs[:3])
-    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_backward", None)
-    window = (ctx.stride, ctx.padding, ctx.dilation)
-    if operator is None:
-        unbatched = input.ndim == 3
-        spread = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in window]
-        grads = torch.ops.aten.convolution_backward(
-            base.batched(grad),
-            base.batched(input),
-            weight,
-            [weight.shape[0]],
-            *spread,
-            False,
-            [0, 0],
-            ctx.groups,
-            needs,
+    def fake(
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
+        mask: list[bool],
+        forward: str = algorithm,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        label = f"ai3::conv2d_{forward}"
+        problem = rules.problem(label, input, weight, None, stride, padding, dilation, groups)
+        shape = problem.shape[1:] if problem.unbatched else problem.shape
+        fits = tuple(grad.shape) == tuple(shape)
+        check(fits, label, f"needs grad_output of the output's sizes {tuple(shape)}, got {tuple(grad.shape)}")
+        grads = (
+            problem._replace(shape=base.batched(input).shape),
+            problem._replace(shape=weight.shape, unbatched=False),
         )
-        if unbatched and needs[0]:
-            grads = (grads[0].squeeze(0), *grads[1:])
-    else:
-        grads = operator(grad, input, weight, *window, ctx.groups, needs, **ctx.options)
-    return tuple(g if wanted else None for g, wanted in zip(grads, needs, strict=True))
+        nothing = input.new_empty(0)
+        return (
+            *(g.empty(input.device) if wanted else nothing for g, wanted in zip(grads, mask, strict=False)),
+            input.new_empty(weight.shape[0]) if mask[2] else nothing,
+        )
+
+    base.register_fake(op, fake)
+    base.register_autograd(op, double_backward, save_backward)
+    base.register_vmap(op, vmap_backward)
+    base.register_flops(op, backward_flops)
+
+
+def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    """The second derivatives are convolutions of all three tensors."""
+    grad, input, weight, *ctx.window, ctx.groups, ctx.mask = inputs
+    ctx.save_for_backward(grad, input, weight)
+
+
+def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """ATen's."""
+    grad, input, weight = ctx.saved_tensors
+    ggx, ggw, ggb = (g if wanted else None for g, wanted in zip(grads, ctx.mask, strict=True))
+    lists = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in ctx.window]
+    unbatched = input.ndim == 3
+    if unbatched:
+        grad, input, ggx = (None if t is None else t.unsqueeze(0) for t in (grad, input, ggx))
+    needs = list(ctx.needs[:3])
+    rest = (grad, weight, input, *lists, False, [0, 0], ctx.groups, needs)
+    result = torch.ops.aten._convolution_double_backward(ggx, ggw, ggb, *rest)
+    result = [g if wanted else None for g, wanted in zip(result, needs, strict=True)]
+    return tuple(g.squeeze(0) if unbatched and g is not None and i < 2 else g for i, g in enumerate(result))
+
+
+def vmap_backward(
+    op: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    dims: Dims,
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: int,
+    mask: list[bool],
+    **options: Any,
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """Samples become groups, so that each has weight gradients of its own."""
+    channels = input.ndim - (dims[1] is not None) - 3  # of a sample: dimension 0 or 1
+    y, x = base.fold(grad, dims[0], channels, size), base.fold(input, dims[1], channels, size)
+    w = base.fold(weight, dims[2], 0, size)
+    grads = op(y, x, w, stride, padding, dilation, size * groups, mask, **options)
+    places = [place if wanted else None for place, wanted in zip((channels, 0, 0), mask, strict=True)]
+    parts = [g if p is None else g.unflatten(p, (size, -1)) for g, p in zip(grads, places, strict=True)]
+    return tuple(parts), tuple(places)
+
+
+def backward_flops(grad: Any, input: Any, weight: Any, *rest: Any, out_shape: Any = None, **_: Any) -> int:
+    """As many as forward for each of input and weight."""
+    mask = rest[4]
+    return (mask[0] + mask[1]) * Conv2d.flops(input, weight, out_shape=grad)
+
+
+# Packed weights -------------------------------------------------------------------------------------------------------
+def register_pack(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) -> None:
+    """ai3::_conv2d_<algorithm>_pack: as many elements as the registry says."""
+
+    def fake(weight: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
+        label = f"ai3::conv2d_{algorithm}"
+        (sh, sw), (ph, pw), (dh, dw) = (
+            base.spread(label, v, 2, name, least)
+            for v, name, least in ((stride, "stride", 1), (padding, "padding", 0), (dilation, "dilation", 1))
+        )
+        k, cg, r, s = map(int, weight.shape)
+        sizes = {
+            "in_channels": cg * groups, "out_channels": k, "kernel_height": r, "kernel_width": s, "stride_h": sh,
+            "stride_w": sw, "pad_h": ph, "pad_w": pw, "dilation_h": dh, "dilation_w": dw, "groups": groups, "has_bias": 0,
+            "channels_last": 0,
+        }  # fmt: skip
+        return base.empty_pack("conv2d", algorithm, weight, sizes)
+
+    base.register_fake(op, fake)
+    base.register_inference_only(op)
+
+
+def register_packed(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) -> None:
+    """ai3::_conv2d_<algorithm>_packed and _packed_out: the output as that of the algorithm itself."""
+
+    def fake(
+        input: Tensor,
+        packed: Tensor,
+        weight_size: list[int],
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+        residual: Tensor | None = None,
+        activation: str = "none",
+        out: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        weight = input.new_empty(weight_size)
+        output = rules.fake(algorithm, input, weight, bias, stride, padding, dilation, groups, **options)
+        return base.packed_result(f"ai3::conv2d_{algorithm}", output, residual, out)
+
+    base.register_fake(op, fake)
+    if op._schema.returns:
+        base.register_inference_only(op)
+
+
+Conv2d.rules = {
+    "backward": register_backward,
+    "pack": register_pack,
+    "packed": register_packed,
+    "packed_out": register_packed,
+}

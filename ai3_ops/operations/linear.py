@@ -56,11 +56,22 @@ class Linear(Operation):
         input, weight, bias = inputs
         ctx.save_for_backward(input, weight)
         ctx.bias_shape = None if bias is None else bias.shape
-        ctx.options = {key: options[key] for key in ("allow_tf32", "deterministic")}
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """By the algorithm's own backward operator."""
-        return backward_linear(ctx, grad, *ctx.saved_tensors, ctx.algorithm)
+        input, weight = ctx.saved_tensors
+        needs = list(ctx.needs[:3])
+        w = weight if weight.ndim == 2 else weight.unsqueeze(0)
+        y, x = grad.reshape(-1, w.shape[0]), input.reshape(-1, input.shape[-1])
+        if ctx.operator is not None:  # of matrices
+            grads = ctx.operator(y, x, w, needs, **ctx.options)
+        else:  # a Python callable
+            grads = (y @ w if needs[0] else None, y.T @ x if needs[1] else None, y.sum(0) if needs[2] else None)
+        return (
+            grads[0].reshape(input.shape) if needs[0] else None,
+            grads[1].reshape(weight.shape) if needs[1] else None,
+            grads[2].sum_to_size(ctx.bias_shape) if needs[2] else None,
+        )
 
     def vmap(
         self,
@@ -98,22 +109,102 @@ class Linear(Operation):
         return count
 
 
-def backward_linear(ctx: Any, grad: Tensor, input: Tensor, weight: Tensor, algorithm: str) -> tuple[Tensor | None, ...]:
-    """Gradients of input, weight and bias that `ctx` needs, from ai3::_linear_<algorithm>_backward where there is one.
+# Gradients ------------------------------------------------------------------------------------------------------------
+def register_backward(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
+    """ai3::_linear_<algorithm>_backward: its fake kernel, second derivatives (ATen's products), vmap, FLOPs."""
 
-    A Python callable has none: plain products are used. The operators see matrices only.
-    """
-    needs = list(ctx.needs[:3])
-    y, x, w = grad.reshape(-1, weight.shape[0] if weight.ndim == 2 else 1), input.reshape(-1, input.shape[-1]), weight
-    if weight.ndim == 1:
-        w = weight.unsqueeze(0)
-    operator = getattr(torch.ops.ai3, f"_linear_{algorithm}_backward", None)
-    if operator is None:
-        grads = (y @ w if needs[0] else None, y.T @ x if needs[1] else None, y.sum(0) if needs[2] else None)
-    else:
-        grads = operator(y, x, w, needs, **ctx.options)
+    def fake(grad: Tensor, input: Tensor, weight: Tensor, mask: list[bool], **_: Any) -> tuple[Tensor, ...]:
+        shapes = (input.shape, weight.shape, weight.shape[:1])
+        return tuple(input.new_empty(s if wanted else 0) for s, wanted in zip(shapes, mask, strict=True))
+
+    base.register_fake(op, fake)
+    base.register_autograd(op, double_backward, save_backward)
+    base.register_vmap(op, vmap_backward)
+    base.register_flops(op, backward_flops)
+
+
+def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    """The second derivatives are products of all three matrices."""
+    *tensors, ctx.mask = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Of dX = dY W, dW = dY^T X, db = the sum of dY's rows."""
+    y, x, w = ctx.saved_tensors
+    ggx, ggw, ggb = (g if wanted else None for g, wanted in zip(grads, ctx.mask, strict=True))
+    needs = ctx.needs[:3]
+    to_y = torch.zeros_like(y) if needs[0] else None
+    if to_y is not None:
+        to_y = to_y if ggx is None else to_y + ggx @ w.T
+        to_y = to_y if ggw is None else to_y + x @ ggw.T
+        to_y = to_y if ggb is None else to_y + ggb
     return (
-        grads[0].reshape(input.shape) if needs[0] else None,
-        grads[1].reshape(weight.shape) if needs[1] else None,
-        grads[2].sum_to_size(ctx.bias_shape).reshape(ctx.bias_shape) if needs[2] else None,
+        to_y,
+        y @ ggw if needs[1] and ggw is not None else None,
+        y.T @ ggx if needs[2] and ggx is not None else None,
     )
+
+
+def vmap_backward(
+    op: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    dims: Dims,
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    mask: list[bool],
+    **options: Any,
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """One call for each sample: each has a product of its own for the weight."""
+    y, x, w = (base.lead(t, d, size) for t, d in zip((grad, input, weight), dims[:3], strict=True))
+    results = zip(*(op(y[i], x[i], w[i], mask, **options) for i in range(size)), strict=True)
+    return tuple(torch.stack(r) for r in results), (0, 0, 0)
+
+
+def backward_flops(
+    grad: Any, input: Any, weight: Any, mask: Any, *_: Any, out_shape: Any = None, **options: Any
+) -> int:
+    """As many as forward for each of input and weight."""
+    return (mask[0] + mask[1]) * Linear.flops(input, weight, out_shape=grad)
+
+
+# Packed weights -------------------------------------------------------------------------------------------------------
+def register_pack(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
+    """ai3::_linear_<algorithm>_pack: as many elements as the registry says."""
+
+    def fake(weight: Tensor) -> Tensor:
+        sizes = {"in_features": int(weight.shape[1]), "out_features": int(weight.shape[0]), "has_bias": 0}
+        return base.empty_pack("linear", algorithm, weight, sizes)
+
+    base.register_fake(op, fake)
+    base.register_inference_only(op)
+
+
+def register_packed(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
+    """ai3::_linear_<algorithm>_packed and _packed_out: the output as that of the algorithm itself."""
+
+    def fake(
+        input: Tensor,
+        packed: Tensor,
+        weight_size: list[int],
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        activation: str = "none",
+        out: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor | None:
+        output = rules.fake(algorithm, input, input.new_empty(weight_size), bias, **options)
+        return base.packed_result(f"ai3::linear_{algorithm}", output, residual, out)
+
+    base.register_fake(op, fake)
+    if op._schema.returns:
+        base.register_inference_only(op)
+
+
+Linear.rules = {
+    "backward": register_backward,
+    "pack": register_pack,
+    "packed": register_packed,
+    "packed_out": register_packed,
+}
