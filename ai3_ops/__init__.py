@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
+from ai3_ops.check import check
 from ai3_ops.explain import explain
 from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports
@@ -13,6 +14,7 @@ __all__ = [
     "Algorithm",
     "AlgorithmInfo",
     "algorithms",
+    "check",
     "explain",
     "prefer",
     "register",

@@ -255,6 +255,27 @@ def test_python_callable():
         register_function("relu", "user_no_default", clamp, default=True)
 
 
+def test_check_shows_the_failing_case():
+    @register_function("relu", "user_wrong")
+    def wrong(x):
+        return torch.where(x > 2, x - 1, x.relu()) if x.dtype == torch.float16 else x.relu()
+
+    with pytest.raises(AssertionError) as error:
+        ai3_ops.check("relu", "user_wrong")
+    message = str(error.value)
+    assert re.search(r"values +cpu +FAILED", message)
+    assert re.search(r"opcheck +cpu +passed", message)
+    assert "values on cpu: ai3::relu_user_wrong on cpu, torch.float16" in message
+    with pytest.raises(ValueError, match="did you mean 'user_wrong'"):
+        ai3_ops.check("relu", "user_wrung")
+
+
+def test_check_needs_something_to_check(header):
+    register_function("conv2d", "user_picky", header(scaled("user_picky")))
+    with pytest.raises(AssertionError, match="conv2d_user_picky supports none of the operation's test cases"):
+        ai3_ops.check("conv2d", "user_picky")
+
+
 def test_entry_points_register_when_names_are_asked_for(tmp_path):
     """One package offers an algorithm; another's entry point is broken, which is a warning that names it."""
     for package, body in {

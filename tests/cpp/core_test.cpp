@@ -44,6 +44,17 @@ TEST(Checked, WorkspaceGivesWhatWasAskedForAndNoMore) {
   EXPECT_EQ(w.take<double>(int64_t{1} << 61), nullptr);
 }
 
+// What the kernels' tests rest on.
+TEST(GuardedDeathTest, TouchingOneByteTooManyIsAFault) {
+  const Guarded at_end(100, Flush::end), at_begin(100, Flush::begin);
+  at_end.as<char>()[99] = at_begin.as<char>()[0] = 1;
+  EXPECT_DEATH(at_end.as<volatile char>()[100] = 1, "");
+  EXPECT_DEATH(at_begin.as<volatile char>()[-1] = 1, "");
+  at_end.protect();
+  EXPECT_EQ(at_end.as<char>()[99], 1);
+  EXPECT_DEATH(at_end.as<volatile char>()[0] = 1, "");
+}
+
 // The value of a 16-bit pattern, by the definition of its format.
 double value(uint16_t bits, int exponent_bits, int fraction_bits) {
   const int exponent = bits >> fraction_bits & ((1 << exponent_bits) - 1), fraction = bits & ((1 << fraction_bits) - 1);
