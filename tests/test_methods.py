@@ -1,0 +1,103 @@
+"""A name is a promise: each name runs its own method. Multiplications are counted in tests/cpp/methods_test.cpp."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ai3_ops
+from ai3_ops import registry
+
+F32 = torch.float32
+CONV2D = {a.name for a in ai3_ops.algorithms("conv2d", "cpu")}
+
+
+def needs(*names):
+    return pytest.mark.skipif(not CONV2D.issuperset(names), reason=f"conv2d has no {' or '.join(names)}")
+
+
+def workspace(name, channels=16, size=20, outputs=16, kernel=3):
+    x, w = torch.empty(1, channels, size, size), torch.empty(outputs, channels, kernel, kernel)
+    p = registry.OPERATIONS["conv2d"].problem("test", x, w)
+    return registry.workspace_sizes("conv2d", name, "cpu", F32, **p.sizes)
+
+
+def error(name, x, w):
+    exact = torch.conv2d(x.double(), w.double())
+    return ((getattr(torch.ops.ai3, f"conv2d_{name}")(x, w) - exact).abs().max() / exact.abs().max()).item()
+
+
+def integers(*shape):
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(0)).float()
+
+
+@needs("smm")
+def test_smm_packs_and_copies_nothing():
+    assert workspace("smm") == 0
+
+
+@needs("implicit_precomp_gemm")
+def test_the_indirection_buffer_grows_with_pixels_not_with_channels():
+    """A pointer for each output pixel and tap, whatever the channels; im2col's matrix would be 48 * 9 * pixels larger."""
+    pixels = 18 * 18
+    few, many = (workspace("implicit_precomp_gemm", channels=c) for c in (16, 64))
+    assert few >= 8 * 9 * pixels
+    weights_and_copy = 4 * 32 * 9 * 48 + 4 * 20 * 20 * 48  # packed weights; an NCHW input is turned to NHWC
+    assert many - few < weights_and_copy + 8 * 1024 < 4 * 48 * 9 * pixels
+
+
+@needs("winograd_f2", "winograd_f4", "winograd_f6", "fft")
+def test_transforms_round_as_only_they_do():
+    """F2's matrices hold halves: no rounding on small integers. F4's and F6's hold 1/6 and 1/90, FFT's sines."""
+    x, w = integers(1, 16, 14, 14), integers(16, 16, 3, 3)
+    assert error("winograd_f2", x, w) == 0
+    f4, f6, fft = (error(name, x, w) for name in ("winograd_f4", "winograd_f6", "fft"))
+    assert 0 < f4 < f6 < 1e-3
+    assert 0 < fft < 1e-4
+
+
+@pytest.mark.parametrize(
+    "name", sorted(CONV2D & {"direct", "smm", "im2col", "kn2row", "implicit_gemm", "implicit_precomp_gemm"})
+)
+def test_sums_of_products_are_exact_on_integers(name):
+    assert error(name, integers(1, 16, 14, 14), integers(16, 16, 3, 3)) == 0
+
+
+def logged(name: str, switch: str) -> str:
+    """What oneDNN or MKL prints about one call."""
+    program = (
+        "import torch, ai3_ops\n"
+        "x, w = torch.randn(1, 16, 20, 20), torch.randn(16, 16, 3, 3)\n"
+        "with torch.inference_mode():\n"
+        f"    with {switch}:\n"
+        f"        torch.ops.ai3.conv2d_{name}(x, w)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+ONEDNN = "torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)"
+MKL = "torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON)"
+
+
+@needs("onednn")
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+def test_onednn_says_that_it_ran():
+    assert "exec,cpu,convolution" in logged("onednn", ONEDNN)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+@pytest.mark.parametrize("name", ["direct"])
+def test_own_kernels_call_no_library(name):
+    assert "exec,cpu" not in logged(name, ONEDNN)
+    assert "GEMM" not in logged(name, MKL)
+
+
+@needs("gemm")
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch without MKL")
+def test_gemm_is_the_vendors():
+    assert "SGEMM" in logged("gemm", MKL)
