@@ -63,7 +63,7 @@ void conv2d_im2col(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
 Cost conv2d_im2col_cost(const Conv2dProblem& p) { return gemm_cost(p, 2, .9); }
 
 AI3_ALGORITHM(conv2d, im2col, .epilogue = true, .workspace = conv2d_im2col_workspace, .cost = conv2d_im2col_cost,
-              .packed_bytes = packed_weight_bytes, .pack = pack_weight)
+              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -71,7 +71,7 @@ void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Buffers& m, Work
 Cost conv2d_implicit_precomp_gemm_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .9); }
 
 AI3_ALGORITHM(conv2d, implicit_precomp_gemm, .epilogue = true, .workspace = conv2d_implicit_precomp_gemm_workspace,
-              .cost = conv2d_implicit_precomp_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight)
+              .cost = conv2d_implicit_precomp_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

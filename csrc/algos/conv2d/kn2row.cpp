@@ -45,7 +45,7 @@ void conv2d_kn2row(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
       clear(sums, pixels * P);
       for (int64_t t = 0; t < s.taps; t++, panel += s.channels * P) {
         const int64_t dh = t / p.kernel_width * p.dilation_h - p.pad_h, dw = t % p.kernel_width * p.dilation_w - p.pad_w;
-        const Share ow = inside(dw, p.stride_w, p.out_width, p.in_width), oh = inside(dh, p.stride_h, p.out_height, p.in_height);
+        const Range ow = inside(dw, p.stride_w, p.in_width, p.out_width), oh = inside(dh, p.stride_h, p.in_height, p.out_height);
         for (int64_t line = oh.begin > lines.begin ? oh.begin : lines.begin; line < oh.end && line < lines.end; line++)
           gemm_block(input + (line * p.stride_h + dh) * x.stride.h + (ow.begin * p.stride_w + dw) * x.stride.w,
                      p.stride_w * x.stride.w, ow.end - ow.begin, panel, P, s.channels,
@@ -60,7 +60,7 @@ void conv2d_kn2row(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
 Cost conv2d_kn2row_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .8); }
 
 AI3_ALGORITHM(conv2d, kn2row, .epilogue = true, .workspace = conv2d_kn2row_workspace, .cost = conv2d_kn2row_cost,
-              .packed_bytes = packed_weight_bytes, .pack = pack_weight)
+              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -41,8 +41,11 @@ void pack_weight(const Conv2dProblem& p, const void* weight, void* packed) {
       const int64_t filter = i % panels * P, rest = s.filters - filter;
       const T* w = static_cast<const T*>(weight) + (i / panels * s.filters + filter) * s.depth;
       Acc<T>* to = static_cast<Acc<T>*>(packed) + i * s.depth * P;
-      for (int64_t t = 0; t < s.taps; t++)
-        pack_panels(w + t, s.channels, rest < P ? rest : P, s.taps, s.depth, to + t * s.channels * P, s.depth * P);
+      constexpr int64_t kChannels = 16;  // whose weights stay in the L1 cache for all taps
+      for (int64_t c = 0; c < s.channels; c += kChannels)
+        for (int64_t t = 0; t < s.taps; t++)
+          pack_panels(w + c * s.taps + t, smaller(kChannels, s.channels - c), smaller(rest, P), s.taps, s.depth,
+                      to + (t * s.channels + c) * P, s.depth * P);
     });
   });
 }
@@ -51,12 +54,6 @@ AI3_INLINE const Acc<T>* packed_group(const Buffers& m, const ConvShape& s, int6
   return static_cast<const Acc<T>*>(m.weight) + group * packed_size<Acc<T>>(s.depth, s.filters);
 }
 
-// The i in [0, count) for which 0 <= first + i * step < limit.
-AI3_INLINE Share inside(int64_t first, int64_t step, int64_t count, int64_t limit) {
-  const int64_t begin = first >= 0 ? 0 : ceil_div(-first, step), end = first < limit ? ceil_div(limit - first, step) : 0;
-  const int64_t b = begin < count ? begin : count, e = end < count ? end : count;
-  return {b, e < b ? b : e};
-}
 template <class A>
 AI3_INLINE void clear(A* to, int64_t count) {
   for (int64_t i = 0; i < count; i++) to[i] = 0;
@@ -70,7 +67,7 @@ void gather_rows(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t
   for (int64_t m = rows.begin; m < rows.end; m++, to += stride) {
     const int64_t pixel = m % s.pixels, h0 = pixel / p.out_width * p.stride_h - p.pad_h,
                   w0 = pixel % p.out_width * p.stride_w - p.pad_w;
-    const Share taps = inside(w0, p.dilation_w, p.kernel_width, p.in_width);
+    const Range taps = inside(w0, p.dilation_w, p.in_width, p.kernel_width);
     const T* from = x + m / s.pixels * p.x_stride.n + group * s.channels * p.x_stride.c;
     for (int64_t r = 0; r < p.kernel_height; r++) {
       const int64_t h = h0 + r * p.dilation_h;
@@ -112,7 +109,7 @@ void gather_panels(const Conv2dProblem& p, const ConvShape& s, const T* x, int64
       for (int64_t t = 0; t < s.taps; t++) {
         const int64_t h = oh * p.stride_h - p.pad_h + t / p.kernel_width * p.dilation_h;
         const int64_t w = ow * p.stride_w - p.pad_w + t % p.kernel_width * p.dilation_w;
-        const Share in = h < 0 || h >= p.in_height ? Share{n, n} : inside(w, p.stride_w, n, p.in_width);
+        const Range in = h < 0 || h >= p.in_height ? Range{n, n} : inside(w, p.stride_w, p.in_width, n);
         const T* from = image + h * p.x_stride.h + (w + in.begin * p.stride_w) * p.x_stride.w;
         Acc<T>* row = to + t * s.channels * P + done;
         for (int64_t c = 0; c < s.channels; c++, from += p.x_stride.c, row += P) {

@@ -10,6 +10,7 @@
 #pragma once
 #include "algorithm.h"
 #include "epilogue.h"
+#include "lanes.h"
 
 namespace ai3::inline AI3_LEVEL {
 
@@ -46,9 +47,12 @@ struct MicroTile {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) left[r] = right[r] = V(A{0});
   }
-  AI3_INLINE void load(const A* c, int64_t ldc) {
+  AI3_INLINE void add(const A* c, int64_t ldc) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) left[r] = AI3_LEVEL::load(c + r * ldc), right[r] = AI3_LEVEL::load(c + r * ldc + V::width);
+    for (int r = 0; r < R; r++) {
+      left[r] += AI3_LEVEL::load(c + r * ldc);
+      right[r] += AI3_LEVEL::load(c + r * ldc + V::width);
+    }
   }
   AI3_INLINE void store(A* c, int64_t ldc) const {
 #pragma GCC unroll 16
@@ -110,15 +114,13 @@ struct IndirectRows {
   }
 };
 
-// C (=, +=) rows * panel; all kPanel columns of c are written.
+// C (=, +=) rows * panel; all kPanel columns of c are written. What is there is added to the finished sums.
 template <class A, int R, class Rows>
 void micro_kernel(Rows rows, const A* panel, int64_t k, A* c, int64_t ldc, bool add) {
   MicroTile<A, R> tile;
-  if (add)
-    tile.load(c, ldc);
-  else
-    tile.clear();
+  tile.clear();
   rows.multiply(tile, panel, k);
+  if (add) tile.add(c, ldc);
   tile.store(c, ldc);
 }
 template <class A, class Rows, int R = kRows>
@@ -152,45 +154,46 @@ struct Output {
   }
 };
 
-// The epilogue on `count` contiguous elements; the bias is contiguous too, or one value.
+// The epilogue on the first `count` lanes of `sums`, which go to out.data + shift; the bias is a vector too, or one value.
 template <class T>
-AI3_INLINE void store_line(const Output<T>& out, int64_t shift, const Acc<T>* sums, const T* bias, bool one_bias, int64_t count) {
-  using V = Vec<Acc<T>>;
-  const V one = Acc<T>(bias && one_bias ? widen(*bias) : 0);
+AI3_INLINE void store_vector(const Output<T>& out, int64_t shift, Vec<Acc<T>> sums, const T* bias, bool one_bias, int64_t count) {
+  constexpr int width = Vec<Acc<T>>::width;
   const T* residual = out.residual ? out.residual + shift : nullptr;
-  int64_t i = 0;
-  for (; i + V::width <= count; i += V::width) {
-    V v = load(sums + i);
-    if (bias) v += one_bias ? one : load(bias + i);
-    if (residual) v += load(residual + i);
-    store(out.data + shift + i, activate(out.activation, v));
-  }
-  if (const int64_t rest = count - i; rest > 0) {
-    V v = load_partial(sums + i, rest);
-    if (bias) v += one_bias ? one : load_partial(bias + i, rest);
-    if (residual) v += load_partial(residual + i, rest);
-    store_partial(out.data + shift + i, activate(out.activation, v), rest);
+  if (bias && one_bias) sums += Vec<Acc<T>>(widen(*bias));
+  if (count >= width) {
+    if (bias && !one_bias) sums += load(bias);
+    if (residual) sums += load(residual);
+    store(out.data + shift, activate(out.activation, sums));
+  } else {
+    if (bias && !one_bias) sums += load_partial(bias, count);
+    if (residual) sums += load_partial(residual, count);
+    store_partial(out.data + shift, activate(out.activation, sums), count);
   }
 }
-// Stores rows x columns sums, with the epilogue.
+// Stores rows x columns sums with the epilogue. Rows of `sums` can be read in whole vectors. Where columns of the output are
+// contiguous, squares of sums turn in registers.
 template <class T>
 void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t rows, int64_t columns) {
+  constexpr int width = Vec<Acc<T>>::width;
+  auto bias_of = [&](int64_t row, int64_t column) { return !out.bias ? nullptr : out.bias + (out.bias_per_row ? row : column); };
   if (out.column_stride == 1) {
     for (int64_t r = 0; r < rows; r++)
-      store_line(out, r * out.row_stride, sums + r * lds, out.bias && out.bias_per_row ? out.bias + r : out.bias,
-                 out.bias_per_row, columns);
+      for (int64_t c = 0; c < columns; c += width)
+        store_vector(out, r * out.row_stride + c, load(sums + r * lds + c), bias_of(r, c), out.bias_per_row, columns - c);
     return;
   }
-  constexpr int64_t kLine = 64;
-  Acc<T> line[kLine];
-  for (int64_t r0 = 0; r0 < rows; r0 += kLine) {
-    const int64_t n = rows - r0 < kLine ? rows - r0 : kLine;
-    for (int64_t c = 0; c < columns; c++) {
-      for (int64_t r = 0; r < n; r++) line[r] = sums[(r0 + r) * lds + c];
-      const T* bias = !out.bias ? nullptr : out.bias_per_row ? out.bias + r0 : out.bias + c;
-      store_line(out, r0 * out.row_stride + c * out.column_stride, line, bias, !out.bias_per_row, n);
+  for (int64_t r0 = 0; r0 < rows; r0 += width)
+    for (int64_t c0 = 0; c0 < columns; c0 += width) {
+      Vec<Acc<T>> square[width];
+#pragma GCC unroll 16
+      for (int r = 0; r < width; r++) square[r] = r < rows - r0 ? load(sums + (r0 + r) * lds + c0) : Vec<Acc<T>>(Acc<T>{0});
+      transpose(square);
+#pragma GCC unroll 16
+      for (int c = 0; c < width; c++)
+        if (c < columns - c0)
+          store_vector(out, r0 * out.row_stride + (c0 + c) * out.column_stride, square[c], bias_of(r0, c0 + c), !out.bias_per_row,
+                       rows - r0);
     }
-  }
 }
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
@@ -209,14 +212,12 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
         multiply_tile<A>(row_count, rows, panel, k, at.data, at.row_stride, at.add);
         continue;
       }
+    }
+    multiply_tile<A>(row_count, rows, panel, k, tile, kPanel<A>, false);
+    if constexpr (sizeof(T) == sizeof(A))
       if (at.add)
         for (int64_t r = 0; r < row_count; r++)
-          for (int64_t i = 0; i < kPanel<A>; i++)
-            tile[r * kPanel<A> + i] = i < n ? at.data[r * at.row_stride + i * at.column_stride] : A{0};
-      multiply_tile<A>(row_count, rows, panel, k, tile, kPanel<A>, at.add);
-    } else {
-      multiply_tile<A>(row_count, rows, panel, k, tile, kPanel<A>, false);
-    }
+          for (int64_t i = 0; i < n; i++) tile[r * kPanel<A> + i] += at.data[r * at.row_stride + i * at.column_stride];
     store_block(at, tile, kPanel<A>, row_count, n);
   }
 }
@@ -263,10 +264,21 @@ void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64
   constexpr int P = kPanel<Acc<T>>;
   for (int64_t c = 0; c < columns; c += P, panels += panel_stride) {
     const int64_t n = columns - c < P ? columns - c : P;
-    for (int64_t i = 0; i < k; i++) {
-      const T* from = b + i * k_stride + c * column_stride;
+    const T* from = b + c * column_stride;
+    int64_t i = 0;
+    if (k_stride == 1 && n == P)  // squares turn in registers
+      for (constexpr int width = P / 2; i + width <= k; i += width)
+        for (int half = 0; half < 2; half++) {
+          Vec<Acc<T>> square[width];
+#pragma GCC unroll 16
+          for (int j = 0; j < width; j++) square[j] = load(from + (half * width + j) * column_stride + i);
+          transpose(square);
+#pragma GCC unroll 16
+          for (int j = 0; j < width; j++) store(panels + (i + j) * P + half * width, square[j]);
+        }
+    for (; i < k; i++) {
       Acc<T>* to = panels + i * P;
-      for (int64_t j = 0; j < n; j++) to[j] = widen(from[j * column_stride]);
+      for (int64_t j = 0; j < n; j++) to[j] = widen(from[i * k_stride + j * column_stride]);
       for (int64_t j = n; j < P; j++) to[j] = 0;
     }
   }
