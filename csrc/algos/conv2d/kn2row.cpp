@@ -7,11 +7,11 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-// Tasks are rows of output pixels by panels of filters.
+// Tasks are rows of output pixels by panels of filters; a task's input and sums stay in the cache.
 template <class T>
 Grid grid_of(const Conv2dProblem& p, const ConvShape& s) {
-  return gemm_grid<Acc<T>>(p.threads, p.batch * p.groups, p.out_height, p.out_width, panel_count<Acc<T>>(s.filters), s.channels,
-                           0);
+  return gemm_grid<Acc<T>>(p.threads, p.batch * p.groups, p.out_height, p.out_width, panel_count<Acc<T>>(s.filters),
+                           s.channels + kPanel<Acc<T>>, 0);
 }
 template <class T>
 int64_t block_size(const Conv2dProblem& p, const Grid& grid) {
