@@ -36,7 +36,11 @@ if failure := C.ai3_load_failure().decode():
     raise ImportError(f"ai3_ops: {failure}")
 BUILD: dict[str, Any] = json.loads((_HERE / "_build.json").read_text()) if (_HERE / "_build.json").exists() else {}
 # The CUDA part is left alone beside a torch without CUDA or of another CUDA major version, as `doctor` then says.
-if (_HERE / "_C_cuda.so").exists() and torch.version.cuda and torch.version.cuda.split(".")[0] == BUILD["cuda"].split(".")[0]:
+if (
+    (_HERE / "_C_cuda.so").exists()
+    and torch.version.cuda
+    and torch.version.cuda.split(".")[0] == BUILD["cuda"].split(".")[0]
+):
     CUDA = _load("_C_cuda")
     CUDA.ai3_cuda_failure.restype = ctypes.c_char_p
     if failure := CUDA.ai3_cuda_failure().decode():

@@ -41,7 +41,8 @@ def _line(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str | None:
             n, c, h, w = x.shape
             return (
                 f"conv2d N={n} C={c} H={h} W={w} K={module.out_channels} kernel={_pair(module.kernel_size)} "
-                f"stride={_pair(module.stride)} pad={_pair(module.padding)} dilation={_pair(module.dilation)} groups={module.groups}"
+                f"stride={_pair(module.stride)} pad={_pair(module.padding)} "
+                f"dilation={_pair(module.dilation)} groups={module.groups}"
             )
         case nn.Linear():
             return f"linear M={x.numel() // x.shape[-1]} K={x.shape[-1]} N={y.shape[-1]}"

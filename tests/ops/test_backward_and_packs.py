@@ -68,7 +68,7 @@ def test_mixed_forward_and_refusal():
     x, w, b = data(2, 4, 7, 6), data(6, 4, 3, 3), data(6)
     y = ops._conv2d_mixed(x, w, b, 1, 1, forward="gemm", backward_input="direct")
     torch.testing.assert_close(y, F.conv2d(x, w, b, 1, 1))
-    with pytest.raises(RuntimeError, match="gradient of the weight: ai3::conv2d_winograd.*needs"):
+    with pytest.raises(RuntimeError, match=r"gradient of the weight: ai3::conv2d_winograd.*needs"):
         ops._conv2d_mixed_backward(y, x, w, 1, 1, 1, 1, [True] * 3, forward="direct", backward_weight="winograd")
     with pytest.raises(RuntimeError, match="no conv2d algorithm 'nothing'"):
         ops._conv2d_mixed(x, w, b, forward="nothing")
@@ -92,7 +92,14 @@ def test_linear_gradients(algorithm):
     torch.testing.assert_close(ops._linear_mixed(x, w, forward=algorithm), F.linear(x, w))
 
 
-ACTIVATIONS = {"none": lambda t: t, "relu": F.relu, "relu6": F.relu6, "hardswish": F.hardswish, "silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = {
+    "none": lambda t: t,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
 
 
 @pytest.mark.parametrize("algorithm", [n for n in names("conv2d") if hasattr(ops, f"_conv2d_{n}_pack")])
@@ -104,7 +111,8 @@ def test_conv2d_packed(algorithm, layout):
     w, b = data(8, 4 // groups, 3, 3).to(dtype), data(8).to(dtype)
     window = (1, 1, 1, groups)
     pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
-    assert pack.ndim == 1 and pack.dtype == dtype
+    assert pack.ndim == 1
+    assert pack.dtype == dtype
     run, run_out = getattr(ops, f"_conv2d_{algorithm}_packed"), getattr(ops, f"_conv2d_{algorithm}_packed_out")
     expected = F.conv2d(x, w, b, *window)
     close = {"rtol": 2e-4, "atol": 2e-4}
@@ -122,7 +130,8 @@ def test_conv2d_packed(algorithm, layout):
         out = out if out.shape == expected.shape else out[:, :8]
         run_out(x, pack, w.shape, b, *window, out=out)
         torch.testing.assert_close(out, expected, **close)
-    assert not whole[:, 10:].any() and not whole[:, :2].any()
+    assert not whole[:, 10:].any()
+    assert not whole[:, :2].any()
     with pytest.raises(RuntimeError, match="packed"):
         run(x, pack[:-1], w.shape, b, *window)
     with pytest.raises(RuntimeError, match="packed"):
@@ -146,11 +155,14 @@ def test_linear_packed(algorithm):
 
 def lacks(dtype: torch.dtype) -> bool:
     """Whether oneDNN refuses this dtype here."""
-    return dtype == torch.float64 or not {
-        torch.float32: lambda: True,
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }[dtype]()
+    return (
+        dtype == torch.float64
+        or not {
+            torch.float32: lambda: True,
+            torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+            torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+        }[dtype]()
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["onednn", "gemm", "default", "guess"])
@@ -161,7 +173,9 @@ def test_vendor_algorithms_and_rules(algorithm, dtype, geometry):
     x, w, b = data(*xs).to(dtype), data(*ws).to(dtype), data(ws[0]).to(dtype)
     op = getattr(ops, f"conv2d_{algorithm}")
     if algorithm == "onednn" and lacks(dtype):
-        with pytest.raises(RuntimeError, match="ai3::conv2d_onednn: .*does not compute in float.*; algorithms that support"):
+        with pytest.raises(
+            RuntimeError, match=r"ai3::conv2d_onednn: .*does not compute in float.*; algorithms that support"
+        ):
             op(x, w, b, *window)
         return
     tolerance = {2: 5e-2, 4: 1e-4, 8: 1e-10}[dtype.itemsize]

@@ -1,4 +1,4 @@
-"""What the glue of the operations owes to ATen: argument forms, sizes, strides, refusals. Values are checked with any sound kernel."""
+"""What the glue of the operations owes to ATen: argument forms, sizes, strides, refusals. Any sound kernel gives the values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def data(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_pools(layout, shape, ceil_mode):
     x = LAYOUTS[layout](data(*shape))
     for kernel, stride, padding in itertools.product([2, 3, (3, 2)], [[], 1, 2, (2, 3), 4], [0, 1, (1, 0)]):
-        same(ops.max_pool2d_direct(x, kernel, stride, padding, ceil_mode=ceil_mode), F.max_pool2d(x, kernel, stride or None, padding, ceil_mode=ceil_mode))
+        same(
+            ops.max_pool2d_direct(x, kernel, stride, padding, ceil_mode=ceil_mode),
+            F.max_pool2d(x, kernel, stride or None, padding, ceil_mode=ceil_mode),
+        )
         for include, divisor in [(True, None), (False, None), (True, 3), (False, -2)]:
             same(
                 ops.avg_pool2d_direct(x, kernel, stride, padding, ceil_mode, include, divisor),

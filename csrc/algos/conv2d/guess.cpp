@@ -24,7 +24,7 @@ const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
   return best;
 }
 
-AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, guess, .accuracy = Accuracy::bounded, .choose = choose)
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, guess, .accuracy = Accuracy::bounded, .error_bound = 1e-4, .choose = choose)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
