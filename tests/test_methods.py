@@ -41,7 +41,7 @@ def test_smm_packs_and_copies_nothing():
 
 @needs("implicit_precomp_gemm")
 def test_the_indirection_buffer_grows_with_pixels_not_with_channels():
-    """A pointer for each output pixel and tap, whatever the channels; im2col's matrix would be 48 * 9 * pixels larger."""
+    """A pointer for each output pixel and tap, whatever the channels; im2col's matrix grows by 48 * 9 * pixels."""
     pixels = 18 * 18
     few, many = (workspace("implicit_precomp_gemm", channels=c) for c in (16, 64))
     assert few >= 8 * 9 * pixels
