@@ -85,19 +85,18 @@ def _plain(text: str) -> Any:
 
 def explain(model: nn.Module) -> Report:
     """Per layer of `model`: what was requested, what computes it, why, shapes and calls. str() is a table."""
-    from ai3_ops.swap import Lost
-
     layers, unreached = [], []
     operations = registry.operations()
     for name, module in model.named_modules():
         mark = vars(module).get("_ai3")
         leaf = leaf_class(original_class(module))
+        lost = vars(module).get("_ai3_lost")
+        if lost is not None:
+            unreached.append(Unreached(name, type(module).__name__, lost.reason, lost.seen, lost.source))
         if isinstance(mark, Call):
             layers.append(_layer(name, mark, ""))
         elif isinstance(mark, Rewrite):
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
-        elif isinstance(mark, Lost):
-            unreached.append(Unreached(name, type(module).__name__, mark.reason, mark.seen, mark.source))
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
             layers.append(Layer(name, leaf._ai3_operation, None, "torch", "", None, None, 0))
     return Report(layers, unreached)

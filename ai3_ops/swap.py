@@ -121,16 +121,15 @@ def swap(
         raise TypeError(f"ai3_ops.swap needs an nn.Module, got {type(model).__name__}")
     if not inplace:
         model = copy.deepcopy(model)
-    before = [(module, type(module), vars(module).get("_ai3")) for module in model.modules()]
+    before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     unswap(model)
     try:
-        _swap(model, selectors, example_inputs, strict, allow_approximate, {id(m): mark for m, _, mark in before})
+        _swap(model, selectors, example_inputs, strict, allow_approximate, {id(m): v.get("_ai3") for m, _, v in before})
     except BaseException:
-        for module, cls, mark in before:
-            vars(module).pop("_ai3", None)
+        unswap(model)
+        for module, cls, attributes in before:
             module.__class__ = cls
-            if mark is not None:
-                vars(module)["_ai3"] = mark
+            vars(module).update({k: v for k, v in attributes.items() if k in ("_ai3", "_ai3_lost")})
         raise
     return model
 
@@ -140,7 +139,8 @@ def unswap(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, Swapped):
             set_class(module, original_class(module))
-        vars(module).pop("_ai3", None)
+        for mark in ("_ai3", "_ai3_lost"):
+            vars(module).pop(mark, None)
     return model
 
 
@@ -251,14 +251,20 @@ class _Watch(TorchFunctionMode):
         if call not in self.order:
             self.order.append(call)
 
+    @staticmethod
+    def _reason(module: nn.Module) -> str:
+        rewrite = vars(module).get("_ai3")
+        if isinstance(rewrite, Rewrite):
+            return rewrite.trouble or "the call is inside a function that torch.fx does not enter"
+        return f"the forward of {type(module).__name__} is left to PyTorch"
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = self.kinds.get(func)
         if operation is not None:
             if self.expected:
                 self.expected = False
             elif self.stack and leaf_class(original_class(self.stack[-1])) is None:
-                unknown = Lost("the call is inside a function that torch.fx does not enter")
-                seen = self.lost.setdefault(self.stack[-1], unknown).seen
+                seen = self.lost.setdefault(self.stack[-1], Lost(self._reason(self.stack[-1]))).seen
                 seen[operation] = seen.get(operation, 0) + 1
         return func(*args, **(kwargs or {}))
 
@@ -281,6 +287,8 @@ def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], 
             unswap(model)
             for site in sites:
                 site.call.watch = None
+                if site.rewrite is not None:
+                    site.rewrite.forget_calls()
     for site in sites:
         site.watched = True
         if site.call.example is not None:
@@ -328,6 +336,7 @@ def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: 
         reason = _refusal(site, candidate, approximate)
         if not reason:
             call.choose(candidate)
+            call.reason = "not called by the run with example inputs" if site.watched and call.example is None else ""
             return
         reasons.append(f"{candidate.name} {reason}")
     call.reason = "; ".join(reasons)
@@ -396,4 +405,4 @@ def _apply(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost]) ->
             set_class(module, swapped_class(nn.TransformerEncoderLayer))
     for module, what in lost.items():
         if what.seen or what.source:
-            vars(module)["_ai3"] = what
+            vars(module)["_ai3_lost"] = what

@@ -263,6 +263,10 @@ class Rewrite:
                     copies[node] = copied.node_copy(node, copies.__getitem__)
             self._functions.append(_function(copied, type(module).__qualname__))
 
+    def forget_calls(self) -> None:
+        """Starts counting anew."""
+        self._other_calls = 0
+
     def forget_graphs(self) -> None:
         """Only swap needs them."""
         self._graphs, self.nodes = [], {}
