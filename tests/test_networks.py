@@ -23,7 +23,7 @@ NETWORKS = {
 ALGORITHMS = sorted(
     {a.name for a in ai3_ops.algorithms("conv2d", "cpu") if a.accuracy != "approximate" and not a.python}
 )
-# max|y - y64| / max|y64| of the logits: float32 rounding through all layers, more where an algorithm states a larger bound.
+# max|y - y64| / max|y64| of the logits: float32 rounding through all layers; more where an algorithm states more.
 TOLERANCE = 2e-4
 
 
