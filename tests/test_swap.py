@@ -485,3 +485,75 @@ def test_an_algorithm_that_a_process_does_not_have():
     with pytest.warns(UserWarning, match="'elsewhere'.*PyTorch computes this layer"):
         close(other(x), model(x))
     assert explain(other).layers[0].torch_calls == 1
+
+
+# Packed weights -------------------------------------------------------------------------------------------------------
+PACKING = [a.name for a in ai3_ops.algorithms("conv2d", "cpu") if a.packs]
+
+
+@pytest.mark.parametrize("algorithm", [*PACKING, "default"])
+def test_packs_follow_their_weights(algorithm):
+    groups = 4 if algorithm == "depthwise" else 1
+    model = nn.Conv2d(4, 4, 3, padding=1, groups=groups).double()
+    swapped, x = swap(model, algorithm), torch.randn(2, 4, 9, 9).double()
+
+    def agree():
+        with torch.no_grad():
+            close(swapped(x), F.conv2d(x, swapped.weight, swapped.bias, padding=1, groups=groups))
+
+    agree()
+    pack = swapped._ai3.pack
+    assert pack is not None or algorithm == "default"
+    agree()
+    assert swapped._ai3.pack is pack  # made once
+    with torch.inference_mode():
+        swapped(x)
+    assert swapped._ai3.pack is pack
+    optimizer = torch.optim.SGD(swapped.parameters(), lr=0.5)
+    swapped(x).square().mean().backward()
+    optimizer.step()
+    agree()
+    swapped.load_state_dict({k: v + 1 for k, v in swapped.state_dict().items()})
+    agree()
+    swapped.weight.data.mul_(0.9)
+    agree()
+    swapped.weight.data = torch.randn_like(swapped.weight)
+    agree()
+    swapped.weight = nn.Parameter(torch.randn_like(swapped.weight))
+    agree()
+    other = {"weight": nn.Parameter(torch.randn_like(swapped.weight)), "bias": torch.zeros(4).double()}
+    with torch.no_grad():
+        actual = torch.func.functional_call(swapped, other, x)
+        close(actual, F.conv2d(x, *other.values(), padding=1, groups=groups))
+    agree()
+    for copied in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+        assert copied._ai3.pack is None
+    assert list(swapped.state_dict()) == ["weight", "bias"]
+    swapped.to(memory_format=torch.channels_last)
+    agree()
+    with torch.inference_mode():
+        constant = swap(nn.Conv2d(4, 4, 3, groups=groups).double(), algorithm)
+        close(constant(x), F.conv2d(x, constant.weight, constant.bias, groups=groups))
+        constant.weight.mul_(2)
+        close(constant(x), F.conv2d(x, constant.weight, constant.bias, groups=groups))
+
+
+def test_packs_under_transforms():
+    swapped, x = swap(nn.Conv2d(4, 4, 3), "direct"), torch.randn(3, 2, 4, 9, 9)
+    with torch.no_grad():
+        expected = swapped(x[0])
+        close(torch.func.vmap(swapped)(x)[0], expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert swapped(x[0]).dtype == torch.bfloat16
+        graph = torch.fx.experimental.proxy_tensor.make_fx(swapped)(x[0])
+        close(graph(x[0]), expected)
+
+
+def test_packs_of_linear():
+    swapped, x = swap(nn.Linear(6, 5), {"linear": "gemm"}), torch.randn(3, 6)
+    with torch.no_grad():
+        for _ in range(2):
+            close(swapped(x), F.linear(x, swapped.weight, swapped.bias))
+        assert swapped._ai3.pack is not None
+        swapped.weight.data.add_(1)
+        close(swapped(x), F.linear(x, swapped.weight, swapped.bias))

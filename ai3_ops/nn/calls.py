@@ -6,18 +6,21 @@ become the operator's. An instance is called with the PyTorch function's argumen
 
 from __future__ import annotations
 
+import ctypes
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ai3_ops import _library, registry
 from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm
 
+_SAMPLES = 64  # 16-bit words of a weight that are compared to see writes through `.data`
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -165,7 +168,7 @@ class Call:
         self.calls += 1
         if not (self.refused and self.key(args) in self.refused):
             try:
-                return operator(*args, **self.switches(args[0]))
+                return self.compute(args)
             except RuntimeError:
                 reason = self.refusal_now(args)
                 if self.strict or not reason:
@@ -175,6 +178,11 @@ class Call:
             self.reason = reason
         self.torch_calls += 1
         return type(self).function(*args)
+
+    def compute(self, args: tuple[Any, ...]) -> Tensor:
+        """The operator's answer."""
+        assert self.operator is not None
+        return self.operator(*args, **self.switches(args[0]))
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
@@ -202,7 +210,108 @@ class Call:
         return (mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
 
 
-class _Switched(Call):
+class _Weighted(Call):
+    """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls."""
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.pack: Pack | None = None
+        self.packers: dict[Any, Any] = {}  # the packing operators of what a rule chooses
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in super().__getstate__().items() if k not in ("pack", "packers")}
+
+    def choose(self, algorithm: Algorithm) -> None:
+        """A new algorithm needs a new pack."""
+        super().choose(algorithm)
+        self.pack, self.packers = None, {}
+
+    def compute(self, args: tuple[Any, ...]) -> Tensor:
+        """With the cached pack, outside training and tracing."""
+        assert self.operator is not None
+        input, weight, bias, *window = args
+        operators = None
+        if type(weight) is nn.Parameter and not torch.is_grad_enabled() and not _transformed(input):
+            operators = self._operators(args)
+        if operators is None:
+            return self.operator(*args, **self.switches(input))
+        pack = self.pack
+        if pack is None or not pack.holds(operators, weight, window):
+            pack = self.pack = Pack.of(operators, weight, window)
+            if pack is None:
+                return self.operator(*args, **self.switches(input))
+        if torch.are_deterministic_algorithms_enabled():
+            return operators[1](input, pack.tensor, pack.shape, bias, *window, deterministic=True)
+        return operators[1](input, pack.tensor, pack.shape, bias, *window)
+
+    def _operators(self, args: tuple[Any, ...]) -> Any:
+        """The operators that pack and that use a pack; None where the algorithm has none."""
+        assert self.algorithm is not None
+        input = args[0]
+        key = (input.shape, input.stride(), input.dtype)
+        if key not in self.packers:
+            if len(self.packers) >= _REMEMBERED:
+                self.packers.clear()
+            name = self.algorithm.name
+            if any(a.rule for a in registry.algorithms(self.operation) if a.name == name):
+                name = registry.resolve(self.operation, name, *args)
+            pack = getattr(torch.ops.ai3, f"_{self.operation}_{name}_pack", None)
+            packed = getattr(torch.ops.ai3, f"_{self.operation}_{name}_packed", None)
+            if pack is None or packed is None or self.algorithm.parameters:
+                self.packers[key] = None
+            else:
+                self.packers[key] = pack.default, packed.default
+        return self.packers[key]
+
+
+def _transformed(input: Tensor) -> bool:
+    """Whether something watches or changes the operators that a call makes: autocast, tracing, torch.func, fake tensors."""
+    return (
+        type(input) is not Tensor
+        or input.device.type != "cpu"
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+class Pack:
+    """A packed weight, and how to tell that the weight is still the one that was packed."""
+
+    def __init__(self, operators: Any, weight: Tensor, window: list[Any]) -> None:
+        self.operators, self.window = operators, window
+        self.weight, self.version, self.address = weakref.ref(weight), weight._version, weight.data_ptr()
+        self.shape, self.dtype = weight.shape, weight.dtype
+        size = weight.numel() * weight.element_size()
+        words = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B").cast("H")
+        self.words = words[:: max(1, len(words) // _SAMPLES) | 1]  # odd: both halves of a 32-bit element
+        self.sample = self.words.tobytes()
+        self.tensor = operators[0](weight, *window)
+
+    @staticmethod
+    def of(operators: Any, weight: Tensor, window: list[Any]) -> Pack | None:
+        """None where nothing could tell a later change: no version, or elements that do not lie side by side."""
+        dense = weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
+        if weight.is_inference() or not dense or weight.numel() == 0 or weight.device.type != "cpu":
+            return None
+        return Pack(operators, weight, window)
+
+    def holds(self, operators: Any, weight: Tensor, window: list[Any]) -> bool:
+        """A write through `.data` leaves identity and version as they are: a sample of the elements sees it."""
+        return (
+            self.weight() is weight
+            and self.version == weight._version
+            and self.address == weight.data_ptr()
+            and self.operators == operators
+            and self.shape == weight.shape
+            and self.dtype == weight.dtype
+            and self.window == window
+            and self.words.tobytes() == self.sample
+        )
+
+
+class _Switched(_Weighted):
     """Of operations whose operators have PyTorch's switches as arguments."""
 
     @staticmethod
