@@ -54,6 +54,8 @@ def test_nothing_more_is_refused(info):
             tensors = Call(info, case, DTYPES[dtype]).tensors
             sizes = registry.OPERATIONS[info.operation].problem("test", *tensors, *case.arguments).sizes
             ok, reason = ai3_ops.supports(info.operation, info.name, *tensors, *case.arguments)
+            if info.vendor and not ok and dtype in reason:  # a vendor's may lack a dtype on this processor
+                continue
             assert ok or not all(rule(sizes) for rule in rules), f"{case} in {dtype}: {reason}"
 
 

@@ -179,10 +179,9 @@ def register_backward(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) 
             problem._replace(shape=base.batched(input).shape),
             problem._replace(shape=weight.shape, unbatched=False),
         )
-        nothing = input.new_empty(0)
         return (
-            *(g.empty(input.device) if wanted else nothing for g, wanted in zip(grads, mask, strict=False)),
-            input.new_empty(weight.shape[0]) if mask[2] else nothing,
+            *(g.empty(input.device) if wanted else input.new_empty(0) for g, wanted in zip(grads, mask, strict=False)),
+            input.new_empty(weight.shape[0]) if mask[2] else input.new_empty(0),
         )
 
     base.register_fake(op, fake)

@@ -163,7 +163,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   if (traits.tensors && p.batch > 0) {
     c.channels_last = channels_last;
     traits.tensors(p, &c);
-    output = c.output.value();
+    output = with_dense_strides(*c.output, channels_last);
   } else {
     Strides4 slice{};
     const bool direct =

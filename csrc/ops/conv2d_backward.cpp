@@ -88,8 +88,8 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
   check(sizes_of(grad) == Sizes{p.batch, p.out_channels, p.out_height, p.out_width}, asked,
         "needs grad_output of the output's sizes ", to_string({p.batch, p.out_channels, p.out_height, p.out_width}), ", got ",
         to_string(sizes_of(grad_output)));
-  const Tensor nothing = empty({0}, c.input.scalar_type(), c.input);
-  Gradients result{nothing, nothing, nothing};
+  auto nothing = [&] { return empty({0}, c.input.scalar_type(), c.input); };  // one each: results must not alias
+  Gradients result{nothing(), nothing(), nothing()};
   const bool some = p.batch > 0;
   const bool by_aten[] = {wanted[0] && !(backward_input && some), wanted[1] && !(backward_weight && some), wanted[2]};
   if (by_aten[0] || by_aten[1] || by_aten[2]) {

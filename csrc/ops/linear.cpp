@@ -109,8 +109,8 @@ Gradients gradients(const Entry& asked, const LinearCall& c, const Tensor& grad,
         asked,
         "needs matrices grad_output (rows, out_features), input (rows, in_features), weight (out_features, in_features), got ",
         to_string(sizes_of(grad)), ", ", to_string(sizes_of(c.input)), ", ", to_string(sizes_of(c.weight)));
-  const Tensor nothing = empty({0}, c.input.scalar_type(), c.input);
-  Gradients result{nothing, nothing, nothing};
+  auto nothing = [&] { return empty({0}, c.input.scalar_type(), c.input); };  // one each: results must not alias
+  Gradients result{nothing(), nothing(), nothing()};
   const Tensor grad_t = torch::stable::transpose(grad, 0, 1);
   if (wanted[0]) result[0] = backward_input ? product(*backward_input, c, grad, c.weight) : torch::stable::matmul(grad, c.weight);
   if (wanted[1])

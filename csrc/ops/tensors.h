@@ -152,6 +152,13 @@ Tensor call_aten(const char* name, const char* overload, const A&... arguments) 
   return torch::stable::detail::to<Tensor>(call_dispatcher(name, overload, arguments...)[0]);
 }
 
+// A dense t with the strides that `empty` gives, also in dimensions of one element, where any stride would do.
+inline Tensor with_dense_strides(const Tensor& t, bool channels_last) {
+  const Strides4 s = dense_strides(t.size(1), t.size(2), t.size(3), channels_last);
+  if (t.stride(0) == s.n && t.stride(1) == s.c && t.stride(2) == s.h && t.stride(3) == s.w) return t;
+  return call_aten("aten::as_strided", "", t, sizes_of(t), Sizes{s.n, s.c, s.h, s.w}, std::optional<int64_t>());
+}
+
 // Set by _C_cuda when it is loaded.
 extern void* (*current_cuda_stream)(int32_t device);
 

@@ -9,7 +9,7 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
-  const Machine m = machine(p.threads);
+  const Machine m = machine(1);  // one core's: the choice must not hang on the number of threads
   // Which of two times is lower depends on the machine only through operations per byte. That ratio is rounded to a power of two,
   // so that noise in its measurement does not change the choice.
   const double balance = exp2(round(log2(m.flops / m.bytes))) * (p.dtype == DType::f64 ? .5 : 1);

@@ -10,6 +10,7 @@ void linear_onednn(const LinearProblem& p, void* call) {
   auto& c = *static_cast<LinearCall*>(call);
   const Tensor x = torch::stable::reshape(c.input, Sizes{p.rows, p.in_features});
   const Tensor w = torch::stable::reshape(c.weight, Sizes{p.out_features, p.in_features});
+  if (c.bias) c.bias = as_contiguous(*c.bias);  // oneDNN would read it as if it were
   const Tensor y = call_aten("mkldnn::_linear_pointwise", "", as_contiguous(x), as_contiguous(w), c.bias, std::string("none"),
                              Sizes{}, std::optional<std::string>(""));
   Sizes sizes = sizes_of(c.input);
