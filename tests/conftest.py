@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+
 import pytest
 import torch
 
@@ -13,3 +16,26 @@ def _fixed_state():
     torch.set_num_threads(1)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def shared_tmp(tmp_path_factory):
+    """A directory of this run, one for all processes of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compiler_caches(shared_tmp):
+    """What inductor compiles, it compiles in this process and keeps for this run only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared_tmp / "inductor"))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="session")
+def compiler():
+    """A C++ compiler, for what is tested with inductor."""
+    found = shutil.which(os.environ.get("CXX", "c++"))
+    return found or pytest.skip("needs a C++ compiler: install g++ or name one in CXX")

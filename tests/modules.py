@@ -1,0 +1,98 @@
+"""Modules that call operators, for the tests of what compiles and exports models."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tester import ALGORITHMS, DEVICES
+from torch import Tensor, nn
+
+from ai3_ops import Algorithm, _library, _tester, registry, swap
+from ai3_ops._tester import Call
+from ai3_ops.registry import AlgorithmInfo
+
+each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def batched_call(info: AlgorithmInfo, dtype: str) -> Call | None:
+    """The first supported call of the tester whose input has a batch dimension, with every tensor that it can have.
+
+    None where this machine supports none, as oneDNN on processors without instructions for float16.
+    """
+    some = [c for c in _tester.calls(info, dtypes=(dtype,)) if all(s is not None and 0 not in s for s in c.case.shapes)]
+    if not some:
+        return None
+    first = max(
+        some, key=lambda c: len(c.case.shapes[0] or ())
+    )  # what also takes unbatched inputs has them one rank lower
+    return dataclasses.replace(first, case=dataclasses.replace(first.case, layouts=()))
+
+
+class Layer(nn.Module):
+    """A call on any input; the call's other tensors are parameters."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.operator = call.info.operator
+        self.arguments = _tester.operator_arguments(call.info, call.case.arguments)
+        for i, tensor in enumerate(call.tensors[1:]):
+            self.register_parameter(f"tensor_{i + 1}", None if tensor is None else nn.Parameter(tensor))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.operator(input, *self._parameters.values(), *self.arguments)
+
+
+class EveryOperator(nn.Module):
+    """Every operator of a device that computes in a dtype, each with an input of its own."""
+
+    def __init__(self, device: str, dtype: str) -> None:
+        super().__init__()
+        infos = [a for a in ALGORITHMS if a.device == device and dtype in a.dtypes]
+        self.calls = {f"{a.operation}_{a.name}": call for a in infos if (call := batched_call(a, dtype))}
+        self.layers = nn.ModuleDict({name: Layer(call) for name, call in self.calls.items()})
+
+    def inputs(self, batch: int = 2, larger: int = 0) -> tuple[Tensor, ...]:
+        """One for each layer; images are `larger` in height and width than the tester's."""
+        generator = torch.Generator().manual_seed(batch)
+        made = []
+        for call in self.calls.values():
+            _, *sizes = call.case.shapes[0] or ()
+            if "in_height" in _library.size_names(call.info.operation):
+                sizes[-2:] = (size + larger for size in sizes[-2:])
+            made.append(torch.randn(batch, *sizes, generator=generator).to(call.info.device, call.dtype))
+        return tuple(made)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(layer(x) for layer, x in zip(self.layers.values(), inputs, strict=True))
+
+
+class Net(nn.Module):
+    """A network with every operation, some as functional calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.depthwise = nn.Conv2d(8, 8, 3, padding="same", groups=8, bias=False)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(32, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.pool(F.relu(self.stem(x)))
+        return self.head(F.avg_pool2d(torch.relu(self.depthwise(x)) + x, 2))
+
+
+def swapped_net(device: str) -> tuple[Net, nn.Module]:
+    """A network, and the same with an algorithm for every call, one of them with other algorithms for its gradients."""
+    net = Net().to(device)
+    selectors = dict.fromkeys(registry.operations(), "default")
+    return net, swap(net, {**selectors, "stem": Algorithm("direct", backward_input="direct")})
+
+
+def assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """The same operators on the same values: equal to the last bit, in the same layout."""
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=0, atol=0)
+        assert a.stride() == e.stride()

@@ -1,0 +1,63 @@
+"""AOTInductor: one package per dtype that calls every operator, run from Python and from a C++ program without Python."""
+
+import fcntl
+import pathlib
+import subprocess
+
+import pytest
+import torch
+from modules import EveryOperator, each_device
+from torch.export import Dim
+
+import ai3_ops
+from ai3_ops._tester import DTYPES
+
+PACKAGE = pathlib.Path(ai3_ops.__file__).parent
+TORCH = pathlib.Path(torch.__file__).parent
+RUNNER = pathlib.Path(__file__).parent / "aoti" / "runner.cpp"
+LIBRARIES = [str(path) for name in ("_C.so", "_C_cuda.so") if (path := PACKAGE / name).exists()]
+TOLERANCE = {2: 1e-2, 4: 1e-4, 8: 1e-4}  # by bytes per element, as the C++ program has it
+
+
+@pytest.fixture(scope="session")
+def runner(compiler, shared_tmp):
+    """The C++ program."""
+    program = shared_tmp / "aoti_runner"
+    names = ["torch", "torch_cpu", "c10", *(["torch_cuda", "c10_cuda"] if torch.cuda.is_available() else [])]
+    libraries = ["-Wl,--no-as-needed", f"-L{TORCH}/lib", *(f"-l{n}" for n in names), "-ldl", f"-Wl,-rpath,{TORCH}/lib"]
+    includes = [f"-isystem{TORCH}/include", f"-isystem{TORCH}/include/torch/csrc/api/include"]
+    with open(f"{program}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not program.exists():
+            command = [compiler, "-std=c++20", "-O0", *includes, str(RUNNER), "-o", str(program), *libraries]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+    return program
+
+
+def package(model, path):
+    """Writes the package of a model for any batch size."""
+    batch = {0: Dim("batch")}
+    program = torch.export.export(model, model.inputs(31), dynamic_shapes=((batch,) * len(model.calls),))
+    configs = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+
+
+@each_device
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_operator(device, dtype, runner, tmp_path):
+    model = EveryOperator(device, dtype)
+    path = package(model, tmp_path / "model.pt2")
+    loaded = torch._inductor.aoti_load_package(path)
+    for batch in (3, 1):
+        inputs = model.inputs(batch)
+        with torch.no_grad():
+            expected, actual = model(*inputs), loaded(*inputs)
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=0, atol=TOLERANCE[e.element_size()] * float(e.abs().max()))
+    files = []
+    for name, values in (("inputs", inputs), ("expected", expected)):
+        files.append(str(tmp_path / f"{name}.pt"))
+        torch.save(values, files[-1])
+    done = subprocess.run([runner, path, *files, *LIBRARIES], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

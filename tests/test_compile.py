@@ -1,0 +1,96 @@
+"""torch.compile of every operator: one graph, static and dynamic shapes, gradients."""
+
+import pytest
+import torch
+from modules import EveryOperator, assert_equal, each_device, swapped_net
+from tester import each_algorithm
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ai3_ops import _tester
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def dtype_of(info):
+    return "float32" if "float32" in info.dtypes else info.dtypes[0]
+
+
+@each_algorithm
+def test_every_case_is_one_graph(info):
+    """All cases of an algorithm in one function: shapes, layouts, absent biases; outputs and gradients are eager's."""
+    calls = [
+        c for c in _tester.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)
+    ]
+    arguments = [_tester.operator_arguments(info, c.case.arguments) for c in calls]
+    inputs = [[None if t is None else t.requires_grad_() for t in c.tensors] for c in calls]
+
+    def run(inputs):
+        return [info.operator(*tensors, *rest) for tensors, rest in zip(inputs, arguments, strict=True)]
+
+    def grads(outputs):
+        leaves = [t for tensors in inputs for t in tensors if t is not None]
+        return torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)
+
+    backend = CompileCounterWithBackend("aot_eager")
+    actual, expected = torch.compile(run, backend=backend, fullgraph=True, dynamic=False)(inputs), run(inputs)
+    assert backend.frame_count == 1
+    assert_equal(actual, expected)
+    assert_equal(grads(actual), grads(expected))
+
+
+@each_device
+def test_any_size_is_one_graph(device):
+    model = EveryOperator(device, "float32")
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for batch, larger in ((31, 16), (2, 16), (3, 17), (7, 1)):  # the first: no sizes are equal by chance
+            inputs = model.inputs(batch, larger)
+            assert_equal(compiled(*inputs), model(*inputs))
+    assert backend.frame_count == 1
+
+
+@each_device
+def test_autocast(device):
+    model = EveryOperator(device, "float32")
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16):
+        expected = model(*model.inputs())
+        assert_equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*model.inputs()), expected)
+
+
+@each_device
+@pytest.mark.usefixtures("compiler")
+def test_inductor(device):
+    """Code of inductor around every operator, in inference and in training."""
+    model = EveryOperator(device, "float32")
+    inputs = model.inputs()
+
+    def run(*inputs):  # something to fuse before and after each operator
+        return tuple(y.sin() for y in model(*(2 * x for x in inputs)))
+
+    compiled = torch.compile(run, fullgraph=True)
+    expected, actual = run(*inputs), compiled(*inputs)
+    torch.testing.assert_close(actual, expected)
+    grads = [torch.autograd.grad(sum(map(torch.sum, ys)), list(model.parameters())) for ys in (actual, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def gradients(function, model, x):
+    """The output, and the gradients of a loss."""
+    y = function(x)
+    return (y, *torch.autograd.grad(y.square().sum(), list(model.parameters())))
+
+
+@each_device
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_swapped_network(device, dynamic):
+    net, swapped = swapped_net(device)
+    compiled = torch.compile(swapped, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for batch in (9, 4):
+        x = torch.randn(batch, 3, 20, 21, device=device)
+        torch.testing.assert_close(gradients(compiled, swapped, x), gradients(net, net, x), rtol=1e-4, atol=1e-4)
