@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -285,14 +285,16 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
             ctx.needs = ctx.needs_input_grad[2:]
             return (None, None, *backward(ctx, *grads), *[None] * count)[: count + 2]
 
+    apply = cast(Any, Rule).apply
+
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(keys, args, options)
         args = (*args, *defaults[len(args) : count])
         if not torch._C._are_functorch_transforms_active():
-            return Rule.apply(keys, options, *args)
+            return apply(keys, options, *args)
         with enable_single_level_autograd_function():
-            return Rule.apply(keys, options, *args)
+            return apply(keys, options, *args)
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
@@ -359,6 +361,7 @@ def register_determinism(operation: str, algorithm: str) -> None:
     if not devices:
         return
     op = operator_named(f"{operation}_{algorithm}")
+    assert op is not None
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:

@@ -63,8 +63,8 @@ class Conv2d(Operation):
         )
         check((r > 0) & (s > 0), label, f"needs a kernel of at least 1x1, got {tuple(weight.shape)}")
         outputs = []
-        for size, kernel, step, pad, spacing in zip((h, w), (r, s), stride, padding, dilation, strict=True):
-            padded, extent = size + 2 * pad, spacing * (kernel - 1) + 1
+        for size, taps, step, pad, spacing in zip((h, w), (r, s), stride, padding, dilation, strict=True):
+            padded, extent = size + 2 * pad, spacing * (taps - 1) + 1
             check(
                 padded >= extent,
                 label,

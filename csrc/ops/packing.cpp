@@ -27,7 +27,9 @@ uint64_t pack_tag(const Entry& entry, const Sizes& description) {
 }
 
 Tensor new_pack(const Tensor& weight, int64_t bytes) {
-  return empty({bytes / static_cast<int64_t>(weight.element_size())}, weight.scalar_type(), weight);
+  // Zeroed, padding included, so that two packs of one weight are equal.
+  Tensor pack = empty({bytes / static_cast<int64_t>(weight.element_size())}, weight.scalar_type(), weight);
+  return torch::stable::zero_(pack);
 }
 
 namespace {
