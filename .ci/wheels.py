@@ -1,7 +1,7 @@
 """Tests the wheel as users get it: built once, its source tree deleted, installed beside each torch and Python.
 
 python .ci/wheels.py            # torch 2.11 and the newest, Python 3.11 and 3.12, all tests
-python .ci/wheels.py --smoke    # the newest Python at hand with torch 2.11, a part of the tests
+python .ci/wheels.py --smoke    # the newest Python at hand with torch 2.11, the CPU part, a part of the tests
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def main() -> None:
             source,
             ignore=lambda _, names: [n for n in names if n in HIDDEN or n.startswith(".venv") or n.endswith(".so")],
         )
-        run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", dist, source)
+        command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", dist, source)
+        run(*command, env={"USE_CUDA": "0"} if smoke else None)
         tests.mkdir()
         for part in ("tests", "docs", "README.md", "pyproject.toml"):
             move = shutil.copytree if (source / part).is_dir() else shutil.copy

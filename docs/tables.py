@@ -1,6 +1,7 @@
 """Writes the tables of algorithms, from the registry, between the markers in README.md and docs/algorithms/README.md.
 
     python docs/tables.py            # `make docs`
+    python docs/tables.py --check    # only says what is out of date
 
 The CPU column is what the registry holds. The CUDA column is what csrc/cuda holds, one file for each algorithm under
 its name, so that the tables do not depend on whether this build has a CUDA part.
@@ -9,6 +10,7 @@ its name, so that the tables do not depend on whether this build has a CUDA part
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 from ai3_ops import registry
@@ -67,6 +69,9 @@ def render() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for path, text in render().items():
-        path.write_text(text)
+    stale = [path for path, text in render().items() if path.read_text() != text]
+    if "--check" in sys.argv[1:]:
+        sys.exit("".join(f"{path.name} is out of date: run `make docs`\n" for path in stale) or 0)
+    for path in stale:
+        path.write_text(render()[path])
         print(path.relative_to(ROOT))

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import ai3_ops
-from ai3_ops import registry
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(ai3_ops.__file__).parent
@@ -84,18 +83,18 @@ def test_readme_example_runs():
     assert "layer4.1.conv2" in result.stdout
 
 
+# The next two ask processes of their own: other tests register algorithms in this one.
 @in_source_tree
 def test_tables_are_those_of_the_registry():
-    import runpy
-
-    for path, text in runpy.run_path(str(ROOT / "docs/tables.py"))["render"]().items():
-        assert path.read_text() == text, f"{path.name} is out of date: run `make docs`"
+    check = subprocess.run([sys.executable, ROOT / "docs/tables.py", "--check"], capture_output=True, text=True)
+    assert check.returncode == 0, check.stderr
 
 
 def test_every_algorithm_has_its_page():
-    pages = {(p.parent.name, p.stem) for p in (ROOT / "docs/algorithms").glob("*/*.md")}
-    builtin = {(a.operation, a.name) for a in registry.algorithms() if not a.python}
-    assert builtin <= pages, f"without a page: {sorted(builtin - pages)}"
+    code = "from ai3_ops import registry\nfor a in registry.algorithms():\n print(a.operation + '/' + a.name)"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    pages = {f"{p.parent.name}/{p.stem}" for p in (ROOT / "docs/algorithms").glob("*/*.md")}
+    assert set(listed.stdout.split()) <= pages, f"without a page: {set(listed.stdout.split()) - pages}"
 
 
 def test_links_in_the_documents_lead_somewhere():
