@@ -18,17 +18,16 @@ each_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def batched_call(info: AlgorithmInfo, dtype: str) -> Call | None:
-    """The first supported call of the tester whose input has a batch dimension, with every tensor that it can have.
+    """A supported call of the tester whose input has a batch dimension, with all tensors and as many arguments as there are.
 
     None where this machine supports none, as oneDNN on processors without instructions for float16.
     """
     some = [c for c in _tester.calls(info, dtypes=(dtype,)) if all(s is not None and 0 not in s for s in c.case.shapes)]
     if not some:
         return None
-    first = max(
-        some, key=lambda c: len(c.case.shapes[0] or ())
-    )  # what also takes unbatched inputs has them one rank lower
-    return dataclasses.replace(first, case=dataclasses.replace(first.case, layouts=()))
+    # What also takes unbatched inputs has them one rank lower.
+    call = max(some, key=lambda c: (len(c.case.shapes[0] or ()), len(c.case.arguments)))
+    return dataclasses.replace(call, case=dataclasses.replace(call.case, layouts=()))
 
 
 class Layer(nn.Module):

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 import torch
-from modules import EveryOperator, each_device
+from modules import EveryOperator, each_device, swapped_net
 from torch.export import Dim
 
 import ai3_ops
@@ -35,10 +35,13 @@ def runner(compiler, shared_tmp):
     return program
 
 
-def package(model, path):
+def package(model, path, *inputs):
     """Writes the package of a model for any batch size."""
     batch = {0: Dim("batch")}
-    program = torch.export.export(model, model.inputs(31), dynamic_shapes=((batch,) * len(model.calls),))
+    shapes = (batch,) * len(inputs)
+    program = torch.export.export(
+        model, inputs, dynamic_shapes=(shapes,) if isinstance(model, EveryOperator) else shapes
+    )
     configs = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
@@ -47,7 +50,7 @@ def package(model, path):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_operator(device, dtype, runner, tmp_path):
     model = EveryOperator(device, dtype)
-    path = package(model, tmp_path / "model.pt2")
+    path = package(model, tmp_path / "model.pt2", *model.inputs(31))
     loaded = torch._inductor.aoti_load_package(path)
     for batch in (3, 1):
         inputs = model.inputs(batch)
@@ -61,3 +64,15 @@ def test_every_operator(device, dtype, runner, tmp_path):
         torch.save(values, files[-1])
     done = subprocess.run([runner, path, *files, *LIBRARIES], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each_device
+def test_swapped_network(device, compiler, tmp_path):
+    net, swapped = swapped_net(device)
+    loaded = torch._inductor.aoti_load_package(
+        package(swapped, tmp_path / "net.pt2", torch.randn(9, 3, 20, 21, device=device))
+    )
+    for batch in (4, 1):
+        x = torch.randn(batch, 3, 20, 21, device=device)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(x), net(x), rtol=1e-4, atol=1e-5)

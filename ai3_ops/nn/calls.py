@@ -412,8 +412,8 @@ class MaxPool2d(Call):
         ceil_mode: bool = False,
         return_indices: bool = False,
     ) -> tuple[Any, ...]:
-        """No stride is an empty one."""
-        return input, kernel_size, [] if stride is None else stride, padding, dilation, ceil_mode
+        """No stride is the kernel's size (an empty one, as ATen has it, torch 2.11's AOTInductor packages cannot pass)."""
+        return input, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode
 
 
 class AvgPool2d(Call):
@@ -433,8 +433,8 @@ class AvgPool2d(Call):
         count_include_pad: bool = True,
         divisor_override: int | None = None,
     ) -> tuple[Any, ...]:
-        """No stride is an empty one."""
-        stride = [] if stride is None else stride
+        """No stride is the kernel's size."""
+        stride = kernel_size if stride is None else stride
         return input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
 
 

@@ -301,7 +301,7 @@ class Rewrite:
             if not torch.compiler.is_compiling():
                 self._other_calls += 1
             return original(module, *args, **kwargs)
-        return self._functions[module.training](module, *values)
+        return self._functions[int(module.training)](module, *values)
 
     def _bind(self, args: Any, kwargs: Any) -> Any:
         """The values of the arguments without defaults; None where the trace does not hold for this call."""
