@@ -25,7 +25,7 @@ double now() {
 double measure_flops(int threads) {
   constexpr int64_t kSteps = 1 << 17;
   double best = 0;
-  for (int round = 0; round < 4; round++) {
+  for (int round = 0; round < 24; round++) {
     float sinks[kThreadsAtMost];
     const double start = now();
     parallel_for(threads, threads, [&](int64_t i, int) {
@@ -54,7 +54,7 @@ double measure_bytes(int threads) {
     memset(data + begin, 0, static_cast<size_t>(end - begin) * sizeof(float));
   });
   double best = 0;
-  for (int round = 0; round < 2; round++) {
+  for (int round = 0; round < 4; round++) {
     float sinks[kThreadsAtMost] = {};
     const double start = now();
     parallel_ranges(threads, count, 1 << 16, [&](int64_t begin, int64_t end, int thread) {
