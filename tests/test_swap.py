@@ -538,6 +538,18 @@ def test_packs_follow_their_weights(algorithm):
         close(constant(x), F.conv2d(x, constant.weight, constant.bias, groups=groups))
 
 
+@pytest.mark.skipif("fft" not in PACKING, reason="needs the algorithm with the largest packs")
+def test_packs_that_dwarf_their_weights_are_not_kept():
+    small, large = swap(nn.Conv2d(2, 2, 3), "fft"), swap(nn.Conv2d(64, 64, 1), "fft")
+    with torch.no_grad():
+        for model in (small, large):
+            x = torch.randn(1, model.in_channels, 5, 5)
+            close(model(x), F.conv2d(x, model.weight, model.bias))
+            assert explain(model).layers[0].torch_calls == 0
+    assert small._ai3.pack is not None
+    assert large._ai3.pack is None
+
+
 def test_packs_under_transforms():
     swapped, x = swap(nn.Conv2d(4, 4, 3), "direct"), torch.randn(3, 2, 4, 9, 9)
     with torch.no_grad():

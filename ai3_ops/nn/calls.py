@@ -21,6 +21,7 @@ from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm
 
 _SAMPLES = 64  # 16-bit words of a weight that are compared to see writes through `.data`
+_PACK_FACTOR, _PACK_SLACK = 8, 2**20  # a pack is kept up to so many times its weight's bytes and so many bytes more
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -248,7 +249,7 @@ class _Weighted(Call):
         """The operators that pack and that use a pack; None where the algorithm has none."""
         assert self.algorithm is not None
         input = args[0]
-        key = (input.shape, input.stride(), input.dtype)
+        key = (input.shape, input.stride(), input.dtype, args[1].shape)
         if key not in self.packers:
             if len(self.packers) >= _REMEMBERED:
                 self.packers.clear()
@@ -257,11 +258,19 @@ class _Weighted(Call):
                 name = registry.resolve(self.operation, name, *args)
             pack = getattr(torch.ops.ai3, f"_{self.operation}_{name}_pack", None)
             packed = getattr(torch.ops.ai3, f"_{self.operation}_{name}_packed", None)
-            if pack is None or packed is None or self.algorithm.parameters:
+            if pack is None or packed is None or self.algorithm.parameters or not self._affordable(name, args):
                 self.packers[key] = None
             else:
                 self.packers[key] = pack.default, packed.default
         return self.packers[key]
+
+    def _affordable(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a model's packs take memory in proportion to its weights: the spectra of a 1x1 weight do not."""
+        problem, weight = self.problem(*args), args[1]
+        if not registry.supports_problem(self.operation, name, problem)[0]:
+            return False  # the operator says why
+        size = registry.packed_bytes_sizes(self.operation, name, problem.device, problem.dtype, **problem.sizes)
+        return size <= _PACK_FACTOR * weight.numel() * weight.element_size() + _PACK_SLACK
 
 
 def _transformed(input: Tensor) -> bool:
