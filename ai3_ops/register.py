@@ -115,6 +115,7 @@ def set_default(operation: str, name: str | None) -> None:
     error = ctypes.create_string_buffer(4096)
     if not _library.C.ai3_set_default(operation.encode(), (name or "").encode(), error, len(error)):
         raise RuntimeError(error.value.decode())
+    registry.changed()
 
 
 def _check_name(operation: str, name: str, replace: bool) -> None:
@@ -242,3 +243,4 @@ def _add(operation: str, name: str, library: Path, header: Path, replace: bool) 
     if not _library.C.ai3_register(records[0], int(replace), error, len(error)):
         raise RuntimeError(error.value.decode())
     operations.register_rules(operation, name)
+    registry.changed()

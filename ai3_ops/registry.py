@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _library.DTYPES)
 _loading = threading.RLock()
 _entry_points_loaded = False
+_generation = 0
 OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
 
 
@@ -88,6 +89,18 @@ def add_python_algorithm(
             return _functions[key](*args)
 
         OPERATIONS[operation].define(name, call)
+    changed()
+
+
+def generation() -> int:
+    """A number that is another one after every registration and every change of a default: what caches are valid for."""
+    return _generation
+
+
+def changed() -> None:
+    """Starts a new generation."""
+    global _generation
+    _generation += 1
 
 
 def operations() -> list[str]:

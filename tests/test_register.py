@@ -233,6 +233,41 @@ def test_default_runs_it_where_it_can(header):
     assert ai3_ops.resolve("conv2d", "default", X, W) == before
 
 
+def test_swapped_modules_see_what_is_registered_later(header, monkeypatch):
+    model = ai3_ops.swap(torch.nn.Conv2d(1, 1, 1, bias=False), "default")
+    asked = []
+    resolve = registry.resolve
+    monkeypatch.setattr(registry, "resolve", lambda *args: asked.append(args) or resolve(*args))
+    with torch.no_grad():
+        model.weight.fill_(5)
+        for _ in range(2):
+            assert torch.equal(model(X), 5 * X)
+        assert len(asked) == 1
+        model.stride = (2, 2)
+        assert torch.equal(model(X), 5 * X[..., ::2, ::2])
+        assert len(asked) == 2
+        model.stride = (1, 1)
+        register_function("conv2d", "user_later", header(scaled("user_later", 2)), default=True)
+        try:
+            assert torch.equal(model(X), 10 * X)
+            register_function("conv2d", "user_later", header(scaled("user_later", 3)), replace=True)
+            assert torch.equal(model(X), 15 * X)
+        finally:
+            module.set_default("conv2d", None)
+        assert torch.equal(model(X), 5 * X)
+
+
+def test_packs_are_made_again_after_a_registration():
+    model = ai3_ops.swap(torch.nn.Linear(3, 2), {"linear": "gemm"})
+    with torch.no_grad():
+        model(torch.randn(4, 3))
+        pack = model._ai3.pack
+        register_function("relu", "user_unrelated", torch.relu)
+        model(torch.randn(4, 3))
+    assert pack is not None
+    assert model._ai3.pack is not pack
+
+
 def test_python_callable():
     calls = []
 

@@ -208,7 +208,7 @@ class Call:
     def key(args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the support of a call hangs on."""
         mode = torch.is_autocast_enabled(args[0].device.type)
-        return (mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
+        return (registry.generation(), mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
 
 
 class _Weighted(Call):
@@ -249,7 +249,10 @@ class _Weighted(Call):
         """The operators that pack and that use a pack; None where the algorithm has none."""
         assert self.algorithm is not None
         input = args[0]
-        key = (input.shape, input.stride(), input.dtype, args[1].shape)
+        key = (
+            registry.generation(), input.shape, input.stride(), input.dtype, args[1].shape, args[2] is None,
+            str(args[3:]),
+        )  # fmt: skip
         if key not in self.packers:
             if len(self.packers) >= _REMEMBERED:
                 self.packers.clear()
@@ -289,7 +292,7 @@ class Pack:
     """A packed weight, and how to tell that the weight is still the one that was packed."""
 
     def __init__(self, operators: Any, weight: Tensor, window: list[Any]) -> None:
-        self.operators, self.window = operators, window
+        self.operators, self.window, self.generation = operators, window, registry.generation()
         self.weight, self.version, self.address = weakref.ref(weight), weight._version, weight.data_ptr()
         self.shape, self.dtype = weight.shape, weight.dtype
         size = weight.numel() * weight.element_size()
@@ -313,6 +316,7 @@ class Pack:
             and self.version == weight._version
             and self.address == weight.data_ptr()
             and self.operators == operators
+            and self.generation == registry.generation()
             and self.shape == weight.shape
             and self.dtype == weight.dtype
             and self.window == window
