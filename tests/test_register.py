@@ -290,6 +290,22 @@ def test_python_callable():
         register_function("relu", "user_no_default", clamp, default=True)
 
 
+def test_forward_mode_differentiation_raises():
+    relu, x = torch.ops.ai3.relu_direct, torch.randn(3)
+    transformed = (
+        lambda: torch.func.jvp(relu, (x,), (x,)),
+        lambda: torch.func.jacfwd(relu)(x),
+        lambda: torch.func.hessian(lambda a: relu(a).square().sum())(x),
+        lambda: torch.func.jvp(torch.func.grad(lambda a: relu(a).square().sum()), (x,), (x,)),
+    )
+    for call in transformed:
+        with pytest.raises(RuntimeError, match="ai3::relu_direct: does not support forward-mode"):
+            call()
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(relu(x), x.relu())
+    torch.testing.assert_close(torch.func.jvp(lambda a: a + relu(x), (x,), (x,))[1], x)
+
+
 def test_check_shows_the_failing_case():
     @register_function("relu", "user_wrong")
     def wrong(x):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._prims_common import alert_not_deterministic, suggest_memory_format
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
@@ -254,6 +255,10 @@ def register_fake(op: torch._ops.OpOverload, function: Callable[..., Any]) -> No
     torch.library.register_fake(op.name(), function, lib=LIBRARY)
 
 
+def _has_tangent(value: Any) -> bool:
+    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+
+
 def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], save: Callable[..., None]) -> None:
     """`save(ctx, inputs, options, output)` and `backward(ctx, *grads)`, which may leave out trailing gradients.
 
@@ -272,7 +277,10 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
     class Rule(_SingleLevelFunction):
         @staticmethod
         def forward(keys: torch._C.DispatchKeySet, options: dict[str, Any], *args: Any) -> Any:
-            return below(keys, args, options)
+            if forward_ad._current_level < 0:
+                return below(keys, args, options)
+            with forward_ad._set_fwd_grad_enabled(True):  # a Function turns it off, also for torch.func's outer levels
+                return below(keys, args, options)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -288,6 +296,8 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
     apply = cast(Any, Rule).apply
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+            raise RuntimeError(f"{op.name()}: does not support forward-mode differentiation")
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(keys, args, options)
         args = (*args, *defaults[len(args) : count])
