@@ -330,9 +330,13 @@ def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: 
     for candidate in choice.candidates:
         if candidate is None:
             return
-        if candidate.name == "default" and site.in_place and not choice.single:
-            call.reason = "in place: PyTorch's needs no second tensor"
-            return
+        if candidate.name == "default" and not choice.single:
+            if site.in_place:
+                call.reason = "in place: PyTorch's needs no second tensor"
+                return
+            if site.operation == "flatten":  # what is later written to the view shows in the input
+                call.reason = "a view there, a copy here"
+                return
         reason = _refusal(site, candidate, approximate)
         if not reason:
             call.choose(candidate)

@@ -102,6 +102,21 @@ def test_default_leaves_in_place_relu_to_pytorch():
     assert explain(model).layers[1].used != "torch"
 
 
+def test_default_leaves_flatten_to_pytorch():
+    class Writes(nn.Module):
+        def forward(self, x):
+            x.flatten(1).mul_(2)
+            return x
+
+    x = torch.randn(2, 3, 4)
+    model = swap(Writes(), "default")
+    assert torch.equal(model(x.clone()), 2 * x)
+    model = swap(nn.Sequential(nn.Flatten()), "default")
+    assert [(row.used, row.reason) for row in explain(model).layers] == [("torch", "a view there, a copy here")]
+    model = swap(nn.Sequential(nn.Flatten()), {"0": "default"})
+    assert explain(model).layers[0].used != "torch"
+
+
 class Functional(nn.Module):
     """Every functional form."""
 
