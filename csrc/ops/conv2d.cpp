@@ -167,6 +167,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   } else {
     Strides4 slice{};
     const bool direct =
+    const DeviceGuard guard = on_device_of(c.input);
         c.output && (is_dense(given, channels_last) || (traits.sliced && slice_strides(given, channels_last, slice)));
     output = direct ? given : empty(sizes, c.input.scalar_type(), c.input, channels_last);
     if (p.batch > 0) {

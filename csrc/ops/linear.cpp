@@ -75,6 +75,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   } else {
     const Tensor x = as_contiguous(c.input), w = packed ? c.weight : as_contiguous(c.weight),
                  b = c.bias ? as_contiguous(*c.bias) : w, r = c.residual ? as_contiguous(*c.residual) : x;
+    const DeviceGuard guard = on_device_of(c.input);
     run_kernel(chosen, p,
                {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                 c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},

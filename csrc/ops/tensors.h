@@ -1,5 +1,6 @@
 // From tensors to problems: checks, sizes, memory formats and allocation. Glue never computes.
 #pragma once
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -174,11 +175,20 @@ void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tens
   std::optional<Tensor> memory;
   Workspace workspace{nullptr, bytes, 0, nullptr};
   if (bytes > 0) {
+// Makes t's device the current one, where kernels are launched and the vendor's libraries keep their state.
+using DeviceGuard = std::optional<torch::stable::accelerator::DeviceGuard>;
+inline DeviceGuard on_device_of(const Tensor& t) {
+  DeviceGuard guard;
+  if (t.is_cuda()) guard.emplace(t.get_device_index());
+  return guard;
+}
+
     memory = empty({bytes + 64}, ScalarType::Byte, like);
     char* data = static_cast<char*>(memory->mutable_data_ptr());
     workspace.data = data + (64 - reinterpret_cast<uintptr_t>(data) % 64) % 64;
   }
   if (like.is_cuda()) workspace.stream = current_cuda_stream(like.get_device_index());
+  const DeviceGuard guard = on_device_of(like);
   if (pack_bytes) {
     void* weights = workspace.take<char>(pack_bytes);
     traits.pack(p, buffers.weight, weights);

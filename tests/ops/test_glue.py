@@ -112,3 +112,15 @@ def test_linear(layout, dtype, shape):
 def test_bad_arguments_are_refused_readably(call, words):
     with pytest.raises(RuntimeError, match=words):
         call()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("algorithm", ["direct", "im2col", "default"])
+def test_kernels_run_on_the_device_of_their_tensors(algorithm):
+    """Whatever the current device; a kernel launched on the other one faults or leaves the output as it was."""
+    x, w = data(1, 4, 6, 6), data(4, 4, 3, 3)
+    with torch.cuda.device(0):
+        y = getattr(ops, f"conv2d_{algorithm}")(x.to("cuda:1"), w.to("cuda:1"))
+        assert torch.cuda.current_device() == 0
+    assert y.device == torch.device("cuda:1")
+    torch.testing.assert_close(y.cpu(), F.conv2d(x, w), rtol=1e-3, atol=1e-3)
