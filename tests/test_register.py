@@ -103,6 +103,22 @@ def test_traits_of_the_macro_are_listed(header):
     assert (info.accuracy, info.deterministic) == ("approximate", False)
 
 
+def test_a_refusal_without_words_gets_some(header):
+    text = scaled("user_mute").replace('ai3::refuse(reason, "needs one weight")', "false")
+    op = register_function("conv2d", "user_mute", header(text))
+    with pytest.raises(
+        RuntimeError, match="ai3::conv2d_user_mute: does not support this case; algorithms that support"
+    ):
+        op(X, W.expand(1, 1, 2, 2))
+
+
+def test_a_shared_operators_name_is_refused_and_leaves_nothing(header):
+    with pytest.raises(RuntimeError, match=r"conv2d can have no algorithm 'mixed': .*choose another name"):
+        register_function("conv2d", "mixed", header(scaled("mixed")))
+    assert "mixed" not in [a.name for a in ai3_ops.algorithms("conv2d")]
+    assert not hasattr(torch.ops.ai3, "conv2d_mixed")
+
+
 def test_a_taken_name_is_refused_unless_replaced(header):
     path = header(scaled("user_replaced", 1))
     op = register_function("conv2d", "user_replaced", path)

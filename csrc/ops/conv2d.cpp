@@ -204,6 +204,7 @@ const Entry* own_backward(const Entry& asked, Conv2dCall c) {
   return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
 }
 struct BackwardArguments {
+  p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
   explicit BackwardArguments(Arguments& in) : grad(in.take<Tensor>()) {
     call.input = in.take<Tensor>(), call.weight = in.take<Tensor>();
     call.take_window(in);

@@ -124,7 +124,8 @@ Gradients gradients(const Entry& asked, const LinearCall& c, const Tensor& grad,
 // The algorithm of the gradients that `asked` computes itself, or null where PyTorch does.
 const Entry* own_backward(const Entry& asked, LinearCall c) {
   Sizes sizes;
-  const LinearProblem p = linear_problem(asked, c, sizes_of(c.weight), sizes);
+  LinearProblem p = linear_problem(asked, c, sizes_of(c.weight), sizes);
+  p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
   const Chosen<LinearProblem> chosen(asked, device_of(asked, c.input), p);
   return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
 }

@@ -94,10 +94,17 @@ AI3_INLINE const char* name_of(Device d) { return d == Device::cpu ? "CPU" : "CU
 // cannot.
 template <class P>
 const Entry* select(const Entry& entry, Device device, const P& p, Reason& reason) {
+  reason.text[0] = '\0';
   const auto* a = entry.algorithm<P>(device);
   if (!a) return refuse(reason, "has no %s kernel", name_of(device)), nullptr;
   if (!(a->traits.dtypes & dtype_bit(p.dtype))) return refuse(reason, "does not compute in %s", ai3::name_of(p.dtype)), nullptr;
-  if (a->traits.supports && !a->traits.supports(p, reason)) return nullptr;
+  if constexpr (requires { p.deterministic; })
+    if (p.deterministic && !a->traits.deterministic)
+      return refuse(reason, "is not deterministic, and a deterministic result was asked for"), nullptr;
+  if (a->traits.supports && !a->traits.supports(p, reason)) {
+    if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
+    return nullptr;
+  }
   if (!a->traits.choose) return &entry;
   struct Context {
     const Operation* operation;
