@@ -88,6 +88,17 @@ void define_shared(const Operation& operation) {
   }
 }
 
+// A name whose operators would be the operation's shared ones is refused.
+void check_name(const Operation& operation, const char* name) {
+  for (const OperatorKind* k = operation.kinds; k != operation.kinds + operation.kind_count; k++)
+    for (const SharedOperator* o = operation.shared; o != operation.shared + operation.shared_count; o++) {
+      const std::string mine = std::string(k->prefix) + name + k->suffix, schema = o->schema;
+      if (mine == schema.substr(0, schema.find('(')))
+        throw std::runtime_error(std::string("ai3: ") + operation.name + " can have no algorithm '" + name + "': ai3::" + mine +
+                                 " is an operator of the operation itself; choose another name");
+    }
+}
+
 // Registers an algorithm for one device, or replaces it there. Operators stay once they are defined: those of a kind that a
 // replacement does not have refuse their calls.
 void add(const AlgorithmInfo& info, bool replace) {
@@ -101,19 +112,22 @@ void add(const AlgorithmInfo& info, bool replace) {
   if (entry && entry->on(info.device) && !replace)
     throw std::runtime_error(std::string("ai3: ") + info.operation + " has an algorithm '" + info.name + "' already");
   const Entry* first = operation->state->first.load();
-  if (!entry) {
+  const bool is_new = !entry;
+  if (is_new) {
+    check_name(*operation, info.name);
     if (used_slots == kSlots) throw std::runtime_error("ai3: no room for another algorithm in this process");
     entry = new Entry{operation, info.name, used_slots, 0, first, {}};
     slots[used_slots++] = entry;
   }
-  entry->implementations[static_cast<int>(info.device)].store(&info, std::memory_order_release);
-  if (find(*operation, info.name) != entry) operation->state->first.store(entry, std::memory_order_release);
   for (int kind = 0; kind < operation->kind_count; kind++) {
     const OperatorKind& k = operation->kinds[kind];
     if (entry->defined >> kind & 1 || (k.wanted && !k.wanted(info))) continue;
-    entry->defined |= 1u << kind;
     define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
+    entry->defined |= 1u << kind;
   }
+  // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
+  entry->implementations[static_cast<int>(info.device)].store(&info, std::memory_order_release);
+  if (is_new) operation->state->first.store(entry, std::memory_order_release);
 }
 
 }  // namespace
