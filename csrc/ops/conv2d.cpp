@@ -157,17 +157,22 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
     check(sizes_of(*c.residual) == sizes, asked, "needs a residual of sizes ", to_string(sizes), ", got ",
           to_string(sizes_of(*c.residual)));
   }
+  if (c.output) {
+    check_apart(asked, given, c.input, "input"), check_apart(asked, given, c.weight, "the packed weight");
+    if (c.bias) check_apart(asked, given, *c.bias, "bias");
+    if (c.residual) check_apart(asked, given, *c.residual, "residual");
+  }
   if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
 
   Tensor output;
   if (traits.tensors && p.batch > 0) {
     c.channels_last = channels_last;
+    const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
     output = with_dense_strides(*c.output, channels_last);
   } else {
     Strides4 slice{};
     const bool direct =
-    const DeviceGuard guard = on_device_of(c.input);
         c.output && (is_dense(given, channels_last) || (traits.sliced && slice_strides(given, channels_last, slice)));
     output = direct ? given : empty(sizes, c.input.scalar_type(), c.input, channels_last);
     if (p.batch > 0) {
@@ -199,12 +204,12 @@ void forward(const Entry& entry, StableIValue* stack) {
 // The algorithm of the gradients that `asked` computes itself, or null where PyTorch does.
 const Entry* own_backward(const Entry& asked, Conv2dCall c) {
   Conv2dProblem p = conv2d_problem(asked, c, sizes_of(c.weight));
+  p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
   set_strides(p, suggests_channels_last(c.input) || suggests_channels_last(c.weight));
   const Chosen<Conv2dProblem> chosen(asked, device_of(asked, c.input), p);
   return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
 }
 struct BackwardArguments {
-  p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
   explicit BackwardArguments(Arguments& in) : grad(in.take<Tensor>()) {
     call.input = in.take<Tensor>(), call.weight = in.take<Tensor>();
     call.take_window(in);

@@ -59,6 +59,11 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   };
   if (c.residual) check_sizes(*c.residual, "residual");
   if (c.output) check_sizes(*c.output, "out");
+  if (c.output) {
+    check_apart(asked, *c.output, c.input, "input"), check_apart(asked, *c.output, c.weight, "the packed weight");
+    if (c.bias) check_apart(asked, *c.output, *c.bias, "bias");
+    if (c.residual) check_apart(asked, *c.output, *c.residual, "residual");
+  }
   if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
 
   const bool direct = c.output && is_contiguous(*c.output);
@@ -70,12 +75,12 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     else
       torch::stable::zero_(output);
   } else if (traits.tensors) {
+    const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
     return c.output.value();
   } else {
     const Tensor x = as_contiguous(c.input), w = packed ? c.weight : as_contiguous(c.weight),
                  b = c.bias ? as_contiguous(*c.bias) : w, r = c.residual ? as_contiguous(*c.residual) : x;
-    const DeviceGuard guard = on_device_of(c.input);
     run_kernel(chosen, p,
                {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                 c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},

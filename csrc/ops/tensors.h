@@ -88,7 +88,19 @@ inline void spread(const Entry& entry, Sizes& list, size_t count, const char* na
 }
 inline void check_each(const Entry& entry, const Sizes& list, int64_t least, const char* name) {
   for (int64_t v : list)
-    check(v >= least && v <= INT32_MAX, entry, name, " needs values of at least ", least, ", got ", to_string(list));
+    check(v >= least && v <= INT32_MAX, entry, name, " needs values from ", least, " to ", INT32_MAX, ", got ", to_string(list));
+}
+
+// Refuses an `out` that shares memory with what is read: a kernel reads after it has begun to write. Gaps between elements count
+// as theirs.
+inline void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name) {
+  auto end = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t d = 0; d < t.dim(); d++) last += (t.size(d) - 1) * t.stride(d);
+    return static_cast<const char*>(t.const_data_ptr()) + (last + 1) * static_cast<int64_t>(t.element_size());
+  };
+  check(out.numel() == 0 || other.numel() == 0 || end(out) <= other.const_data_ptr() || end(other) <= out.const_data_ptr(), entry,
+        "needs an out that shares no memory with ", name);
 }
 
 // What ATen's suggest_memory_format says of a 4-D tensor.
@@ -163,18 +175,6 @@ inline Tensor with_dense_strides(const Tensor& t, bool channels_last) {
 // Set by _C_cuda when it is loaded.
 extern void* (*current_cuda_stream)(int32_t device);
 
-inline int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
-
-// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
-template <class P>
-void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
-  const Traits<P>& traits = chosen.algorithm->traits;
-  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
-  const int64_t bytes = checked_add(pack_bytes, own);
-  check(bytes >= 0 && bytes < (int64_t{1} << 62), *chosen.entry, "needs more workspace than can be addressed");
-  std::optional<Tensor> memory;
-  Workspace workspace{nullptr, bytes, 0, nullptr};
-  if (bytes > 0) {
 // Makes t's device the current one, where kernels are launched and the vendor's libraries keep their state.
 using DeviceGuard = std::optional<torch::stable::accelerator::DeviceGuard>;
 inline DeviceGuard on_device_of(const Tensor& t) {
@@ -183,12 +183,24 @@ inline DeviceGuard on_device_of(const Tensor& t) {
   return guard;
 }
 
+inline int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
+
+// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
+template <class P>
+void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+  const DeviceGuard guard = on_device_of(like);
+  const Traits<P>& traits = chosen.algorithm->traits;
+  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
+  const int64_t bytes = checked_add(pack_bytes, own);
+  check(bytes >= 0 && bytes < (int64_t{1} << 62), *chosen.entry, "needs more workspace than can be addressed");
+  std::optional<Tensor> memory;
+  Workspace workspace{nullptr, bytes, 0, nullptr};
+  if (bytes > 0) {
     memory = empty({bytes + 64}, ScalarType::Byte, like);
     char* data = static_cast<char*>(memory->mutable_data_ptr());
     workspace.data = data + (64 - reinterpret_cast<uintptr_t>(data) % 64) % 64;
   }
   if (like.is_cuda()) workspace.stream = current_cuda_stream(like.get_device_index());
-  const DeviceGuard guard = on_device_of(like);
   if (pack_bytes) {
     void* weights = workspace.take<char>(pack_bytes);
     traits.pack(p, buffers.weight, weights);

@@ -195,3 +195,39 @@ def test_linear_onednn(dtype):
     x, w, b = data(2, 3, 5).to(dtype), data(7, 5).to(dtype), data(7).to(dtype)
     torch.testing.assert_close(ops.linear_onednn(x, w, b), F.linear(x, w, b))
     torch.testing.assert_close(ops.linear_onednn(x[0, 0], w[0]), F.linear(x[0, 0], w[0]))
+
+
+def test_out_shares_no_memory_with_what_is_read():
+    memory = torch.zeros(2, 4, 8, 8)
+    w, b = data(4, 4, 3, 3).float(), data(4).float()
+    x, pack = data(2, 4, 8, 8).float(), ops._conv2d_direct_pack(w, 1, 1)
+    for arguments, words in [
+        ((memory, pack, w.shape, b, 1, 1), "input"),
+        ((x, pack, w.shape, memory[1, 3, 7, 4:], 1, 1), "bias"),
+        ((x, pack, w.shape, b, 1, 1, 1, 1, memory), "residual"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"needs an out that shares no memory with {words}"):
+            ops._conv2d_direct_packed_out(*arguments, out=memory)
+    with pytest.raises(RuntimeError, match="needs an out that shares no memory with the packed weight"):
+        ops._conv2d_direct_packed_out(x[:, :, :2, :2], pack, w.shape, b, 1, 1, out=pack[:32].view(2, 4, 2, 2))
+    m = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError, match="needs an out that shares no memory with input"):
+        ops._linear_gemm_packed_out(m, ops._linear_gemm_pack(torch.eye(3)), (3, 3), out=m)
+
+
+def test_deterministic_calls_refuse_what_is_not():
+    x, w = data(1, 2, 5, 5), data(2, 2, 3, 3)
+    words = "ai3::conv2d_gemm: is not deterministic, and a deterministic result was asked for; algorithms that support"
+    with pytest.raises(RuntimeError, match=words):
+        ops.conv2d_gemm(x, w, deterministic=True)
+    with pytest.raises(RuntimeError, match=words):
+        ops._conv2d_mixed(x, w, forward="gemm", deterministic=True)
+    grad = F.conv2d(x, w)
+    with pytest.raises(RuntimeError, match=words):
+        ops._conv2d_mixed_backward(
+            grad, x, w, 1, 0, 1, 1, [True] * 3, forward="direct", backward_input="gemm", deterministic=True
+        )
+    for name in ("direct", "default", "guess"):
+        torch.testing.assert_close(getattr(ops, f"conv2d_{name}")(x, w, deterministic=True), grad)
+    given = ops._conv2d_gemm_backward(grad, x, w, 1, 0, 1, 1, [True] * 3, deterministic=True)  # PyTorch's gradients
+    torch.testing.assert_close(given[0], aten_gradients(x, w, grad)[0])
