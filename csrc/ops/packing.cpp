@@ -1,4 +1,5 @@
 // Packed weights as tensors.
+#include "../algos/core/level.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -21,6 +22,7 @@ uint64_t pack_tag(const Entry& entry, const Sizes& description) {
   };
   const AlgorithmInfo* info = entry.on(Device::cpu);
   if (info) mix(info->level, std::strlen(info->level));
+  mix(level().data(), level().size());  // a user's algorithm says "user" whatever it was compiled for
   mix(entry.name.data(), entry.name.size());
   mix(description.data(), description.size() * sizeof(int64_t));
   return hash;
