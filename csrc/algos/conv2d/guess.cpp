@@ -8,6 +8,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
+constexpr double kErrorBound = 5e-5;  // of what may be chosen unasked: Winograd F(6x6, 3x3) may not
+
 const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   const Machine m = machine(1);  // one core's: the choice must not hang on the number of threads
   // Which of two times is lower depends on the machine only through operations per byte. That ratio is rounded to a power of two,
@@ -16,7 +18,7 @@ const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
   const char* best = nullptr;
   double least = INFINITY;
   usable.each(p, [&](const char* name, const Traits<Conv2dProblem>& traits) {
-    if (!traits.cost || traits.accuracy == Accuracy::approximate) return;
+    if (!traits.cost || traits.accuracy == Accuracy::approximate || traits.error_bound > kErrorBound) return;
     const Cost c = traits.cost(p);
     const double compute = c.flops / c.efficiency, memory = c.bytes * balance, time = compute > memory ? compute : memory;
     if (time < least || (time == least && __builtin_strcmp(name, best) < 0)) best = name, least = time;
@@ -24,7 +26,7 @@ const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
   return best;
 }
 
-AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, guess, .accuracy = Accuracy::bounded, .error_bound = 1e-4, .choose = choose)
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, guess, .accuracy = Accuracy::bounded, .error_bound = kErrorBound, .choose = choose)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
