@@ -39,6 +39,33 @@ def test_smm_packs_and_copies_nothing():
     assert workspace("smm") == 0
 
 
+# What each operation must have on the CPU.
+NAMES = {
+    "conv2d": "direct smm im2col kn2row implicit_gemm implicit_precomp_gemm gemm winograd winograd_f2 winograd_f4 "
+    "winograd_f6 fft depthwise onednn guess default",
+    "linear": "gemm onednn default",
+    **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu", "flatten"), "direct default"),
+}
+
+
+@pytest.mark.parametrize("operation", NAMES)
+def test_every_name_is_there(operation):
+    assert {a.name for a in ai3_ops.algorithms(operation, "cpu")} >= set(NAMES[operation].split())
+
+
+def test_only_im2col_has_the_matrix_of_patches():
+    """Batch 1, 64 channels, 56x56: its 3x3 patches are C * R * S * OH * OW elements; implicit_gemm holds blocks of them."""
+    matrix, weights = 4 * 64 * 9 * 54 * 54, 4 * 64 * 9 * 64
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        explicit, implicit = (workspace(name, channels=64, size=56, outputs=64) for name in ("im2col", "implicit_gemm"))
+    finally:
+        torch.set_num_threads(threads)
+    assert explicit >= matrix
+    assert implicit <= weights + 2**19 + 2**12 < matrix / 4
+
+
 @needs("implicit_precomp_gemm")
 def test_the_indirection_buffer_grows_with_pixels_not_with_channels():
     """A pointer for each output pixel and tap, whatever the channels; im2col's matrix grows by 48 * 9 * pixels."""
