@@ -341,6 +341,12 @@ def test_many_layer_selectors_leave_what_the_algorithm_cannot_do(refusing):
         swap(model, refusing, strict=True)
 
 
+def test_support_of_windows_larger_than_common_inputs(refusing):
+    for module in (nn.Conv2d(1, 1, (1, 1300)), nn.Conv2d(1, 1, 3, dilation=900)):
+        with pytest.raises(ValueError, match=refusing):
+            swap(nn.Sequential(module), {"0": refusing})
+
+
 def test_one_layer_selectors_raise(refusing):
     model = nn.Sequential(nn.Conv2d(8, 4, 1))
     for selectors in ({"0": refusing}, [refusing], lambda m: refusing):

@@ -51,12 +51,12 @@ class Spec(NamedTuple):
 
 
 def _input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two inputs' shapes that fit the weight and differ in every size that it leaves open."""
+    """Two inputs' shapes that fit the weight, differ in every size that it leaves open, and are larger than any window."""
     if weight is None:
-        return (2, 3, 1000, 1100), (5, 7, 1300, 1700)
+        return (2, 3, 100_000, 110_000), (5, 7, 130_000, 170_000)
     if weight.ndim == 4:
         channels = weight.shape[1] * groups
-        return (2, channels, 1000, 1100), (5, channels, 1300, 1700)
+        return (2, channels, 100_000, 110_000), (5, channels, 130_000, 170_000)
     return (2, weight.shape[-1]), (5, weight.shape[-1])
 
 
