@@ -44,9 +44,10 @@ def environment(python: str, version: str, torch: str) -> Path:
     """A virtual environment with torch and test tools, without ai3_ops; kept, since torch is a large download."""
     venv = ROOT / f".venv-wheel-{version}-torch-{torch}"
     if not (venv / ".ready").exists():
-        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        needed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
         run(python, "-m", "venv", "--clear", venv)
-        run(venv / "bin/python", "-m", "pip", "install", "-q", TORCH[torch], *extras)
+        run(venv / "bin/python", "-m", "pip", "install", "-q", TORCH[torch], *needed)
         (venv / ".ready").touch()
     run(venv / "bin/python", "-m", "pip", "uninstall", "-q", "-y", "ai3_ops")
     return venv
@@ -78,7 +79,8 @@ def main() -> None:
             for version in reversed(PYTHONS) if smoke else PYTHONS:
                 python = interpreter(version)
                 if python is None:
-                    print(f"wheels: left out: there is no Python {version} here")
+                    if not smoke:
+                        sys.exit(f"wheels: needs Python {version}, which is neither on PATH nor pyenv's")
                     continue
                 bin_ = environment(python, version, torch) / "bin"
                 run(bin_ / "python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
