@@ -9,6 +9,8 @@ MAKEFLAGS += --no-print-directory
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_WAIT_POLICY ?= passive
+# Warnings are ours to mend, not the users' of a wheel or of `pip install`.
+export CMAKE_ARGS := -DAI3_WERROR=ON $(CMAKE_ARGS)
 
 ARGS ?=
 FILTER ?= .
@@ -39,7 +41,7 @@ cpp-test: build .venv/.test
 test-full: test
 	.venv/bin/python -m pytest -m full $(PYTEST_ARGS)
 	cmake -S . -B build/sanitized -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -DAI3_BUILD_LIBRARIES=OFF -DAI3_BUILD_TESTS=ON \
-	  -DCMAKE_BUILD_TYPE=Debug "-DAI3_SANITIZE=-fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all"
+	  -DAI3_WERROR=ON -DCMAKE_BUILD_TYPE=Debug "-DAI3_SANITIZE=-fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all"
 	cmake --build build/sanitized --parallel $(JOBS)
 	ctest --test-dir build/sanitized --output-on-failure --no-tests=ignore
 	$(MAKE) wheel-test

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-COMMON = ["-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra", "-Werror"]
+COMMON = ["-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra"]
 
 
 def levels() -> dict[str, list[str]]:

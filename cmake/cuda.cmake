@@ -36,7 +36,7 @@ else()
   endif()
 endif()
 
-# cuBLAS and cuDNN come with the toolkit, else with pip's nvidia packages (beside torch). After the toolkit's own directories:
+# cuBLAS comes with the toolkit, else with pip's nvidia packages (beside torch). After the toolkit's own directories:
 # headers of another minor version than nvcc's must not come first.
 get_filename_component(AI3_TOOLKIT ${CMAKE_CUDA_COMPILER} REALPATH)
 get_filename_component(AI3_TOOLKIT ${AI3_TOOLKIT}/../.. ABSOLUTE)
@@ -55,18 +55,20 @@ function(ai3_cuda_library variable header)
 endfunction()
 ai3_cuda_library(AI3_CUDART cuda_runtime.h cudart libcudart.so.13 libcudart.so.12)
 ai3_cuda_library(AI3_CUBLAS cublas_v2.h cublas libcublas.so.13 libcublas.so.12)
-ai3_cuda_library(AI3_CUBLASLT cublasLt.h cublasLt libcublasLt.so.13 libcublasLt.so.12)
-ai3_cuda_library(AI3_CUDNN cudnn.h cudnn libcudnn.so.9)
 
 add_library(_C_cuda SHARED ${AI3_CUDA})
 set_target_properties(_C_cuda PROPERTIES CUDA_ARCHITECTURES "${AI3_CUDA_ARCHITECTURES}")
 target_compile_definitions(_C_cuda PRIVATE AI3_LEVEL=cuda USE_CUDA)
-target_include_directories(_C_cuda SYSTEM PRIVATE ${AI3_CUDART_INCLUDE} ${AI3_CUBLAS_INCLUDE} ${AI3_CUBLASLT_INCLUDE} ${AI3_CUDNN_INCLUDE})
+target_include_directories(_C_cuda SYSTEM PRIVATE ${AI3_CUDART_INCLUDE} ${AI3_CUBLAS_INCLUDE})
+set(AI3_HOST_WERROR)
+if(AI3_WERROR)
+  set(AI3_HOST_WERROR ",-Werror")
+endif()
 # 177: nvcc does not know that a registry record, which nothing names, is [[gnu::used]].
 target_compile_options(_C_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:${AI3_FLAGS}>
-  "$<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda;--diag-suppress=177;--expt-relaxed-constexpr;-Xcompiler=-fvisibility=hidden,-Wall,-Wextra,-Werror>")
-target_link_libraries(_C_cuda PRIVATE ai3_torch _C torch_cuda c10_cuda ${AI3_CUDART} ${AI3_CUBLAS} ${AI3_CUBLASLT} ${AI3_CUDNN})
+  "$<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda;--diag-suppress=177;--expt-relaxed-constexpr;-Xcompiler=-fvisibility=hidden,-Wall,-Wextra${AI3_HOST_WERROR}>")
+target_link_libraries(_C_cuda PRIVATE ai3_torch _C torch_cuda c10_cuda ${AI3_CUDART} ${AI3_CUBLAS})
 ai3_package_library(_C_cuda)
 list(JOIN AI3_CUDA_ARCHITECTURES " " architectures)
-message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${architectures}, cuDNN ${AI3_CUDNN}")
+message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${architectures}")
