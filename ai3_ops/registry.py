@@ -130,7 +130,8 @@ def registered() -> list[AlgorithmInfo]:
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()
     ]
-    found += [dataclasses.replace(info, device=d) for info in _python.values() for d in _library.DEVICES]
+    devices = [d for d in _library.DEVICES if d == "cpu" or torch.cuda.is_available()]
+    found += [dataclasses.replace(info, device=d) for info in _python.values() for d in devices]
     return sorted(found, key=lambda a: (a.operation, a.name, a.device))
 
 

@@ -298,6 +298,8 @@ def test_python_callable():
     torch.library.opcheck(torch.ops.ai3.relu_user_clamp.default, (x,))
     with pytest.raises(ValueError, match="already"):
         register_function("relu", "user_clamp", clamp)
+    listed = [info.device for info in ai3_ops.algorithms("relu") if info.name == "user_clamp"]
+    assert listed == ["cpu", "cuda"][: 1 + torch.cuda.is_available()]
     calls.clear()
     register_function("relu", "user_clamp", torch.relu, replace=True)
     assert torch.equal(torch.ops.ai3.relu_user_clamp(x), x.relu())
