@@ -69,7 +69,7 @@ def main() -> None:
         command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", dist, source)
         run(*command, env={"USE_CUDA": "0"} if smoke else None)
         tests.mkdir()
-        for part in ("tests", "docs", "README.md", "pyproject.toml"):
+        for part in ("tests", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"):
             move = shutil.copytree if (source / part).is_dir() else shutil.copy
             move(source / part, tests / part)
         shutil.rmtree(source)
