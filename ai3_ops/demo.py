@@ -340,14 +340,20 @@ def _reference(model: nn.Module, x: Tensor) -> Tensor:
 
 def _print_layers(model: nn.Module, errors: dict[str, float], selectors: Any, console: Console) -> None:
     table = Table(title=f"Selected: {selectors}", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("layer", "operation", "input", "algorithm", "error", "why"):
-        table.add_column(heading, no_wrap=True)
+    rows = []
     for layer in ai3_ops.explain(model).layers:
         shape = "x".join(map(str, layer.shapes[0])) if layer.shapes else ""
         asked = f"{layer.requested} was asked for" if layer.requested else "not asked for"
         error = f"{errors[layer.name]:.1e}" if layer.name in errors else ""
         why = f"{asked}; {layer.reason}" if layer.reason else asked
-        table.add_row(*map(escape, (layer.name, layer.operation, shape, layer.used, error, why)))
+        rows.append((layer.name, layer.operation, shape, layer.used, error, why))
+    for heading, cells in zip(
+        ("layer", "operation", "input", "algorithm", "error"), zip(*rows, strict=True), strict=False
+    ):
+        table.add_column(heading, no_wrap=True, min_width=max(map(len, cells)))
+    table.add_column("why")  # the one that may wrap
+    for row in rows:
+        table.add_row(*map(escape, row))
     console.print(table)
 
 

@@ -371,3 +371,27 @@ def test_entry_points_register_when_names_are_asked_for(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["ai3_ops: entry point 'bad' of bad-package failed: no disk"]
+
+
+def test_a_loaded_model_says_that_its_algorithm_is_not_registered(tmp_path):
+    """In a process of its own, which has not registered what the model was saved with, calls and all."""
+    ai3_ops.register("conv2d", "user_saved", lambda x, w, b, *rest, **_: torch.conv2d(x, w, b, *rest[:4]))
+    swapped = ai3_ops.swap(torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3)), "user_saved")
+    swapped(torch.ones(1, 1, 4, 4))
+    torch.save(swapped, tmp_path / "model.pt")
+    code = (
+        "import sys, warnings, torch, ai3_ops\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "with warnings.catch_warnings(record=True) as seen:\n"
+        "    model(torch.ones(1, 1, 4, 4)), model(torch.ones(1, 1, 4, 4))\n"
+        "(warning,) = seen\n"
+        "assert 'user_saved' in str(warning.message) and 'PyTorch computes' in str(warning.message), warning\n"
+        "try:\n"
+        "    torch.compile(model, backend='eager', fullgraph=True)(torch.ones(1, 1, 4, 4))\n"
+        "except Exception as error:\n"
+        "    assert 'user_saved' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('compiled without the algorithm')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -88,9 +88,11 @@ class Call:
         self.options: dict[str, Any] = {}
         self.refused: dict[Any, str] = {}
         self.watch: Callable[[Call], None] | None = None
+        self.warned = False  # that this process does not have the algorithm
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("operator", "options", "refused", "watch")}
+        left_out = ("operator", "options", "refused", "watch", "warned")
+        return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -161,6 +163,8 @@ class Call:
         """The call, with the operator's arguments."""
         operator = self.operator
         if torch.compiler.is_compiling():
+            if operator is None and not self.watch:
+                raise RuntimeError(f"ai3_ops: {self.reason}")
             return type(self).function(*args) if operator is None else operator(*args, **self.switches(args[0]))
         if operator is None:
             return self.without_operator(args)
@@ -198,7 +202,8 @@ class Call:
         else:
             if self.strict:
                 raise RuntimeError(f"ai3_ops: {self.reason}")
-            if not self.calls:
+            if not self.warned:
+                self.warned = True
                 warnings.warn(f"ai3_ops: {self.reason}: PyTorch computes this layer", stacklevel=2)
             self.calls += 1
             self.torch_calls += 1
