@@ -66,6 +66,14 @@ def test_only_im2col_has_the_matrix_of_patches():
     assert implicit <= weights + 2**19 + 2**12 < matrix / 4
 
 
+@pytest.mark.parametrize(("channels", "size"), [(64, 56), (256, 28), (512, 14)])
+def test_guess_never_takes_the_least_accurate(channels, size):
+    p = registry.OPERATIONS["conv2d"].problem(
+        "test", torch.empty(1, channels, size, size), torch.empty(channels, channels, 3, 3)
+    )
+    assert registry.resolve_sizes("conv2d", "guess", "cpu", F32, **p.sizes) != "winograd_f6"
+
+
 @needs("implicit_precomp_gemm")
 def test_the_indirection_buffer_grows_with_pixels_not_with_channels():
     """A pointer for each output pixel and tap, whatever the channels; im2col's matrix grows by 48 * 9 * pixels."""
