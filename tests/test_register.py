@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -395,3 +396,48 @@ def test_a_loaded_model_says_that_its_algorithm_is_not_registered(tmp_path):
     )
     result = subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+SKETCH = """
+#include "../core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+template <class T>
+void relu_sketch(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
+  for (int64_t i = 0; i < p.count; i++) y[i] = widen(x[i]) < 0 ? T{} : x[i];
+}
+
+AI3_ALGORITHM(relu, sketch)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
+"""
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (ROOT / "csrc").exists() or not shutil.which("ninja"), reason="needs the sources and ninja")
+def test_a_built_in_algorithm_is_one_new_file(tmp_path, monkeypatch):
+    """No list is edited: the build, the registry, the tester find it. Other kernels are left out for speed."""
+    for part in ("ai3_ops", "cmake", "csrc/ops", "csrc/algos/core", "csrc/algos/relu"):
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "include", "__pycache__"))
+    for file in ("CMakeLists.txt", "sources.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / "csrc/algos/relu/sketch.cpp").write_text(SKETCH)
+    monkeypatch.chdir(tmp_path)
+    build = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
+    for command in (build, ["cmake", "--build", tmp_path / "build", "--target", "_C"]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = run(
+        """
+        import ai3_ops
+        (info,) = [a for a in ai3_ops.algorithms("relu", "cpu") if a.name == "sketch"]
+        print(ai3_ops.__file__, ai3_ops.check("relu", "sketch"))
+        """,
+        PYTHONPATH=str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path) in done.stdout
+    assert "ai3::relu_sketch" in done.stdout
