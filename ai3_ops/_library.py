@@ -94,13 +94,17 @@ def resolve(operation: str, algorithm: str, device: str, dtype: torch.dtype, siz
     return name.decode()
 
 
-def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
-    """Bytes of workspace that a direct call allocates, packed weights included."""
+def _bytes(function: Any, operation: str, algorithm: str, *problem: Any) -> int:
     error = ctypes.create_string_buffer(_ERROR_SIZE)
-    size = C.ai3_workspace(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
+    size = function(*_query(operation, algorithm, *problem), error, _ERROR_SIZE)
     if size < 0:
         raise RuntimeError(f"ai3::{operation}_{algorithm}: {error.value.decode()}")
     return size
+
+
+def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+    """Bytes of workspace that a direct call allocates, packed weights included."""
+    return _bytes(C.ai3_workspace, operation, algorithm, device, dtype, sizes)
 
 
 def machine(threads: int) -> tuple[float, float]:
@@ -113,8 +117,4 @@ def machine(threads: int) -> tuple[float, float]:
 
 def packed_bytes(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
     """Bytes of the tensor that the algorithm's pack operator returns."""
-    error = ctypes.create_string_buffer(_ERROR_SIZE)
-    size = C.ai3_packed_bytes(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
-    if size < 0:
-        raise RuntimeError(f"ai3::{operation}_{algorithm}: {error.value.decode()}")
-    return size
+    return _bytes(C.ai3_packed_bytes, operation, algorithm, device, dtype, sizes)
