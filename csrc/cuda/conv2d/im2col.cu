@@ -25,6 +25,9 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
   const int64_t chunk = images_at_once(p);
   const bool channels_last = p.y_stride.c == 1;
   T* columns = workspace.take<T>(chunk * patch_elements(p));
+  if (b)  // what the products are added onto, so that half types round once
+    for_each(p.batch * p.out_channels * pixels, workspace, "conv2d_im2col",
+             [=] __device__(int64_t i) { y[i] = b[channels_last ? i % p.out_channels : i / pixels % p.out_channels]; });
   for (int64_t n0 = 0; n0 < p.batch; n0 += chunk) {
     const int64_t images = p.batch - n0 < chunk ? p.batch - n0 : chunk;
     // NHWC: columns[g][n][pixel][depth]; NCHW: columns[g][n][depth][pixel].
@@ -45,20 +48,15 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
       const T* weights = w + g * kernels * depth;
       T* out = y + n0 * p.y_stride.n + g * kernels * p.y_stride.c;
       if (channels_last)
-        cublas_gemm(
-            p.dtype, p.allow_tf32,
-            {images * pixels, kernels, depth, matrix, depth, 0, false, weights, depth, 0, true, out, p.out_channels, 0, 1});
+        cublas_gemm(p.dtype, p.allow_tf32,
+                    {images * pixels, kernels, depth, matrix, depth, 0, false, weights, depth, 0, true, out, p.out_channels, 0, 1,
+                     b != nullptr});
       else
         cublas_gemm(p.dtype, p.allow_tf32,
                     {kernels, pixels, depth, weights, depth, 0, false, matrix, pixels, depth * pixels, false, out, pixels,
-                     p.y_stride.n, images});
+                     p.y_stride.n, images, b != nullptr});
     }
   }
-  if (!b) return;
-  for_each(p.batch * p.out_channels * pixels, workspace, "conv2d_im2col", [=] __device__(int64_t i) {
-    const int64_t k = channels_last ? i % p.out_channels : i / pixels % p.out_channels;
-    store_acc(y + i, load_acc(y + i) + load_acc(b + k));
-  });
 }
 
 AI3_ALGORITHM(conv2d, im2col, .workspace = im2col_workspace)

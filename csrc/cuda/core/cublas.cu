@@ -44,18 +44,18 @@ void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g) {
                             : dtype == DType::f32  ? CUDA_R_32F
                             : dtype == DType::bf16 ? CUDA_R_16BF
                                                    : CUDA_R_16F;
-  const double one64 = 1, zero64 = 0;
-  const float one32 = 1, zero32 = 0;
+  const double one64 = 1, added64 = g.add;
+  const float one32 = 1, added32 = g.add;
   const bool wide = dtype == DType::f64;
   const cublasComputeType_t compute = wide                                ? CUBLAS_COMPUTE_64F
                                       : dtype == DType::f32 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
                                                                           : CUBLAS_COMPUTE_32F;
   // cuBLAS is column-major: the row-major product is that of the transposed operands in the other order.
-  check(cublasGemmStridedBatchedEx(handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N,
-                                   narrow_size(g.n), narrow_size(g.m), narrow_size(g.k),
-                                   wide ? static_cast<const void*>(&one64) : &one32, g.b, type, narrow_size(g.ldb), g.stride_b,
-                                   g.a, type, narrow_size(g.lda), g.stride_a, wide ? static_cast<const void*>(&zero64) : &zero32,
-                                   g.c, type, narrow_size(g.ldc), g.stride_c, narrow_size(g.batch), compute, CUBLAS_GEMM_DEFAULT),
+  check(cublasGemmStridedBatchedEx(
+            handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, narrow_size(g.n),
+            narrow_size(g.m), narrow_size(g.k), wide ? static_cast<const void*>(&one64) : &one32, g.b, type, narrow_size(g.ldb),
+            g.stride_b, g.a, type, narrow_size(g.lda), g.stride_a, wide ? static_cast<const void*>(&added64) : &added32, g.c,
+            type, narrow_size(g.ldc), g.stride_c, narrow_size(g.batch), compute, CUBLAS_GEMM_DEFAULT),
         "cublasGemmStridedBatchedEx");
 }
 

@@ -18,6 +18,7 @@ struct Gemm {
   void* c;
   int64_t ldc, stride_c;
   int64_t batch;
+  bool add;  // onto what c holds, before the sum is rounded
 };
 
 // Accumulates in float32 (float64 for float64); TF32 only where allow_tf32. Throws std::runtime_error.

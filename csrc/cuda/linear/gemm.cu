@@ -6,16 +6,14 @@ namespace {
 
 template <class T>
 void linear_gemm(const LinearProblem& p, const T* x, const T* w, const T* b, T* y, Workspace& workspace) {
-  if (p.in_features == 0)
-    check_cuda(cudaMemsetAsync(y, 0, static_cast<size_t>(p.rows * p.out_features) * sizeof(T), stream_of(workspace)),
-               "linear_gemm");
-  else
-    cublas_gemm(
-        p.dtype, p.allow_tf32,
-        {p.rows, p.out_features, p.in_features, x, p.in_features, 0, false, w, p.in_features, 0, true, y, p.out_features, 0, 1});
-  if (!b) return;
-  for_each(p.rows * p.out_features, workspace, "linear_gemm",
-           [=] __device__(int64_t i) { store_acc(y + i, load_acc(y + i) + load_acc(b + i % p.out_features)); });
+  // The bias is what the product is added onto, so that half types round once.
+  if (b || p.in_features == 0)
+    for_each(p.rows * p.out_features, workspace, "linear_gemm",
+             [=] __device__(int64_t i) { y[i] = b ? b[i % p.out_features] : T{}; });
+  if (p.in_features != 0)
+    cublas_gemm(p.dtype, p.allow_tf32,
+                {p.rows, p.out_features, p.in_features, x, p.in_features, 0, false, w, p.in_features, 0, true, y, p.out_features,
+                 0, 1, b != nullptr});
 }
 
 AI3_ALGORITHM(linear, gemm)
