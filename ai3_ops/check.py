@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ai3_ops import _tester, registry
+from ai3_ops import registry
+from ai3_ops._cases import CASES, calls
+from ai3_ops._checks import CHECKS
 from ai3_ops.registry import AlgorithmInfo
 
 
@@ -38,9 +40,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         cases = ", ".join(f"{count} in {dtype}" for dtype, count in self.supported.items())
-        lines = [
-            f"ai3::{self.operation}_{self.name}: of {len(_tester.CASES[self.operation])} cases it supports {cases}"
-        ]
+        lines = [f"ai3::{self.operation}_{self.name}: of {len(CASES[self.operation])} cases it supports {cases}"]
         for r in self.results:
             lines.append(f"  {r.check:<18} {r.device:<5} {'FAILED' if r.failure else 'passed'}  {r.seconds:6.2f} s")
         return "\n".join(lines)
@@ -71,7 +71,7 @@ def check(operation: str, name: str) -> CheckReport:
     try:
         for info in infos:
             for dtype in info.dtypes:
-                report.supported[dtype] = sum(1 for _ in _tester.calls(info, dtypes=(dtype,)))
+                report.supported[dtype] = sum(1 for _ in calls(info, dtypes=(dtype,)))
             report.results.extend(_results(info))
     finally:
         torch.set_num_threads(threads)
@@ -84,7 +84,7 @@ def check(operation: str, name: str) -> CheckReport:
 
 
 def _results(info: AlgorithmInfo) -> Iterator[CheckResult]:
-    for name, function in _tester.CHECKS.items():
+    for name, function in CHECKS.items():
         start, failure = time.perf_counter(), ""
         try:
             function(info)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tester import ALGORITHMS, DEVICES
 from torch import Tensor, nn
 
-from ai3_ops import Algorithm, _library, _tester, registry, swap
-from ai3_ops._tester import Call
+from ai3_ops import Algorithm, _cases, _library, registry, swap
+from ai3_ops._cases import Call
 from ai3_ops.registry import AlgorithmInfo
 
 each_device = pytest.mark.parametrize("device", DEVICES)
@@ -22,7 +22,7 @@ def batched_call(info: AlgorithmInfo, dtype: str) -> Call | None:
 
     None where this machine supports none, as oneDNN on processors without instructions for float16.
     """
-    some = [c for c in _tester.calls(info, dtypes=(dtype,)) if all(s is not None and 0 not in s for s in c.case.shapes)]
+    some = [c for c in _cases.calls(info, dtypes=(dtype,)) if all(s is not None and 0 not in s for s in c.case.shapes)]
     if not some:
         return None
     # What also takes unbatched inputs has them one rank lower.
@@ -36,7 +36,7 @@ class Layer(nn.Module):
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.operator = call.info.operator
-        self.arguments = _tester.operator_arguments(call.info, call.case.arguments)
+        self.arguments = _cases.operator_arguments(call.info, call.case.arguments)
         for i, tensor in enumerate(call.tensors[1:]):
             self.register_parameter(f"tensor_{i + 1}", None if tensor is None else nn.Parameter(tensor))
 

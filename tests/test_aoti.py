@@ -10,7 +10,7 @@ from modules import EveryOperator, each_device, swapped_net
 from torch.export import Dim
 
 import ai3_ops
-from ai3_ops._tester import DTYPES
+from ai3_ops._cases import DTYPES
 
 PACKAGE = pathlib.Path(ai3_ops.__file__).parent
 TORCH = pathlib.Path(torch.__file__).parent

@@ -6,7 +6,7 @@ from modules import EveryOperator, assert_equal, each_device, swapped_net
 from tester import each_algorithm
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ai3_ops import _tester
+from ai3_ops import _cases
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,9 @@ def dtype_of(info):
 def test_every_case_is_one_graph(info):
     """All cases of an algorithm in one function: shapes, layouts, absent biases; outputs and gradients are eager's."""
     calls = [
-        c for c in _tester.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)
+        c for c in _cases.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)
     ]
-    arguments = [_tester.operator_arguments(info, c.case.arguments) for c in calls]
+    arguments = [_cases.operator_arguments(info, c.case.arguments) for c in calls]
     inputs = [[None if t is None else t.requires_grad_() for t in c.tensors] for c in calls]
 
     def run(inputs):

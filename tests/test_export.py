@@ -7,7 +7,7 @@ import torch
 from modules import EveryOperator, assert_equal, each_device, swapped_net
 from torch.export import Dim
 
-from ai3_ops._tester import DTYPES
+from ai3_ops._cases import DTYPES
 
 
 def reloaded(program):

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import ai3_ops
-from ai3_ops._tester import Case, conv
+from ai3_ops._cases import Case, conv
 
 settings.register_profile(
     "quick", max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
