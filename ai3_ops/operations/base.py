@@ -229,26 +229,6 @@ class Operation:
             register_flops(op, self.flops)
 
 
-# Packed weights -------------------------------------------------------------------------------------------------------
-def empty_pack(operation: str, algorithm: str, weight: Tensor, sizes: dict[str, int]) -> Tensor:
-    """What the pack operator returns, uninitialized: a 1-D tensor of the weight's dtype."""
-    size = registry.packed_bytes_sizes(operation, algorithm, weight.device, weight.dtype, **sizes)
-    return weight.new_empty(size // weight.element_size())
-
-
-def packed_result(label: str, output: Tensor, residual: Tensor | None, out: Tensor | None) -> Tensor | None:
-    """Checks the residual and, of an `_out` form, where to write; such a form returns nothing."""
-    for tensor, name in ((residual, "residual"), (out, "out")):
-        if tensor is not None:
-            check(
-                tensor.shape == output.shape,
-                label,
-                f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}",
-            )
-            check_same(label, output, tensor, name)
-    return output if out is None else None
-
-
 # Registration with the dispatcher -------------------------------------------------------------------------------------
 def register_fake(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
     """The kernel for fake and meta tensors."""

@@ -10,15 +10,22 @@ from torch import Tensor
 from torch.utils.flop_counter import conv_flop_count
 
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Problem, check
+from ai3_ops.operations.weighted import Weighted
 
 
-class Conv2d(Operation):
+class Conv2d(Weighted):
     """Rules of `ai3::conv2d_<algorithm>`, as torch.nn.functional.conv2d."""
 
     name = "conv2d"
     aten = staticmethod(torch.nn.functional.conv2d)
-    autocast = True
+    window = (1, 0, 1, 1)  # stride, padding, dilation, groups
+
+    @staticmethod
+    def pairs(label: str, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]]:
+        """Each as two numbers."""
+        named = (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
+        return [base.spread(label, value, 2, name, least) for name, value, least in named]
 
     def problem(
         self,
@@ -42,9 +49,7 @@ class Conv2d(Operation):
         )
         check(input.ndim in (3, 4), label, f"needs input (N, C, H, W) or (C, H, W), got {tuple(input.shape)}")
         base.check_dtype(label, input)
-        stride = base.spread(label, stride, 2, "stride", 1)
-        padding = base.spread(label, padding, 2, "padding", 0)
-        dilation = base.spread(label, dilation, 2, "dilation", 1)
+        stride, padding, dilation = self.pairs(label, stride, padding, dilation)
         x = base.batched(input)
         n, c, h, w = x.shape
         k, cg, *kernel = weight.shape
@@ -88,6 +93,17 @@ class Conv2d(Operation):
         }  # fmt: skip
         return Problem(input.device.type, input.dtype, sizes, (n, k, *outputs), channels_last, input.ndim == 3)
 
+    def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:
+        """Nothing about the input."""
+        (sh, sw), (ph, pw), (dh, dw) = self.pairs(label, *window[:3])
+        groups = window[3]
+        k, cg, r, s = map(int, weight.shape)
+        return {
+            "in_channels": cg * groups, "out_channels": k, "kernel_height": r, "kernel_width": s, "stride_h": sh,
+            "stride_w": sw, "pad_h": ph, "pad_w": pw, "dilation_h": dh, "dilation_w": dw, "groups": groups, "has_bias": 0,
+            "channels_last": 0,
+        }  # fmt: skip
+
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
         """The backward convolutions read input and weight."""
         input, weight, _, ctx.stride, ctx.padding, ctx.dilation, ctx.groups = inputs[:7]
@@ -115,15 +131,13 @@ class Conv2d(Operation):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        *rest: Any,
         **options: Any,
     ) -> tuple[Tensor, int]:
         """Folds the new dimension into the batch or, where the weights differ, into the groups or output channels."""
         dims = [*dims, None, None][:3]
-        window = (stride, padding, dilation)
+        window = [*rest, *self.window[len(rest) :]]
+        groups = window.pop()
         if dims[1] is None and dims[2] is None:
             assert dims[0] is not None
             if input.ndim == 4:  # unbatched samples: the new dimension is the batch
@@ -241,57 +255,9 @@ def backward_flops(grad: Any, input: Any, weight: Any, *rest: Any, out_shape: An
     return (mask[0] + mask[1]) * Conv2d.flops(input, weight, out_shape=grad)
 
 
-# Packed weights -------------------------------------------------------------------------------------------------------
-def register_pack(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) -> None:
-    """ai3::_conv2d_<algorithm>_pack: as many elements as the registry says."""
-
-    def fake(weight: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1) -> Tensor:
-        label = f"ai3::conv2d_{algorithm}"
-        (sh, sw), (ph, pw), (dh, dw) = (
-            base.spread(label, v, 2, name, least)
-            for v, name, least in ((stride, "stride", 1), (padding, "padding", 0), (dilation, "dilation", 1))
-        )
-        k, cg, r, s = map(int, weight.shape)
-        sizes = {
-            "in_channels": cg * groups, "out_channels": k, "kernel_height": r, "kernel_width": s, "stride_h": sh,
-            "stride_w": sw, "pad_h": ph, "pad_w": pw, "dilation_h": dh, "dilation_w": dw, "groups": groups, "has_bias": 0,
-            "channels_last": 0,
-        }  # fmt: skip
-        return base.empty_pack("conv2d", algorithm, weight, sizes)
-
-    base.register_fake(op, fake)
-    base.register_inference_only(op)
-
-
-def register_packed(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) -> None:
-    """ai3::_conv2d_<algorithm>_packed and _packed_out: the output as that of the algorithm itself."""
-
-    def fake(
-        input: Tensor,
-        packed: Tensor,
-        weight_size: list[int],
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-        residual: Tensor | None = None,
-        activation: str = "none",
-        out: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor | None:
-        weight = input.new_empty(weight_size)
-        output = rules.fake(algorithm, input, weight, bias, stride, padding, dilation, groups, **options)
-        return base.packed_result(f"ai3::conv2d_{algorithm}", output, residual, out)
-
-    base.register_fake(op, fake)
-    if op._schema.returns:
-        base.register_inference_only(op)
-
-
 Conv2d.rules = {
     "backward": register_backward,
-    "pack": register_pack,
-    "packed": register_packed,
-    "packed_out": register_packed,
+    "pack": Conv2d.register_pack,
+    "packed": Conv2d.register_packed,
+    "packed_out": Conv2d.register_packed,
 }

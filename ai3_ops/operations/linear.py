@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Problem, check
+from ai3_ops.operations.weighted import Weighted
 
 
-class Linear(Operation):
+class Linear(Weighted):
     """Rules of `ai3::linear_<algorithm>`, as torch.nn.functional.linear."""
 
     name = "linear"
     aten = staticmethod(torch.nn.functional.linear)
-    autocast = True
 
     def problem(self, label: str, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Problem:
         """Input (..., in_features), weight (out_features, in_features) or (in_features,); RuntimeError otherwise."""
@@ -50,6 +50,10 @@ class Linear(Operation):
             "rows": rows, "in_features": input.shape[-1], "out_features": out_features, "has_bias": bias is not None,
         }  # fmt: skip
         return Problem(input.device.type, input.dtype, sizes, (*input.shape[:-1], *weight.shape[:-1]))
+
+    def weight_sizes(self, label: str, weight: Tensor) -> dict[str, int]:
+        """Nothing about the input."""
+        return {"in_features": int(weight.shape[1]), "out_features": int(weight.shape[0]), "has_bias": 0}
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
         """The backward products read input and weight."""
@@ -169,42 +173,9 @@ def backward_flops(
     return (mask[0] + mask[1]) * Linear.flops(input, weight, out_shape=grad)
 
 
-# Packed weights -------------------------------------------------------------------------------------------------------
-def register_pack(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
-    """ai3::_linear_<algorithm>_pack: as many elements as the registry says."""
-
-    def fake(weight: Tensor) -> Tensor:
-        sizes = {"in_features": int(weight.shape[1]), "out_features": int(weight.shape[0]), "has_bias": 0}
-        return base.empty_pack("linear", algorithm, weight, sizes)
-
-    base.register_fake(op, fake)
-    base.register_inference_only(op)
-
-
-def register_packed(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
-    """ai3::_linear_<algorithm>_packed and _packed_out: the output as that of the algorithm itself."""
-
-    def fake(
-        input: Tensor,
-        packed: Tensor,
-        weight_size: list[int],
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        activation: str = "none",
-        out: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor | None:
-        output = rules.fake(algorithm, input, input.new_empty(weight_size), bias, **options)
-        return base.packed_result(f"ai3::linear_{algorithm}", output, residual, out)
-
-    base.register_fake(op, fake)
-    if op._schema.returns:
-        base.register_inference_only(op)
-
-
 Linear.rules = {
     "backward": register_backward,
-    "pack": register_pack,
-    "packed": register_packed,
-    "packed_out": register_packed,
+    "pack": Linear.register_pack,
+    "packed": Linear.register_packed,
+    "packed_out": Linear.register_packed,
 }

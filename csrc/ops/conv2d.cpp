@@ -79,8 +79,6 @@ Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
                            0};
   return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
 }
-const Operation& operation();
-
 }  // namespace
 
 Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
@@ -138,31 +136,17 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   const Device device = device_of(asked, c.input);
   bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
-  Tensor given;
-  if (c.output) {
-    given = c.unbatched ? torch::stable::unsqueeze(*c.output, 0) : *c.output;
-    check_same(asked, c.input, given, "out");
-    check(sizes_of(given) == sizes, asked, "needs an out of sizes ", to_string(sizes), ", got ", to_string(sizes_of(given)));
+  if (c.unbatched && c.output) c.output = torch::stable::unsqueeze(*c.output, 0);
+  if (c.unbatched && c.residual && c.residual->dim() == 3) c.residual = torch::stable::unsqueeze(*c.residual, 0);
+  if (c.output && sizes_of(*c.output) == sizes) {
     Strides4 ignored;
-    channels_last = slice_strides(given, true, ignored) && !slice_strides(given, false, ignored);
+    channels_last = slice_strides(*c.output, true, ignored) && !slice_strides(*c.output, false, ignored);
   }
   p.activation = c.activation, p.has_residual = c.residual.has_value();
   set_strides(p, channels_last);
   const Chosen<Conv2dProblem> chosen(asked, device, p);
   const Traits<Conv2dProblem>& traits = chosen.algorithm->traits;
-  check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), asked, "fuses no residual and no activation");
-  if (p.has_residual) {
-    if (c.unbatched && c.residual->dim() == 3) c.residual = torch::stable::unsqueeze(*c.residual, 0);
-    check_same(asked, c.input, *c.residual, "residual");
-    check(sizes_of(*c.residual) == sizes, asked, "needs a residual of sizes ", to_string(sizes), ", got ",
-          to_string(sizes_of(*c.residual)));
-  }
-  if (c.output) {
-    check_apart(asked, given, c.input, "input"), check_apart(asked, given, c.weight, "the packed weight");
-    if (c.bias) check_apart(asked, given, *c.bias, "bias");
-    if (c.residual) check_apart(asked, given, *c.residual, "residual");
-  }
-  if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
+  if (packed) check_packed(asked, c, traits, p, sizes, pack_description(p));
 
   Tensor output;
   if (traits.tensors && p.batch > 0) {
@@ -173,8 +157,8 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   } else {
     Strides4 slice{};
     const bool direct =
-        c.output && (is_dense(given, channels_last) || (traits.sliced && slice_strides(given, channels_last, slice)));
-    output = direct ? given : empty(sizes, c.input.scalar_type(), c.input, channels_last);
+        c.output && (is_dense(*c.output, channels_last) || (traits.sliced && slice_strides(*c.output, channels_last, slice)));
+    output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input, channels_last);
     if (p.batch > 0) {
       const Tensor w = packed ? c.weight : as_contiguous(c.weight), b = c.bias ? as_contiguous(*c.bias) : w;
       run_dense(chosen, p, set_strides, c.input, output, channels_last, [&](const Tensor& x, Tensor& y) {
@@ -186,129 +170,38 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
                    x, packed && traits.packed_bytes);
       });
     }
-    if (c.output && !direct) torch::stable::copy_(given, output);
+    if (c.output && !direct) torch::stable::copy_(*c.output, output);
   }
   return c.unbatched ? torch::stable::squeeze(output, 0) : output;
 }
 
 namespace {
 
-void forward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  Conv2dCall c;
-  c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.bias = in.take<std::optional<Tensor>>();
-  c.take_window(in), c.take_options(in);
-  give(stack, 0, conv2d_run(entry, c));
-}
+struct Conv2dOperation {
+  using Call = Conv2dCall;
+  using Problem = Conv2dProblem;
+  static constexpr size_t weight_rank = 4;
 
-// The algorithm of the gradients that `asked` computes itself, or null where PyTorch does.
-const Entry* own_backward(const Entry& asked, Conv2dCall c) {
-  Conv2dProblem p = conv2d_problem(asked, c, sizes_of(c.weight));
-  p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
-  set_strides(p, suggests_channels_last(c.input) || suggests_channels_last(c.weight));
-  const Chosen<Conv2dProblem> chosen(asked, device_of(asked, c.input), p);
-  return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
-}
-struct BackwardArguments {
-  explicit BackwardArguments(Arguments& in) : grad(in.take<Tensor>()) {
-    call.input = in.take<Tensor>(), call.weight = in.take<Tensor>();
-    call.take_window(in);
-    wanted = in.take<std::vector<bool>>();
+  static const Operation& operation();
+  static Problem problem(const Entry& entry, Call& c) {
+    Problem p = conv2d_problem(entry, c, sizes_of(c.weight));
+    set_strides(p, suggests_channels_last(c.input) || suggests_channels_last(c.weight));
+    return p;
   }
-  Tensor grad;
-  Conv2dCall call;
-  std::vector<bool> wanted;
+  static constexpr auto problem_of_weight = ops::problem_of_weight;
+  static constexpr auto description = pack_description;
+  static constexpr auto run = conv2d_run;
+  static constexpr auto gradients = conv2d_backward;
 };
-void backward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  BackwardArguments a(in);
-  a.call.take_options(in);
-  const Entry* own = own_backward(entry, a.call);
-  give_gradients(stack, conv2d_backward(entry, a.call, a.grad, a.wanted, own, own));
-}
 
-void mixed(StableIValue* stack) {
-  Arguments in(stack);
-  Conv2dCall c;
-  c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.bias = in.take<std::optional<Tensor>>();
-  c.take_window(in);
-  const std::string name = in.take<std::string>();
-  for (int i : {0, 1}) (void)i, in.take<std::string>();
-  c.take_options(in);
-  give(stack, 0, conv2d_run(entry_named(operation(), name), c));
-}
-void mixed_backward(StableIValue* stack) {
-  Arguments in(stack);
-  BackwardArguments a(in);
-  const std::string names[] = {in.take<std::string>(), in.take<std::string>(), in.take<std::string>()};
-  a.call.take_options(in);
-  const Entry& asked = entry_named(operation(), names[0]);
-  const Entry* own = names[1].empty() || names[2].empty() ? own_backward(asked, a.call) : nullptr;
-  const Entry* by[2];
-  for (int i : {0, 1}) by[i] = names[i + 1].empty() ? own : &entry_named(operation(), names[i + 1]);
-  give_gradients(stack, conv2d_backward(asked, a.call, a.grad, a.wanted, by[0], by[1]));
-}
-
-void pack(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  Conv2dCall c;
-  c.weight = in.take<Tensor>();
-  c.take_window(in);
-  const Conv2dProblem p = problem_of_weight(entry, c);
-  const Chosen<Conv2dProblem> chosen(entry, device_of(entry, c.weight), p);
-  give(stack, 0, pack_weight(chosen, p, c.weight, pack_description(p)));
-}
-Conv2dCall packed_call(const Entry& entry, Arguments& in) {
-  Conv2dCall c;
-  c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.weight_size = in.take<Sizes>();
-  c.bias = in.take<std::optional<Tensor>>();
-  c.take_window(in);
-  c.residual = in.take<std::optional<Tensor>>();
-  const std::string activation = in.take<std::string>();
-  c.take_options(in);
-  check(c.weight_size.size() == 4, entry, "needs the 4 sizes of the weight, got ", to_string(c.weight_size));
-  c.activation = activation_named(entry, activation);
-  return c;
-}
-void packed(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  Conv2dCall c = packed_call(entry, in);
-  give(stack, 0, conv2d_run(entry, c));
-}
-void packed_out(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  Conv2dCall c = packed_call(entry, in);
-  c.output = in.take<Tensor>();
-  conv2d_run(entry, c);
-}
-
-#define WINDOW "int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1"
-#define OPTIONS "bool allow_tf32=False, bool deterministic=False"
-#define PACKED                                                                  \
-  "(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, " WINDOW \
-  ", Tensor? residual=None, str activation=\"none\", *, " OPTIONS
-#define GRADIENTS                                                                                                         \
-  "Tensor grad_output, Tensor input, Tensor weight, int[2] stride, int[2] padding, int[2] dilation, int groups, bool[3] " \
-  "output_mask, *, "
-constexpr OperatorKind kinds[] = {
-    {"conv2d_", "", "(Tensor input, Tensor weight, Tensor? bias=None, " WINDOW ", *, " OPTIONS ") -> Tensor", forward, nullptr},
-    {"_conv2d_", "_backward", "(" GRADIENTS OPTIONS ") -> (Tensor, Tensor, Tensor)", backward, nullptr},
-    {"_conv2d_", "_pack", "(Tensor weight, " WINDOW ") -> Tensor", pack, has_packs<Conv2dProblem>},
-    {"_conv2d_", "_packed", PACKED ") -> Tensor", packed, has_packs<Conv2dProblem>},
-    {"_conv2d_", "_packed_out", PACKED ", Tensor(a!) out) -> ()", packed_out, has_packs<Conv2dProblem>},
-};
-// The algorithms of output and gradients by name; "" for a gradient: as ai3::_conv2d_<forward>_backward computes it.
-#define NAMES "str forward, str backward_input=\"\", str backward_weight=\"\", "
-constexpr SharedOperator shared[] = {
-    {"_conv2d_mixed(Tensor input, Tensor weight, Tensor? bias=None, " WINDOW ", *, " NAMES OPTIONS ") -> Tensor", mixed},
-    {"_conv2d_mixed_backward(" GRADIENTS NAMES OPTIONS ") -> (Tensor, Tensor, Tensor)", mixed_backward},
-};
+AI3_WEIGHTED_OPERATORS("conv2d", Conv2dOperation, ", int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1",
+                       ", int[2] stride, int[2] padding, int[2] dilation, int groups")
 AI3_OPERATION(
     conv2d,
     "batch in_channels in_height in_width out_channels kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h "
     "dilation_w groups has_bias channels_last",
     kinds, std::size(kinds), shared, std::size(shared), AI3_QUERIES(Conv2dProblem, problem_from))
-const Operation& operation() { return conv2d_operation; }
+const Operation& Conv2dOperation::operation() { return conv2d_operation; }
 
 }  // namespace
 }  // namespace ai3::ops

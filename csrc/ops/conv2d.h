@@ -1,26 +1,18 @@
 // The arguments of one conv2d call, for the glue and for the algorithms that call PyTorch's own operators.
 #pragma once
-#include "tensors.h"
+#include "weighted.h"
 
 namespace ai3::ops {
 
-struct Conv2dCall {
-  Tensor input, weight;  // the weight is a packed one where weight_size is given
-  Sizes weight_size;
-  std::optional<Tensor> bias;
+struct Conv2dCall : WeightedCall {
   Sizes stride, padding, dilation;
   int64_t groups = 1;
-  std::optional<Tensor> residual;
-  Activation activation = Activation::none;
-  bool allow_tf32 = false, deterministic = false;
-  std::optional<Tensor> output;  // where to write, when it is given; what an algorithm of PyTorch's operators leaves
-  bool unbatched = false;        // then `input` has got a batch dimension of 1
-  bool channels_last = false;    // the memory format that the output must have
+  bool unbatched = false;      // then `input` has got a batch dimension of 1
+  bool channels_last = false;  // the memory format that the output must have
 
   void take_window(Arguments& in) {
     stride = in.take<Sizes>(), padding = in.take<Sizes>(), dilation = in.take<Sizes>(), groups = in.take<int64_t>();
   }
-  void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
 };
 
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c);

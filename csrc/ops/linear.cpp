@@ -14,7 +14,6 @@ LinearProblem problem_from(const Query& q) {
 
 // What a pack may depend on.
 Sizes pack_description(const LinearProblem& p) { return {static_cast<int64_t>(p.dtype), p.in_features, p.out_features}; }
-const Operation& operation();
 
 // Checks the arguments as torch.nn.functional.linear does; `sizes` get the output's.
 LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& weight, Sizes& sizes) {
@@ -52,19 +51,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   p.activation = c.activation, p.has_residual = c.residual.has_value();
   const Chosen<LinearProblem> chosen(asked, device_of(asked, c.input), p);
   const Traits<LinearProblem>& traits = chosen.algorithm->traits;
-  check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), asked, "fuses no residual and no activation");
-  auto check_sizes = [&](const Tensor& t, const char* name) {
-    check_same(asked, c.input, t, name);
-    check(sizes_of(t) == sizes, asked, "needs ", name, " of sizes ", to_string(sizes), ", got ", to_string(sizes_of(t)));
-  };
-  if (c.residual) check_sizes(*c.residual, "residual");
-  if (c.output) check_sizes(*c.output, "out");
-  if (c.output) {
-    check_apart(asked, *c.output, c.input, "input"), check_apart(asked, *c.output, c.weight, "the packed weight");
-    if (c.bias) check_apart(asked, *c.output, *c.bias, "bias");
-    if (c.residual) check_apart(asked, *c.output, *c.residual, "residual");
-  }
-  if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
+  if (packed) check_packed(asked, c, traits, p, sizes, pack_description(p));
 
   const bool direct = c.output && is_contiguous(*c.output);
   Tensor output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input);
@@ -88,13 +75,6 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   }
   if (c.output && !direct) torch::stable::copy_(*c.output, output);
   return output;
-}
-
-void forward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  LinearCall c;
-  c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.bias = in.take<std::optional<Tensor>>(), c.take_options(in);
-  give(stack, 0, linear_run(entry, c));
 }
 
 // x w as `by` computes it: linear's weight is w transposed.
@@ -126,102 +106,30 @@ Gradients gradients(const Entry& asked, const LinearCall& c, const Tensor& grad,
   return result;
 }
 
-// The algorithm of the gradients that `asked` computes itself, or null where PyTorch does.
-const Entry* own_backward(const Entry& asked, LinearCall c) {
-  Sizes sizes;
-  LinearProblem p = linear_problem(asked, c, sizes_of(c.weight), sizes);
-  p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
-  const Chosen<LinearProblem> chosen(asked, device_of(asked, c.input), p);
-  return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
-}
-struct BackwardArguments {
-  explicit BackwardArguments(Arguments& in) : grad(in.take<Tensor>()) {
-    call.input = in.take<Tensor>(), call.weight = in.take<Tensor>();
-    wanted = in.take<std::vector<bool>>();
+struct LinearOperation {
+  using Call = LinearCall;
+  using Problem = LinearProblem;
+  static constexpr size_t weight_rank = 2;
+
+  static const Operation& operation();
+  static Problem problem(const Entry& entry, Call& c) {
+    Sizes sizes;
+    return linear_problem(entry, c, sizes_of(c.weight), sizes);
   }
-  Tensor grad;
-  LinearCall call;
-  std::vector<bool> wanted;
+  static Problem problem_of_weight(const Entry& entry, Call& c) {
+    check(c.weight.dim() == 2, entry, "needs a weight (out_features, in_features), got ", to_string(sizes_of(c.weight)));
+    const int64_t sizes[] = {-1, c.weight.size(1), c.weight.size(0), 0};
+    return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
+  }
+  static constexpr auto description = pack_description;
+  static constexpr auto run = linear_run;
+  static constexpr auto gradients = ops::gradients;
 };
-void backward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  BackwardArguments a(in);
-  a.call.take_options(in);
-  const Entry* own = own_backward(entry, a.call);
-  give_gradients(stack, gradients(entry, a.call, a.grad, a.wanted, own, own));
-}
 
-void mixed(StableIValue* stack) {
-  Arguments in(stack);
-  LinearCall c;
-  c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.bias = in.take<std::optional<Tensor>>();
-  const std::string names[] = {in.take<std::string>(), in.take<std::string>(), in.take<std::string>()};
-  c.take_options(in);
-  give(stack, 0, linear_run(entry_named(operation(), names[0]), c));
-}
-void mixed_backward(StableIValue* stack) {
-  Arguments in(stack);
-  BackwardArguments a(in);
-  const std::string names[] = {in.take<std::string>(), in.take<std::string>(), in.take<std::string>()};
-  a.call.take_options(in);
-  const Entry& asked = entry_named(operation(), names[0]);
-  const Entry* own = names[1].empty() || names[2].empty() ? own_backward(asked, a.call) : nullptr;
-  const Entry* by[2];
-  for (int i : {0, 1}) by[i] = names[i + 1].empty() ? own : &entry_named(operation(), names[i + 1]);
-  give_gradients(stack, gradients(asked, a.call, a.grad, a.wanted, by[0], by[1]));
-}
-
-void pack(const Entry& entry, StableIValue* stack) {
-  const Tensor weight = Arguments(stack).take<Tensor>();
-  check(weight.dim() == 2, entry, "needs a weight (out_features, in_features), got ", to_string(sizes_of(weight)));
-  const int64_t sizes[] = {-1, weight.size(1), weight.size(0), 0};
-  const LinearProblem p = problem_from({dtype_of(entry, weight), sizes, std::size(sizes)});
-  const Chosen<LinearProblem> chosen(entry, device_of(entry, weight), p);
-  give(stack, 0, pack_weight(chosen, p, weight, pack_description(p)));
-}
-LinearCall packed_call(const Entry& entry, Arguments& in) {
-  LinearCall c;
-  c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.weight_size = in.take<Sizes>();
-  c.bias = in.take<std::optional<Tensor>>(), c.residual = in.take<std::optional<Tensor>>();
-  const std::string activation = in.take<std::string>();
-  c.take_options(in);
-  check(c.weight_size.size() == 2, entry, "needs the 2 sizes of the weight, got ", to_string(c.weight_size));
-  c.activation = activation_named(entry, activation);
-  return c;
-}
-void packed(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  LinearCall c = packed_call(entry, in);
-  give(stack, 0, linear_run(entry, c));
-}
-void packed_out(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
-  LinearCall c = packed_call(entry, in);
-  c.output = in.take<Tensor>();
-  linear_run(entry, c);
-}
-
-#define OPTIONS "bool allow_tf32=False, bool deterministic=False"
-#define PACKED                                                                                                           \
-  "(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None, Tensor? residual=None, str activation=\"none\", " \
-  "*, " OPTIONS
-#define GRADIENTS "(Tensor grad_output, Tensor input, Tensor weight, bool[3] output_mask, *, "
-constexpr OperatorKind kinds[] = {
-    {"linear_", "", "(Tensor input, Tensor weight, Tensor? bias=None, *, " OPTIONS ") -> Tensor", forward, nullptr},
-    {"_linear_", "_backward", GRADIENTS OPTIONS ") -> (Tensor, Tensor, Tensor)", backward, nullptr},
-    {"_linear_", "_pack", "(Tensor weight) -> Tensor", pack, has_packs<LinearProblem>},
-    {"_linear_", "_packed", PACKED ") -> Tensor", packed, has_packs<LinearProblem>},
-    {"_linear_", "_packed_out", PACKED ", Tensor(a!) out) -> ()", packed_out, has_packs<LinearProblem>},
-};
-// The algorithms of output and gradients by name; "" for a gradient: as ai3::_linear_<forward>_backward computes it.
-#define NAMES "str forward, str backward_input=\"\", str backward_weight=\"\", "
-constexpr SharedOperator shared[] = {
-    {"_linear_mixed(Tensor input, Tensor weight, Tensor? bias=None, *, " NAMES OPTIONS ") -> Tensor", mixed},
-    {"_linear_mixed_backward" GRADIENTS NAMES OPTIONS ") -> (Tensor, Tensor, Tensor)", mixed_backward},
-};
+AI3_WEIGHTED_OPERATORS("linear", LinearOperation, "", "")
 AI3_OPERATION(linear, "rows in_features out_features has_bias", kinds, std::size(kinds), shared, std::size(shared),
               AI3_QUERIES(LinearProblem, problem_from))
-const Operation& operation() { return linear_operation; }
+const Operation& LinearOperation::operation() { return linear_operation; }
 
 }  // namespace
 }  // namespace ai3::ops

@@ -1,0 +1,61 @@
+"""What the rules of operations with a weight share: packed weights."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ai3_ops import registry
+from ai3_ops.operations import base
+from ai3_ops.operations.base import Operation, check
+
+
+class Weighted(Operation):
+    """Rules of an operation whose first arguments are input, weight and bias."""
+
+    autocast = True
+    window: ClassVar[tuple[Any, ...]] = ()  # defaults of the arguments between bias and the keyword-only ones
+
+    def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:
+        """The sizes of a problem, as the registry names them, that a packed weight hangs on."""
+        raise NotImplementedError
+
+    def register_pack(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """ai3::_<operation>_<algorithm>_pack: as many elements, in one dimension, as the registry says."""
+
+        def fake(weight: Tensor, *window: Any) -> Tensor:
+            sizes = self.weight_sizes(f"ai3::{self.name}_{algorithm}", weight, *window, *self.window[len(window) :])
+            size = registry.packed_bytes_sizes(self.name, algorithm, weight.device, weight.dtype, **sizes)
+            return weight.new_empty(size // weight.element_size())
+
+        base.register_fake(op, fake)
+        base.register_inference_only(op)
+
+    def register_packed(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """ai3::_<operation>_<algorithm>_packed and _packed_out: the output as that of the algorithm itself."""
+
+        def fake(
+            input: Tensor,
+            packed: Tensor,
+            weight_size: list[int],
+            bias: Tensor | None = None,
+            *rest: Any,
+            out: Tensor | None = None,
+            **options: Any,
+        ) -> Tensor | None:
+            count = len(self.window)
+            output = self.fake(algorithm, input, input.new_empty(weight_size), bias, *rest[:count], **options)
+            residual = next(iter(rest[count:]), None)
+            for tensor, name in ((residual, "residual"), (out, "out")):
+                if tensor is not None:
+                    label = f"ai3::{self.name}_{algorithm}"
+                    fits = tensor.shape == output.shape
+                    check(fits, label, f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}")
+                    base.check_same(label, output, tensor, name)
+            return output if out is None else None
+
+        base.register_fake(op, fake)
+        if op._schema.returns:
+            base.register_inference_only(op)

@@ -1,0 +1,170 @@
+// What operations with a weight share: their calls, and the operators for output, gradients and packed weights.
+#pragma once
+#include "tensors.h"
+
+namespace ai3::ops {
+
+// The arguments of one call, for the glue and for the algorithms that call PyTorch's own operators.
+struct WeightedCall {
+  Tensor input, weight;  // the weight is a packed one where weight_size is given
+  Sizes weight_size;
+  std::optional<Tensor> bias, residual;
+  Activation activation = Activation::none;
+  bool allow_tf32 = false, deterministic = false;
+  std::optional<Tensor> output;  // where to write, when it is given; what an algorithm of PyTorch's operators leaves
+
+  void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
+  void take_window(Arguments&) {}  // arguments between the tensors and the rest, where the operation has some
+};
+
+// Checks what only packed calls have. `sizes` are the output's.
+template <class P>
+void check_packed(const Entry& asked, const WeightedCall& c, const Traits<P>& traits, const P& p, const Sizes& sizes,
+                  const Sizes& description) {
+  check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), asked, "fuses no residual and no activation");
+  auto check_sizes = [&](const Tensor& t, const char* name) {
+    check_same(asked, c.input, t, name);
+    check(sizes_of(t) == sizes, asked, "needs ", name, " of sizes ", to_string(sizes), ", got ", to_string(sizes_of(t)));
+  };
+  if (c.residual) check_sizes(*c.residual, "residual");
+  if (c.output) {
+    check_sizes(*c.output, "out");
+    check_apart(asked, *c.output, c.input, "input"), check_apart(asked, *c.output, c.weight, "the packed weight");
+    if (c.bias) check_apart(asked, *c.output, *c.bias, "bias");
+    if (c.residual) check_apart(asked, *c.output, *c.residual, "residual");
+  }
+  check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, description));
+}
+
+// The boxed functions of an operation. O has the types Call (a WeightedCall) and Problem, weight_rank, and the functions
+//   Problem problem(const Entry&, Call&)               of an unpacked call
+//   Problem problem_of_weight(const Entry&, Call&)     whose input is not known yet
+//   Sizes description(const Problem&)                  what a pack may depend on
+//   Tensor run(const Entry&, Call&)
+//   Gradients gradients(const Entry& asked, Call&, grad, wanted, const Entry* backward_input, const Entry* backward_weight)
+//   const Operation& operation()
+template <class O>
+struct WeightedOperators {
+  using Call = typename O::Call;
+  using Problem = typename O::Problem;
+
+  static Call forward_call(Arguments& in) {
+    Call c;
+    c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.bias = in.take<std::optional<Tensor>>();
+    c.take_window(in);
+    return c;
+  }
+  static void forward(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
+    Call c = forward_call(in);
+    c.take_options(in);
+    give(stack, 0, O::run(entry, c));
+  }
+
+  // The algorithm of the gradients that `asked` computes itself, or null where PyTorch does.
+  static const Entry* own_backward(const Entry& asked, Call c) {
+    Problem p = O::problem(asked, c);
+    p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
+    const Chosen<Problem> chosen(asked, device_of(asked, c.input), p);
+    return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
+  }
+  struct BackwardArguments {
+    explicit BackwardArguments(Arguments& in) : grad(in.take<Tensor>()) {
+      call.input = in.take<Tensor>(), call.weight = in.take<Tensor>();
+      call.take_window(in);
+      wanted = in.take<std::vector<bool>>();
+    }
+    Tensor grad;
+    Call call;
+    std::vector<bool> wanted;
+  };
+  static void backward(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
+    BackwardArguments a(in);
+    a.call.take_options(in);
+    const Entry* own = own_backward(entry, a.call);
+    give_gradients(stack, O::gradients(entry, a.call, a.grad, a.wanted, own, own));
+  }
+
+  // The algorithms of output and gradients by name; "" for a gradient: as ai3::_<operation>_<forward>_backward computes it.
+  using Names = std::array<std::string, 3>;
+  static Names names(Arguments& in) { return {in.take<std::string>(), in.take<std::string>(), in.take<std::string>()}; }
+  static void mixed(StableIValue* stack) {
+    Arguments in(stack);
+    Call c = forward_call(in);
+    c.take_options(in);
+    const Names by = names(in);
+    give(stack, 0, O::run(entry_named(O::operation(), by[0]), c));
+  }
+  static void mixed_backward(StableIValue* stack) {
+    Arguments in(stack);
+    BackwardArguments a(in);
+    a.call.take_options(in);
+    const Names by = names(in);
+    const Entry& asked = entry_named(O::operation(), by[0]);
+    const Entry* own = by[1].empty() || by[2].empty() ? own_backward(asked, a.call) : nullptr;
+    auto gradient = [&](const std::string& name) { return name.empty() ? own : &entry_named(O::operation(), name); };
+    give_gradients(stack, O::gradients(asked, a.call, a.grad, a.wanted, gradient(by[1]), gradient(by[2])));
+  }
+
+  static void pack(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
+    Call c;
+    c.weight = in.take<Tensor>();
+    c.take_window(in);
+    const Problem p = O::problem_of_weight(entry, c);
+    const Chosen<Problem> chosen(entry, device_of(entry, c.weight), p);
+    give(stack, 0, pack_weight(chosen, p, c.weight, O::description(p)));
+  }
+  static Call packed_call(const Entry& entry, Arguments& in) {
+    Call c;
+    c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.weight_size = in.take<Sizes>();
+    c.bias = in.take<std::optional<Tensor>>();
+    c.take_window(in);
+    c.residual = in.take<std::optional<Tensor>>();
+    const std::string activation = in.take<std::string>();
+    c.take_options(in);
+    check(c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
+          to_string(c.weight_size));
+    c.activation = activation_named(entry, activation);
+    return c;
+  }
+  static void packed(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
+    Call c = packed_call(entry, in);
+    give(stack, 0, O::run(entry, c));
+  }
+  static void packed_out(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
+    Call c = packed_call(entry, in);
+    c.output = in.take<Tensor>();
+    O::run(entry, c);
+  }
+};
+
+// The tables of an operation's operators, `kinds` and `shared`. `window` are the arguments that take_window takes, with their
+// defaults and, as gradients have them, without; each begins with a comma.
+#define AI3_OPTIONS ", *, bool allow_tf32=False, bool deterministic=False"
+#define AI3_FORWARD(window) "(Tensor input, Tensor weight, Tensor? bias=None" window AI3_OPTIONS
+#define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
+#define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\""
+#define AI3_PACKED(window)                                                    \
+  "(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None" window \
+  ", Tensor? residual=None, str activation=\"none\"" AI3_OPTIONS
+#define AI3_WEIGHTED_OPERATORS(operation, O, window, gradient_window)                                                         \
+  constexpr OperatorKind kinds[] = {                                                                                          \
+      {operation "_", "", AI3_FORWARD(window) ") -> Tensor", WeightedOperators<O>::forward, nullptr},                         \
+      {"_" operation "_", "_backward", AI3_GRADIENTS(gradient_window) ") -> (Tensor, Tensor, Tensor)",                        \
+       WeightedOperators<O>::backward, nullptr},                                                                              \
+      {"_" operation "_", "_pack", "(Tensor weight" window ") -> Tensor", WeightedOperators<O>::pack, has_packs<O::Problem>}, \
+      {"_" operation "_", "_packed", AI3_PACKED(window) ") -> Tensor", WeightedOperators<O>::packed, has_packs<O::Problem>},  \
+      {"_" operation "_", "_packed_out", AI3_PACKED(window) ", Tensor(a!) out) -> ()", WeightedOperators<O>::packed_out,      \
+       has_packs<O::Problem>},                                                                                                \
+  };                                                                                                                          \
+  constexpr SharedOperator shared[] = {                                                                                       \
+      {"_" operation "_mixed" AI3_FORWARD(window) AI3_NAMES ") -> Tensor", WeightedOperators<O>::mixed},                      \
+      {"_" operation "_mixed_backward" AI3_GRADIENTS(gradient_window) AI3_NAMES ") -> (Tensor, Tensor, Tensor)",              \
+       WeightedOperators<O>::mixed_backward},                                                                                 \
+  };
+
+}  // namespace ai3::ops
