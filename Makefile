@@ -1,6 +1,6 @@
 # Every target sets itself up, in .venv and build/, from a C++ compiler, CMake, Python 3.11 or later and a package index.
 #   make demo [ARGS="--model resnet50 --selectors '{\"conv2d\": \"winograd\"}'"]
-#   make test | test-full | wheel-test | bench [FILTER=conv2d/winograd] | lint | format | docs | build | clean
+#   make test | test-full | wheel-test | bench [FILTER=conv2d/winograd] | figures | lint | format | docs | build | clean
 # PYTHON=python3.12 chooses the interpreter; setup.py lists the variables of the build (USE_CUDA=0, MAX_JOBS, ...).
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,14 +13,13 @@ export OMP_WAIT_POLICY ?= passive
 export CMAKE_ARGS := -DAI3_WERROR=ON $(CMAKE_ARGS)
 
 ARGS ?=
-FILTER ?= .
 BENCH_ARGS ?=
 PYTEST_ARGS ?=
 WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
 JOBS = $$(.venv/bin/python setup.py --jobs)
 BUILD := build/native
 
-.PHONY: demo test test-full wheel-test bench lint format docs build clean
+.PHONY: demo test test-full wheel-test bench figures lint format docs build clean
 
 demo: build .venv/.demo
 	.venv/bin/python -m ai3_ops demo $(ARGS)
@@ -50,10 +49,20 @@ test-full: test
 wheel-test: .venv/.torch
 	.venv/bin/python .ci/wheels.py
 
+# Every layer of the networks beside PyTorch, into docs/benchmarks/; with FILTER the kernels alone, and nothing is written.
+ifdef FILTER
 bench: build
 	cmake -S . -B $(BUILD) -DAI3_BUILD_BENCHMARKS=ON
 	cmake --build $(BUILD) --parallel $(JOBS)
 	if [ -x $(BUILD)/ai3_bench ]; then $(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS); fi
+else
+bench: build
+	OMP_WAIT_POLICY=active .venv/bin/python -m benchmarks.layers $(BENCH_ARGS)
+endif
+
+# What the CPU kernels are held to, measured: docs/benchmarks/figures.md.
+figures: build
+	OMP_WAIT_POLICY=active .venv/bin/python -m benchmarks.figures $(BENCH_ARGS)
 
 NATIVE = $$(find csrc tests benchmarks docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 lint: .venv/.lint

@@ -1,11 +1,12 @@
-"""Writes benchmarks/shapes/<network>.txt: every layer of a torchvision network, one line per distinct shape, with its count.
+"""Writes benchmarks/shapes/<network>.txt: every layer of a network, one line per distinct shape, with its count.
 
-The microbenchmarks read these files. Run again after adding a network: ``python benchmarks/shapes.py``.
+The benchmarks read these files. Run again after adding a network: ``python benchmarks/shapes.py``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections import Counter
 from pathlib import Path
 
@@ -27,7 +28,34 @@ NETWORKS = {
     "mobilenet_v3_large": 224,
     "efficientnet_b0": 224,
     "convnext_tiny": 224,
+    "unet": 256,
 }
+
+
+class UNet(nn.Module):
+    """Ronneberger, Fischer & Brox, "U-Net", 2015, padded as most use it: 64 to 1024 channels, four levels, two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [64, 128, 256, 512, 1024]
+        self.pool = nn.MaxPool2d(2)
+        self.down = nn.ModuleList(self._twice(c, k) for c, k in itertools.pairwise([3, *widths]))
+        self.widen = nn.ModuleList(nn.ConvTranspose2d(c, c // 2, 2, 2) for c in widths[:0:-1])
+        self.up = nn.ModuleList(self._twice(c, c // 2) for c in widths[:0:-1])
+        self.classes = nn.Conv2d(widths[0], 2, 1)
+
+    @staticmethod
+    def _twice(c: int, k: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(c, k, 3, padding=1), nn.ReLU(), nn.Conv2d(k, k, 3, padding=1), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Down, and up again beside what came down."""
+        levels = [x := self.down[0](x)]
+        for block in self.down[1:]:
+            levels.append(x := block(self.pool(x)))
+        for widen, block, beside in zip(self.widen, self.up, levels[-2::-1], strict=True):
+            x = block(torch.cat([beside, widen(x)], 1))
+        return self.classes(x)
 
 
 def _pair(value: int | tuple[int, ...]) -> str:
@@ -63,7 +91,7 @@ def _line(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str | None:
 
 def shapes(name: str, size: int, batch: int) -> Counter[str]:
     """The layers of one network at (batch, 3, size, size), with how often each occurs."""
-    model = torchvision.models.get_model(name, weights=None).eval()
+    model = (UNet() if name == "unet" else torchvision.models.get_model(name, weights=None)).eval()
     found: Counter[str] = Counter()
 
     def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -80,7 +108,7 @@ def shapes(name: str, size: int, batch: int) -> Counter[str]:
 def main() -> None:
     """Write the file of each network."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="torchvision names")
+    parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="torchvision names, or unet")
     arguments = parser.parse_args()
     for name in arguments.networks:
         size = NETWORKS.get(name, 224)

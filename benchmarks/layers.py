@@ -1,0 +1,193 @@
+"""Every layer of the benchmark networks on every algorithm: writes docs/benchmarks/layers.md and .json.
+
+    python -m benchmarks.layers [NETWORK ...] [--batch N] [--threads N] [--seconds S] [--output PATH]
+
+A shape that several layers or networks share is measured once. What takes more than a few times the fastest is called once or
+twice only. How times are taken is told in measure.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks import measure  # first: it says how OpenMP's workers wait
+from benchmarks.measure import Function, Layer
+
+# isort: split
+import torch
+from rich.console import Console
+from torch import nn
+
+SLOW = 3.0  # times the fastest: measured well only below it
+
+
+@dataclass
+class Time:
+    """Of one way to compute a layer."""
+
+    seconds: float
+    error: float  # max|y - y64| / max|y64|
+    rough: bool = False  # of one call
+
+
+@dataclass
+class Result:
+    """One layer."""
+
+    peers: dict[str, Time] = field(default_factory=dict)  # PyTorch's ways
+    own: dict[str, Time] = field(default_factory=dict)
+    default: str = ""  # what the rule picks
+
+    @property
+    def peer(self) -> str:
+        """PyTorch's fastest way."""
+        return _fastest(self.peers)
+
+    @property
+    def best(self) -> str:
+        """The fastest own method."""
+        return _fastest(self.own)
+
+    @property
+    def chosen(self) -> Time:
+        """That of what `default` picks."""
+        return self.own[self.default] if self.default in self.own else self.peers["onednn"]
+
+
+def _fastest(times: dict[str, Time]) -> str:
+    return min(times, key=lambda name: times[name].seconds)
+
+
+def compare(layer: Layer, seconds: float) -> Result:
+    """Measures one layer on all own methods and all of PyTorch's ways."""
+    torch.manual_seed(0)
+    module, x = layer.module().eval(), layer.input()
+    with torch.inference_mode():
+        peers: dict[str, Function] = {"eager": lambda: module(x)}
+        if x.ndim == 4:
+            nchw = x.contiguous()
+            peers["eager nchw"] = lambda: module(nchw)
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            peers["onednn"] = measure.onednn(module, x)
+        names = measure.own_algorithms(layer, module, x)
+        modules = {name: measure.swapped(layer, module, name, x) for name in names}
+        calls = peers | {name: _call(m, x) for name, m in modules.items()}
+        error = measure.Reference(layer, module, x).error
+        times = {name: Time(measure.first(call), error(call()), rough=True) for name, call in calls.items()}
+        limit = SLOW * times[_fastest(times)].seconds
+        close = [name for name, time in times.items() if time.seconds <= limit]
+        for name, median in zip(close, measure.interleaved([calls[n] for n in close], seconds), strict=True):
+            times[name].seconds, times[name].rough = median, False
+        result = Result({n: times[n] for n in peers}, {n: times[n] for n in names})
+        result.default = measure.choice(layer, module, x)
+    return result
+
+
+def _call(module: nn.Module, x: torch.Tensor) -> Function:
+    return lambda: module(x)
+
+
+SUMMARY = (
+    "network", "eager NCHW", "eager channels_last", "PyTorch's fastest", "best own", "default",
+    "PyTorch's fastest / default", "regret of default",
+)  # fmt: skip
+HEAD = (
+    "layer", "times", "PyTorch's fastest", "ms", "error", "best own", "ms", "error", "ratio", "default", "ms", "error", "regret",
+)  # fmt: skip
+
+
+def document(
+    machine: dict[str, str], results: dict[Layer, Result], networks: dict[str, dict[Layer, int]], seconds: float
+) -> Iterator[str]:
+    """The Markdown page."""
+    yield "# Layers of the benchmark networks\n"
+    yield from (
+        "Written by `make bench` (`python -m benchmarks.layers`). Float32; ours is the module that `swap` returns, under",
+        "`inference_mode` on channels_last input; PyTorch's ways are the eager module in both layouts and oneDNN's prepacked",
+        "operator. Milliseconds are medians of turns that alternate in one process, for each distinct shape once, about",
+        f"{seconds:g} s; what took more than {SLOW:g} times the fastest is in the JSON only, with the time of one call.",
+        "Error: max|y - y64| / max|y64|, y64 in float64 (of convolutions above 1 GFLOP on a part of the output). Ratio:",
+        "PyTorch's fastest over the best own. Regret: what `default` picks over the best own.\n",
+    )
+    yield from measure.table(("machine", ""), machine.items())
+    yield "\nSums over all layers, in milliseconds:\n"
+    yield from measure.table(SUMMARY, (_sums(name, layers, results) for name, layers in networks.items()), "lrrrrrrr")
+    for name, layers in networks.items():
+        yield f"\n## {name}\n"
+        yield from measure.table(
+            HEAD, (_cells(layer, n, results[layer]) for layer, n in layers.items()), "lrlrrlrrrlrrr"
+        )
+
+
+def _sums(name: str, layers: dict[Layer, int], results: dict[Layer, Result]) -> tuple[str, ...]:
+    def total(time: Callable[[Result], float]) -> float:
+        return sum(count * time(results[layer]) for layer, count in layers.items())
+
+    nchw = total(lambda r: r.peers.get("eager nchw", r.peers["eager"]).seconds)
+    eager = total(lambda r: r.peers["eager"].seconds)
+    fastest = total(lambda r: r.peers[r.peer].seconds)
+    best = total(lambda r: r.own[r.best].seconds)
+    default = total(lambda r: r.chosen.seconds)
+    times = (measure.milliseconds(t) for t in (nchw, eager, fastest, best, default))
+    return name, *times, f"{fastest / default:.2f}x", f"{default / best:.2f}x"
+
+
+def _cells(layer: Layer, count: int, r: Result) -> tuple[str, ...]:
+    def of(time: Time) -> tuple[str, str]:
+        return measure.milliseconds(time.seconds), f"{time.error:.0e}"
+
+    peer, best = r.peers[r.peer], r.own[r.best]
+    ratio, regret = f"{peer.seconds / best.seconds:.2f}x", f"{r.chosen.seconds / best.seconds:.2f}x"
+    name = str(layer) if layer.operation == "conv2d" else f"{layer.operation} {layer}"
+    return name, f"{count}", r.peer, *of(peer), r.best, *of(best), ratio, r.default, *of(r.chosen), regret
+
+
+def main() -> int:
+    """Measure, print the sums, write."""
+    names = sorted(path.stem for path in measure.SHAPES.glob("*.txt") if path.stem != "paper")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", metavar="NETWORK", help=f"of {', '.join(names)} (default: all)")
+    parser.add_argument("--batch", type=int, default=1, help="images (default: 1)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: torch's")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of turns for each distinct shape (default: 0.5)")
+    parser.add_argument(
+        "--output", type=Path, help="default: docs/benchmarks/layers.md, or nothing with networks named"
+    )
+    options = parser.parse_args()
+    if unknown := set(options.networks) - set(names):
+        parser.error(f"no shapes of {', '.join(sorted(unknown))}; there are: {', '.join(names)}")
+    output = options.output or (None if options.networks else measure.ROOT / "docs" / "benchmarks" / "layers.md")
+    torch.set_num_threads(options.threads)
+    networks = {
+        name: {layer.batch(options.batch): count for layer, count in measure.network(name).items()}
+        for name in options.networks or names
+    }
+    layers = dict.fromkeys(layer for counts in networks.values() for layer in counts)
+    machine = measure.machine(options.threads)
+    console = Console() if sys.stdout.isatty() else Console(width=180)
+    results = {}
+    with measure.progress(console) as bar:
+        task = bar.add_task("", total=len(layers))
+        for layer in layers:
+            bar.update(task, description=f"{layer.operation} {layer}")
+            results[layer] = compare(layer, options.seconds)
+            bar.advance(task)
+    for line in measure.table(SUMMARY, (_sums(name, counts, results) for name, counts in networks.items())):
+        console.print(line, highlight=False, soft_wrap=True)
+    if output:
+        data = {
+            "machine": machine,
+            "networks": {name: {layer.line: n for layer, n in counts.items()} for name, counts in networks.items()},
+            "layers": {layer.line: asdict(result) for layer, result in results.items()},
+        }
+        measure.write(output, document(machine, results, networks, options.seconds), data)
+        console.print(f"written: {output} and {output.with_suffix('.json').name}", highlight=False, soft_wrap=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
