@@ -156,8 +156,10 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
     output = with_dense_strides(*c.output, channels_last);
   } else {
     Strides4 slice{};
+    // Kernels read the residual with the output's strides, and it is made dense.
+    const bool sliced = c.output && traits.sliced && !p.has_residual;
     const bool direct =
-        c.output && (is_dense(*c.output, channels_last) || (traits.sliced && slice_strides(*c.output, channels_last, slice)));
+        c.output && (is_dense(*c.output, channels_last) || (sliced && slice_strides(*c.output, channels_last, slice)));
     output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input, channels_last);
     if (p.batch > 0) {
       const Tensor w = packed ? c.weight : as_contiguous(c.weight), b = c.bias ? as_contiguous(*c.bias) : w;

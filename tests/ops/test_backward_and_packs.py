@@ -130,6 +130,9 @@ def test_conv2d_packed(algorithm, layout):
         out = out if out.shape == expected.shape else out[:, :8]
         run_out(x, pack, w.shape, b, *window, out=out)
         torch.testing.assert_close(out, expected, **close)
+        if ai3_ops.registry.algorithm("conv2d", algorithm, "cpu").epilogue:
+            run_out(x, pack, w.shape, b, *window, expected, "relu", out=out)
+            torch.testing.assert_close(out, F.relu(2 * expected), **close)
     assert not whole[:, 10:].any()
     assert not whole[:, :2].any()
     with pytest.raises(RuntimeError, match="packed"):
