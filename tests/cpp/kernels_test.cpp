@@ -2,14 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "problems.h"
-#include "reference.h"
-#include "support.h"
+#include "run.h"
 
 namespace {
 using namespace ai3;
@@ -19,76 +15,10 @@ constexpr double unit_roundoff(DType t) {
 }
 constexpr DType accumulator(DType t) { return t == DType::f64 ? DType::f64 : DType::f32; }
 
-void put(DType t, void* data, int64_t i, double v) {
-  with_type(t, [&]<class T>() { static_cast<T*>(data)[i] = narrowed<T>(static_cast<Acc<T>>(v)); });
-}
-double get(DType t, const void* data, int64_t i) {
-  return with_type(t, [&]<class T>() { return static_cast<double>(widen(static_cast<const T*>(data)[i])); });
-}
 double rounded(DType t, double v) {
   char stored[8];
   put(t, stored, 0, v);
   return get(t, stored, 0);
-}
-
-enum class Values { integers, reals };
-
-// Elements of a tensor, as stored and in float64. None when `count` is 0: then the kernel gets a null pointer.
-struct Data {
-  Data(DType t, int64_t count, Flush flush, Values values, unsigned seed) : doubles(count) {
-    if (count == 0) return;
-    memory = std::make_unique<Guarded>(count * size_of(t), flush);
-    std::mt19937 random(seed);
-    std::uniform_int_distribution<int> integer(-3, 3);
-    std::normal_distribution<double> real;
-    for (int64_t i = 0; i < count; i++) {
-      put(t, memory->as<char>(), i, values == Values::integers ? integer(random) : real(random));
-      doubles[i] = get(t, memory->as<char>(), i);
-    }
-    memory->protect();
-  }
-  const void* stored() const { return memory ? memory->as<char>() : nullptr; }
-  const double* values() const { return memory ? doubles.data() : nullptr; }
-  std::unique_ptr<Guarded> memory;
-  std::vector<double> doubles;
-};
-
-template <class P>
-bool supported(const Algorithm<P>& a, const P& p, Reason& reason) {
-  return (a.traits.dtypes & dtype_bit(p.dtype)) && (!a.traits.supports || a.traits.supports(p, reason));
-}
-
-// How a problem is run: at which end of the buffers the guard pages lie, on what data.
-struct Way {
-  Flush flush;
-  Values values;
-};
-
-template <class P>
-std::vector<double> run(const Algorithm<P>& a, const P& p, const Way& way, Reference& expected) {
-  const Extent e = extent(p);
-  const Data x(p.dtype, e.input, way.flush, way.values, 1), w(p.dtype, e.weight, way.flush, way.values, 2),
-      b(p.dtype, e.bias, way.flush, way.values, 3);
-  bool with_residual = false;
-  if constexpr (requires { p.has_residual; }) with_residual = p.has_residual;
-  const Data residual(p.dtype, with_residual ? e.output : 0, way.flush, way.values, 4);
-  expected = reference(a.info.operation, p, x.values(), w.values(), b.values(), residual.values());
-
-  const Guarded y(e.output * size_of(p.dtype), way.flush);
-  const int64_t bytes = a.traits.workspace ? a.traits.workspace(p) : 0;
-  EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
-  const Guarded scratch(bytes, way.flush);
-  const int64_t packed_bytes = a.traits.packed_bytes ? round_up(a.traits.packed_bytes(p), 64) : 0;
-  const Guarded packed(packed_bytes, way.flush);
-  if (a.traits.pack) {
-    a.traits.pack(p, w.stored(), packed.as<char>());
-    packed.protect();
-  }
-  Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
-  a.run(p, {x.stored(), a.traits.pack ? packed.as<char>() : w.stored(), b.stored(), residual.stored(), y.as<char>()}, workspace);
-  std::vector<double> result(e.output);
-  for (int64_t i = 0; i < e.output; i++) result[i] = get(p.dtype, y.as<char>(), i);
-  return result;
 }
 
 template <class P>
@@ -132,7 +62,7 @@ void change_shape(P&) {}
 template <class P>
 class Kernel : public testing::Test {
  public:
-  explicit Kernel(const AlgorithmInfo& info) : a_(reinterpret_cast<const Algorithm<P>&>(info)) {}
+  explicit Kernel(const Algorithm<P>& a) : a_(a) {}
 
   void TestBody() override {
     const auto& t = a_.traits;
@@ -171,23 +101,18 @@ class Kernel : public testing::Test {
   }
 
  private:
-  bool usable_layout(const P& p) const {
-    if constexpr (requires { p.x_stride; })
-      return a_.traits.layout == Layout::any || (a_.traits.layout == Layout::nhwc) == (p.x_stride.c == 1);
-    return true;
-  }
-
   void check(P p, const Way& way, int threads) const {
-    if (!usable_layout(p)) return;
+    if (!usable_layout(a_, p)) return;
     p.threads = threads;
-    const std::string where = std::string(a_.info.level) + " " + a_.info.operation + "_" + a_.info.name + " " + name_of(p.dtype) +
-                              " " + problems::describe(p) + (way.values == Values::integers ? " integers" : " reals") + " on " +
-                              std::to_string(threads) + " threads";
+    const std::string where = describe(a_, p) + (way.values == Values::integers ? ", integers" : ", reals");
     SCOPED_TRACE(where);
     std::snprintf(current_case, sizeof(current_case), "%s", where.c_str());
-    Reference expected;
-    const auto y = run(a_, p, way, expected);
-    compare(a_, p, way.values, y, expected);
+    const Inputs<P> in(p, way);
+    const Guarded stored = run(a_, p, in, way.flush, extent(p).output);
+    std::vector<double> y(extent(p).output);
+    for (size_t i = 0; i < y.size(); i++) y[i] = get(p.dtype, stored.as<char>(), i);
+    compare(a_, p, way.values, y,
+            reference(a_.info.operation, p, in.x.values(), in.weight.values(), in.bias.values(), in.residual.values()));
   }
 
   // Packed weights serve every batch and image size.
@@ -206,28 +131,12 @@ class Kernel : public testing::Test {
   const Algorithm<P>& a_;
 };
 
-template <class P>
-void add(const AlgorithmInfo& info) {
-  if (!reinterpret_cast<const Algorithm<P>&>(info).run) return;
-  const std::string name = std::string(info.level) + "_" + info.operation + "_" + info.name;
-  testing::RegisterTest("Kernels", name.c_str(), nullptr, nullptr, __FILE__, __LINE__,
-                        [&info]() -> testing::Test* { return new Kernel<P>(info); });
-}
-
 }  // namespace
 
 // One test for each algorithm of each level that this machine runs.
 void register_kernel_tests() {
-  for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++) {
-    if (!usable((*a)->level)) continue;
-    const std::string operation = (*a)->operation;
-    if (operation == "conv2d")
-      add<Conv2dProblem>(**a);
-    else if (operation == "linear")
-      add<LinearProblem>(**a);
-    else if (operation == "relu" || operation == "flatten")
-      add<ElementwiseProblem>(**a);
-    else
-      add<Pool2dProblem>(**a);
-  }
+  each_kernel([]<class P>(const Algorithm<P>& a) {
+    testing::RegisterTest("Kernels", test_name(a).c_str(), nullptr, nullptr, __FILE__, __LINE__,
+                          [&a]() -> testing::Test* { return new Kernel<P>(a); });
+  });
 }

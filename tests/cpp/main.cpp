@@ -22,6 +22,7 @@ void on_fault(int) {
 }  // namespace
 
 void register_kernel_tests();
+void register_guard_tests();
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
@@ -29,5 +30,6 @@ int main(int argc, char** argv) {
   action.sa_handler = on_fault;
   sigaction(SIGSEGV, &action, &before);
   register_kernel_tests();
+  register_guard_tests();
   return RUN_ALL_TESTS();
 }

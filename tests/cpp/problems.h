@@ -12,6 +12,9 @@ namespace problems {
 struct Conv {
   int64_t n, c, h, w, k, r, s, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups;
 };
+inline ai3::Strides4 strides(bool nhwc, int64_t c, int64_t h, int64_t w) {
+  return nhwc ? ai3::Strides4{c * h * w, 1, w * c, c} : ai3::Strides4{c * h * w, h * w, w, 1};
+}
 inline ai3::Conv2dProblem conv2d(const Conv& v, bool nhwc, bool bias) {
   ai3::Conv2dProblem p{};
   p.dtype = ai3::DType::f32, p.threads = 1;
@@ -21,11 +24,8 @@ inline ai3::Conv2dProblem conv2d(const Conv& v, bool nhwc, bool bias) {
   p.out_height = (v.h + 2 * v.pad_h - v.dilation_h * (v.r - 1) - 1) / v.stride_h + 1;
   p.out_width = (v.w + 2 * v.pad_w - v.dilation_w * (v.s - 1) - 1) / v.stride_w + 1;
   p.has_bias = bias;
-  auto strides = [&](int64_t c, int64_t h, int64_t w) {
-    return nhwc ? ai3::Strides4{c * h * w, 1, w * c, c} : ai3::Strides4{c * h * w, h * w, w, 1};
-  };
-  p.x_stride = strides(v.c, v.h, v.w);
-  p.y_stride = strides(v.k, p.out_height, p.out_width);
+  p.x_stride = strides(nhwc, v.c, v.h, v.w);
+  p.y_stride = strides(nhwc, v.k, p.out_height, p.out_width);
   return p;
 }
 // A 3x3 convolution with stride 1 and the given padding.
@@ -79,11 +79,8 @@ inline std::vector<ai3::Pool2dProblem> all(ai3::Pool2dProblem*, const std::strin
   std::vector<ai3::Pool2dProblem> result;
   auto add = [&](ai3::Pool2dProblem p) {
     for (bool nhwc : {false, true}) {
-      auto strides = [&](int64_t h, int64_t w) {
-        return nhwc ? ai3::Strides4{p.channels * h * w, 1, w * p.channels, p.channels}
-                    : ai3::Strides4{p.channels * h * w, h * w, w, 1};
-      };
-      p.x_stride = strides(p.in_height, p.in_width), p.y_stride = strides(p.out_height, p.out_width);
+      p.x_stride = strides(nhwc, p.channels, p.in_height, p.in_width);
+      p.y_stride = strides(nhwc, p.channels, p.out_height, p.out_width);
       result.push_back(p);
     }
   };

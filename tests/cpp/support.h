@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <string>
+#include <utility>
 
 #include "../../csrc/algos/core/algorithm.h"
 #include "../../csrc/algos/core/level.h"
@@ -22,28 +24,45 @@ enum class Flush { begin, end };
 // Exactly `bytes` bytes between two inaccessible pages, filled with 0xff: NaN in every floating-point type.
 class Guarded {
  public:
-  Guarded(int64_t bytes, Flush flush) {
-    const size_t payload = (static_cast<size_t>(bytes) + kPage - 1) / kPage * kPage;
-    length_ = payload + 2 * kPage;
-    base_ = static_cast<char*>(mmap(nullptr, length_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (base_ == MAP_FAILED || mprotect(base_ + kPage, payload, PROT_READ | PROT_WRITE)) std::abort();
-    std::memset(base_ + kPage, 0xff, payload);
-    data_ = base_ + kPage + (flush == Flush::end ? payload - static_cast<size_t>(bytes) : 0);
+  Guarded(int64_t bytes, Flush flush) : payload_((static_cast<size_t>(bytes) + kPage - 1) / kPage * kPage) {
+    auto& free = unused();
+    if (const auto found = free.find(payload_); found != free.end()) {
+      pages_ = found->second;
+      free.erase(found);
+    } else {
+      void* base = mmap(nullptr, payload_ + 2 * kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (base == MAP_FAILED) std::abort();
+      pages_ = static_cast<char*>(base) + kPage;
+    }
+    access(PROT_READ | PROT_WRITE);
+    std::memset(pages_, 0xff, payload_);
+    data_ = pages_ + (flush == Flush::end ? payload_ - static_cast<size_t>(bytes) : 0);
   }
-  Guarded(const Guarded&) = delete;
-  ~Guarded() { munmap(base_, length_); }
+  Guarded(Guarded&& other) noexcept
+      : payload_(other.payload_), pages_(std::exchange(other.pages_, nullptr)), data_(other.data_) {}
+  ~Guarded() {
+    if (pages_) unused().emplace(payload_, pages_);
+  }
 
   template <class T>
   T* as() const {
     return reinterpret_cast<T*>(data_);
   }
   // From here on writing is a fault as well.
-  void protect() const { mprotect(base_ + kPage, length_ - 2 * kPage, PROT_READ); }
+  void protect() const { access(PROT_READ); }
 
  private:
   static constexpr size_t kPage = 4096;
-  size_t length_;
-  char *base_, *data_;
+  // Kept for the next of that size: the operating system takes longer for new pages than most kernels for their work.
+  static std::multimap<size_t, char*>& unused() {
+    static std::multimap<size_t, char*> pages;
+    return pages;
+  }
+  void access(int rights) const {
+    if (mprotect(pages_, payload_, rights)) std::abort();
+  }
+  size_t payload_;
+  char *pages_, *data_;
 };
 
 // Whether this processor runs code of the level; `counting` is plain code.

@@ -1,0 +1,127 @@
+// An algorithm run on a problem, with guard pages around all that it may touch.
+#pragma once
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "problems.h"
+#include "reference.h"
+#include "support.h"
+
+namespace ai3 {
+
+inline void put(DType t, void* data, int64_t i, double v) {
+  with_type(t, [&]<class T>() { static_cast<T*>(data)[i] = narrowed<T>(static_cast<Acc<T>>(v)); });
+}
+inline double get(DType t, const void* data, int64_t i) {
+  return with_type(t, [&]<class T>() { return static_cast<double>(widen(static_cast<const T*>(data)[i])); });
+}
+
+enum class Values { integers, reals };
+
+// Elements of a tensor, as stored and in float64. None when `count` is 0: then the kernel gets a null pointer.
+struct Data {
+  Data(DType t, int64_t count, Flush flush, Values values, unsigned seed) : doubles(count) {
+    if (count == 0) return;
+    memory = std::make_unique<Guarded>(count * size_of(t), flush);
+    std::mt19937 random(seed);
+    std::uniform_int_distribution<int> integer(-3, 3);
+    std::normal_distribution<double> real;
+    for (int64_t i = 0; i < count; i++) {
+      put(t, memory->as<char>(), i, values == Values::integers ? integer(random) : real(random));
+      doubles[i] = get(t, memory->as<char>(), i);
+    }
+    memory->protect();
+  }
+  const void* stored() const { return memory ? memory->as<char>() : nullptr; }
+  const double* values() const { return memory ? doubles.data() : nullptr; }
+  std::unique_ptr<Guarded> memory;
+  std::vector<double> doubles;
+};
+
+// How a problem is run: at which end of the buffers the guard pages lie, on what data.
+struct Way {
+  Flush flush;
+  Values values;
+};
+
+// The tensors that a problem reads.
+template <class P>
+struct Inputs {
+  Inputs(const P& p, const Way& way)
+      : x(p.dtype, extent(p).input, way.flush, way.values, 1),
+        weight(p.dtype, extent(p).weight, way.flush, way.values, 2),
+        bias(p.dtype, extent(p).bias, way.flush, way.values, 3),
+        residual(p.dtype, has_residual(p) ? extent(p).output : 0, way.flush, way.values, 4) {}
+  static bool has_residual(const P& p) {
+    if constexpr (requires { p.has_residual; }) return p.has_residual;
+    return false;
+  }
+  Data x, weight, bias, residual;
+};
+
+// Runs an algorithm, with output, workspace and packed weights of its own; `span` elements of output, from the first to the last.
+template <class P>
+Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush, int64_t span) {
+  Guarded y(span * size_of(p.dtype), flush);
+  const int64_t bytes = a.traits.workspace ? a.traits.workspace(p) : 0;
+  EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
+  const Guarded scratch(bytes, flush), packed(a.traits.packed_bytes ? round_up(a.traits.packed_bytes(p), 64) : 0, flush);
+  if (a.traits.pack) {
+    a.traits.pack(p, in.weight.stored(), packed.as<char>());
+    packed.protect();
+  }
+  Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+  const void* weight = a.traits.pack ? packed.as<char>() : in.weight.stored();
+  a.run(p, {in.x.stored(), weight, in.bias.stored(), in.residual.stored(), y.as<char>()}, workspace);
+  return y;
+}
+
+template <class P>
+bool supported(const Algorithm<P>& a, const P& p, Reason& reason) {
+  return (a.traits.dtypes & dtype_bit(p.dtype)) && (!a.traits.supports || a.traits.supports(p, reason));
+}
+
+// Whether the kernel takes the problem's layout; the glue converts for those that do not.
+template <class P>
+bool usable_layout(const Algorithm<P>& a, const P& p) {
+  if constexpr (requires { p.x_stride; })
+    return a.traits.layout == Layout::any || (a.traits.layout == Layout::nhwc) == (p.x_stride.c == 1);
+  return true;
+}
+
+template <class P>
+std::string describe(const Algorithm<P>& a, const P& p) {
+  return std::string(a.info.level) + " " + a.info.operation + "_" + a.info.name + " " + name_of(p.dtype) + " " +
+         problems::describe(p) + " on " + std::to_string(p.threads) + " threads";
+}
+
+// body(algorithm) for each algorithm with a kernel, of each level that this machine runs.
+template <class Body>
+void each_kernel(const Body& body) {
+  auto visit = [&]<class P>(const AlgorithmInfo& info, P*) {
+    const auto& a = reinterpret_cast<const Algorithm<P>&>(info);
+    if (a.run) body(a);
+  };
+  for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++) {
+    if (!usable((*a)->level)) continue;
+    const std::string operation = (*a)->operation;
+    if (operation == "conv2d")
+      visit(**a, static_cast<Conv2dProblem*>(nullptr));
+    else if (operation == "linear")
+      visit(**a, static_cast<LinearProblem*>(nullptr));
+    else if (operation == "relu" || operation == "flatten")
+      visit(**a, static_cast<ElementwiseProblem*>(nullptr));
+    else
+      visit(**a, static_cast<Pool2dProblem*>(nullptr));
+  }
+}
+template <class P>
+std::string test_name(const Algorithm<P>& a) {
+  return std::string(a.info.level) + "_" + a.info.operation + "_" + a.info.name;
+}
+
+}  // namespace ai3
