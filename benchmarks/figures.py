@@ -158,7 +158,7 @@ def in_bfloat16(
 
 
 def scaling(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
-    """The best own method on one thread against itself on two."""
+    """What `default` picks, on one thread against itself on two."""
 
     def with_threads(count: int, function: Function) -> Function:
         def call() -> Any:
@@ -175,12 +175,11 @@ def scaling(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
             run.tick(f"{layer}, 1 and 2 threads")
             module, x = layer.module(), layer.input()
             with torch.inference_mode():
-                names = measure.own_algorithms(layer, module, x)
-                calls = {name: _call(m, x) for name, m in _swapped(layer, module, x, names)[0].items()}
-                best = _shortlist(calls)[0]
+                name = measure.choice(layer, module, x)
+                call = _call(measure.swapped(layer, module, name, x), x)
                 error = measure.Reference(layer, module, x).error
-                twice = {best: with_threads(2, calls[best])}
-                yield _against(layer, twice, with_threads(1, calls[best]), lambda name: error(twice[name]()), run)  # noqa: B023
+                twice = {name: with_threads(2, call)}
+                yield _against(layer, twice, with_threads(1, call), lambda name: error(twice[name]()), run)  # noqa: B023
                 torch.set_num_threads(run.threads)
 
     return samples
@@ -459,7 +458,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     console = Console() if sys.stdout.isatty() else Console(width=180)
     rows = [row for row in ROWS if re.search(options.rows, row.case)]
-    machine = measure.machine(options.threads)
+    load = measure.Load()
     results = []
     with measure.progress(console) as bar:
         task = bar.add_task("", total=len(rows))
@@ -470,6 +469,8 @@ def main() -> int:
             results.append((row, samples))
             console.print(" | ".join(summary(row, samples)), highlight=False, soft_wrap=True)
             bar.advance(task)
+    machine = measure.machine(options.threads, load)
+    console.print(f"other processes took {load}", highlight=False)
     if output:
         data = [
             {"case": r.case, "against": r.against, "each": r.each, "mean": r.mean, "verdict": verdict(r, s)}

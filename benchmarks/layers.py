@@ -167,7 +167,7 @@ def main() -> int:
         for name in options.networks or names
     }
     layers = dict.fromkeys(layer for counts in networks.values() for layer in counts)
-    machine = measure.machine(options.threads)
+    load = measure.Load()
     console = Console() if sys.stdout.isatty() else Console(width=180)
     results = {}
     with measure.progress(console) as bar:
@@ -178,6 +178,8 @@ def main() -> int:
             bar.advance(task)
     for line in measure.table(SUMMARY, (_sums(name, counts, results) for name, counts in networks.items())):
         console.print(line, highlight=False, soft_wrap=True)
+    machine = measure.machine(options.threads, load)
+    console.print(f"other processes took {load}", highlight=False)
     if output:
         data = {
             "machine": machine,

@@ -251,9 +251,9 @@ def once(function: Function) -> float:
 
 
 def first(function: Function) -> float:
-    """A first guess: seconds of a call after one that warmed up and packed, or of that one where it took long."""
+    """A first guess: seconds of the call that warms up and packs where it took long, else the least of a few more."""
     seconds = once(function)
-    return seconds if seconds > 0.5 else once(function)
+    return seconds if seconds > 0.5 else min(once(function) for _ in range(3 if seconds < 0.05 else 1))
 
 
 def interleaved(functions: Sequence[Function], seconds: float = 1.0) -> list[float]:
@@ -299,6 +299,25 @@ class Reference:
         return (y.double() - self.value).abs().max().item() / (self.scale or 1.0)
 
 
+class Load:
+    """How much of the machine other processes took meanwhile: figures from a busy one are worth nothing."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds since some time: of all processors that were not idle, of this process and its children, of all."""
+        ticks = [int(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]
+        hertz = os.sysconf("SC_CLK_TCK")
+        return (sum(ticks) - idle) / hertz, sum(os.times()[:4]), sum(ticks) / hertz
+
+    def __str__(self) -> str:
+        busy, own, total = (now - then for now, then in zip(self._now(), self.start, strict=True))
+        return f"{100 * max(0.0, busy - own) / max(total, 1e-9):.0f} % of the processors"
+
+
 @functools.cache
 def limits(threads: int) -> tuple[float, float]:
     """Measured float32 multiply-add peak in FLOP/s and read bandwidth in bytes/s."""
@@ -306,7 +325,7 @@ def limits(threads: int) -> tuple[float, float]:
     return flops, bandwidth
 
 
-def machine(threads: int) -> dict[str, str]:
+def machine(threads: int, load: Load) -> dict[str, str]:
     """What the figures of a run must be read with."""
     flops, bandwidth = limits(threads)
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
@@ -316,6 +335,7 @@ def machine(threads: int) -> dict[str, str]:
     found["compiler"] = _library.BUILD.get("compiler", "unknown")
     found["multiply-add peak"] = f"{flops / 1e9:.0f} GFLOP/s in float32, measured in this run"
     found["read bandwidth"] = f"{bandwidth / 1e9:.1f} GB/s, measured in this run"
+    found["other load meanwhile"] = str(load)
     found["date"] = time.strftime("%Y-%m-%d")
     return found
 

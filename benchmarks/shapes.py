@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torchvision
 from torch import nn
+from torchvision.models.swin_transformer import ShiftedWindowAttention
 
 HERE = Path(__file__).resolve().parent / "shapes"
 NETWORKS = {
@@ -63,30 +64,37 @@ def _pair(value: int | tuple[int, ...]) -> str:
     return str(a) if a == b else f"{a},{b}"
 
 
-def _line(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> str | None:
+def _lines(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[str]:
+    """What a call of a module computes itself, not by its children."""
     match module:
         case nn.Conv2d():
             n, c, h, w = x.shape
-            return (
+            return [
                 f"conv2d N={n} C={c} H={h} W={w} K={module.out_channels} kernel={_pair(module.kernel_size)} "
                 f"stride={_pair(module.stride)} pad={_pair(module.padding)} "
                 f"dilation={_pair(module.dilation)} groups={module.groups}"
-            )
+            ]
         case nn.Linear():
-            return f"linear M={x.numel() // x.shape[-1]} K={x.shape[-1]} N={y.shape[-1]}"
+            return [_linear(x, y.shape[-1])]
+        case nn.MultiheadAttention() | ShiftedWindowAttention():  # projections by functional calls
+            return [_linear(x, 3 * x.shape[-1]), _linear(x, x.shape[-1])]
         case nn.MaxPool2d() | nn.AvgPool2d():
             name = "max_pool2d" if isinstance(module, nn.MaxPool2d) else "avg_pool2d"
             n, c, h, w = x.shape
-            return (
+            return [
                 f"{name} N={n} C={c} H={h} W={w} kernel={_pair(module.kernel_size)} stride={_pair(module.stride)} "
                 f"pad={_pair(module.padding)} ceil={int(module.ceil_mode)}"
-            )
+            ]
         case nn.AdaptiveAvgPool2d():
             n, c, h, w = x.shape
-            return f"adaptive_avg_pool2d N={n} C={c} H={h} W={w} out={_pair(tuple(y.shape[-2:]))}"
+            return [f"adaptive_avg_pool2d N={n} C={c} H={h} W={w} out={_pair(tuple(y.shape[-2:]))}"]
         case nn.ReLU():
-            return f"relu count={x.numel()}"
-    return None
+            return [f"relu count={x.numel()}"]
+    return []
+
+
+def _linear(x: torch.Tensor, features: int) -> str:
+    return f"linear M={x.numel() // x.shape[-1]} K={x.shape[-1]} N={features}"
 
 
 def shapes(name: str, size: int, batch: int) -> Counter[str]:
@@ -95,8 +103,7 @@ def shapes(name: str, size: int, batch: int) -> Counter[str]:
     found: Counter[str] = Counter()
 
     def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if (line := _line(module, inputs[0], output)) is not None:
-            found[line] += 1
+        found.update(_lines(module, inputs[0], output))
 
     for module in model.modules():
         module.register_forward_hook(hook)
