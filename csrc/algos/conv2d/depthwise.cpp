@@ -9,8 +9,9 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kPixels = 8;   // NHWC: pixels of a register tile
-constexpr int kVectors = 4;  // NCHW: vectors of a row's segment
+constexpr int kPixels = 7;  // NHWC: pixels of a register tile; the maps of many networks are multiples of 7 wide
+constexpr int kHeight = AI3_VECTOR_BYTES == 64 ? 2 : 1;  // its rows: 14 sums, 14 weights of a 7x7 kernel, one input
+constexpr int kVectors = 4;                              // NCHW: vectors of a row's segment
 
 bool supports(const Conv2dProblem& p, Reason& reason) {
   if (p.groups == p.in_channels || p.groups < 0 || p.in_channels < 0) return true;
@@ -50,43 +51,117 @@ struct Call {
   [[gnu::noinline]] void put_any(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
     if (residual) v += load_strided(residual + at, step, {0, n});
     v = activate(p.activation, v);
-    for (int i = 0; i < n; i++) y[at + i * step] = narrowed<T>(v[i]);
+    if (step != 1)
+      for (int i = 0; i < n; i++) y[at + i * step] = narrowed<T>(v[i]);
+    else
+      n == Vec<Acc<T>>::width ? store(y + at, v) : store_partial(y + at, v, n);
   }
 };
 
-// NHWC: `pixels` neighbouring outputs, one vector of `lanes` channels.
-template <class T, int pixels, bool whole>
-void tile(const Call<T>& call, const T* image, int64_t n, int64_t m, int64_t c, int64_t lanes, int64_t row, int64_t column) {
+// NHWC: `height` rows of output, channels [begin, end): tiles of height x pixels outputs by a vector of channels stay in
+// registers over the window. Where the kernel's columns and their stride are known, each input vector is loaded once for all
+// outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation.
+template <class T, int height, int pixels, int columns, int stride>
+void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row) {
   using A = Acc<T>;
+  constexpr int width = Vec<A>::width, reach = (pixels - 1) * stride + columns;
   const Conv2dProblem& p = call.p;
-  auto lanes_at = [&](const auto* from) { return whole ? load(from) : load_partial(from, lanes); };
-  const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
-  const Range rows = inside(top, p.dilation_h, p.in_height, p.kernel_height);
-  Vec<A> sum[pixels];
-  const Vec<A> start = call.bias ? load_strided(call.bias + c * call.multiplier + m, call.multiplier, {0, lanes}) : Vec<A>(A(0));
+  const int64_t x_column = p.x_stride.w, top = row * p.stride_h - p.pad_h;
+  const int64_t w_row = p.kernel_width * p.in_channels, multiplier = call.multiplier;
+  const Range rows = inside(top, p.dilation_h, p.in_height, (height - 1) * p.stride_h + p.kernel_height);
+  const A* panel = call.w + m * p.kernel_height * w_row;
+  const bool plain = multiplier == 1 && !call.residual && p.activation == Activation::none;
+  // The last tile reaches back over the one before it.
+  for (int64_t tile = 0; tile < p.out_width; tile += pixels) {
+    const int64_t column = smaller(tile, p.out_width - pixels), left = column * p.stride_w - p.pad_w;
+    const T* image = call.x + n * p.x_stride.n + top * p.x_stride.h + left * x_column;
+    const int64_t to = n * p.y_stride.n + row * p.y_stride.h + column * p.y_stride.w + m;
+    const int first = static_cast<int>(smaller(reach, larger(0, -left))),
+              last = static_cast<int>(larger(0, smaller(reach, p.in_width - left)));
+    auto vector = [&]<bool whole>(int64_t c, int64_t lanes) {
+      auto lanes_at = [&](const auto* from) { return whole ? load(from) : load_partial(from, lanes); };
+      Vec<A> sum[height][pixels];
+      const Vec<A> start = !call.bias        ? Vec<A>(A(0))
+                           : multiplier == 1 ? lanes_at(call.bias + c)
+                                             : load_strided(call.bias + c * multiplier + m, multiplier, {0, lanes});
+#pragma GCC unroll 2
+      for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-  for (int j = 0; j < pixels; j++) sum[j] = start;
-  const A* w = call.w + m * p.kernel_height * p.kernel_width * p.in_channels + c;
-  for (int64_t r = rows.begin; r < rows.end; r++)
-    for (int64_t s = 0; s < p.kernel_width; s++) {
-      const int64_t at = left + s * p.dilation_w;
-      const Range columns = inside(at, p.stride_w, p.in_width, pixels);
-      const Vec<A> weights = lanes_at(w + (r * p.kernel_width + s) * p.in_channels);
-      const T* from = image + (top + r * p.dilation_h) * p.x_stride.h + at * p.x_stride.w + c;
-      if (columns.size() == pixels) {
+        for (int j = 0; j < pixels; j++) sum[h][j] = start;
+      // Row r of the input below the tile's top serves the output rows [h0, h1).
+      auto input_row = [&]<int h0, int h1>(int64_t r) {
+        const T* from = image + r * p.dilation_h * p.x_stride.h + c;
+        const A* w = panel + (r - h0 * p.stride_h) * w_row + c;
+        if constexpr (columns > 0) {
+          Vec<A> weights[height][columns];
+#pragma GCC unroll 2
+          for (int h = h0; h < h1; h++, w -= p.stride_h * w_row)
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++) sum[j] = fma(lanes_at(from + j * p.stride_w * p.x_stride.w), weights, sum[j]);
-      } else {
+            for (int s = 0; s < columns; s++) weights[h][s] = lanes_at(w + s * p.in_channels);
+#pragma GCC unroll 32
+          for (int i = 0; i < reach; i++) {
+            if (i < first || i >= last) continue;
+            const Vec<A> v = lanes_at(from + i * x_column);
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++)
-          if (j >= columns.begin && j < columns.end)
-            sum[j] = fma(lanes_at(from + j * p.stride_w * p.x_stride.w), weights, sum[j]);
+            for (int s = i % stride; s < columns; s += stride)
+              if (i >= s && i - s <= (pixels - 1) * stride)
+#pragma GCC unroll 2
+                for (int h = h0; h < h1; h++) sum[h][(i - s) / stride] = fma(v, weights[h][s], sum[h][(i - s) / stride]);
+          }
+        } else {
+          for (int64_t s = 0; s < p.kernel_width; s++, w += p.in_channels) {
+            const Range seen = inside(left + s * p.dilation_w, p.stride_w, p.in_width, pixels);
+            const Vec<A> weights = lanes_at(w);
+#pragma GCC unroll 8
+            for (int j = 0; j < pixels; j++)
+              if (j >= seen.begin && j < seen.end)
+                sum[h0][j] = fma(lanes_at(from + (s * p.dilation_w + j * p.stride_w) * x_column), weights, sum[h0][j]);
+          }
+        }
+      };
+      for (int64_t r = rows.begin; r < rows.end; r++) {
+        if constexpr (height == 1) {
+          input_row.template operator()<0, 1>(r);
+        } else {
+          const bool upper = r < p.kernel_height, lower = r >= p.stride_h;
+          if (upper && lower)
+            input_row.template operator()<0, 2>(r);
+          else if (upper)
+            input_row.template operator()<0, 1>(r);
+          else if (lower)
+            input_row.template operator()<1, 2>(r);
+        }
       }
-    }
+#pragma GCC unroll 2
+      for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-  for (int j = 0; j < pixels; j++)
-    call.put(n * p.y_stride.n + row * p.y_stride.h + (column + j) * p.y_stride.w + c * call.multiplier + m, call.multiplier,
-             lanes, sum[j]);
+        for (int j = 0; j < pixels; j++) {
+          const int64_t at = to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier;
+          whole&& plain ? store(call.y + at, sum[h][j]) : call.put(at, multiplier, lanes, sum[h][j]);
+        }
+    };
+    int64_t c = begin;
+    for (; c + width <= end; c += width) vector.template operator()<true>(c, width);
+    if (c < end) vector.template operator()<false>(c, end - c);
+  }
+}
+
+template <class T>
+using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0>);
+// The form for a problem: one row at a time, or kHeight.
+template <class T, int height>
+RowsOf<T> form_for(const Conv2dProblem& p) {
+  auto of_stride = [&]<int stride>() -> RowsOf<T> {
+    if (p.kernel_width == 3) return rows_of<T, height, kPixels, 3, stride>;
+    if (p.kernel_width == 5) return rows_of<T, height, kPixels, 5, stride>;
+    if (p.kernel_width == 7) return rows_of<T, height, kPixels, 7, stride>;
+    return nullptr;
+  };
+  RowsOf<T> form = nullptr;
+  if (p.out_width >= kPixels && p.dilation_w == 1 && p.dilation_h == 1 && p.stride_w <= 2)
+    form = p.stride_w == 1 ? of_stride.template operator()<1>() : of_stride.template operator()<2>();
+  if (form) return form;
+  return p.out_width < kPixels ? rows_of<T, 1, 1, 0, 0> : rows_of<T, 1, kPixels, 0, 0>;
 }
 
 // NCHW: `count` columns of a row of one output plane, up to `vectors` vectors.
@@ -136,24 +211,23 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      p.out_channels / p.in_channels};
   const int64_t window = p.kernel_height * p.kernel_width;
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
-  const int64_t row_work = window * p.out_width * (nhwc ? p.out_channels : 1);
-  parallel_ranges(p.threads, planes * p.out_height, ceil_div(1 << 16, row_work), [&](int64_t begin, int64_t end, int) {
+  const RowsOf<T> one_row = form_for<T, 1>(p), more_rows = form_for<T, kHeight>(p);
+  const int64_t height = nhwc && one_row != more_rows ? kHeight : 1, bands = ceil_div(p.out_height, height);
+  // NHWC: few rows are cut into blocks of channels, so that threads get equal shares.
+  const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels), vectors = ceil_div(p.in_channels, width);
+  const int64_t blocks = nhwc ? smaller(vectors, ceil_div(16 * p.threads, larger(1, planes * bands))) : 1;
+  const int64_t work = height * window * p.out_width * (nhwc ? p.out_channels / blocks : 1);
+  parallel_ranges(p.threads, planes * bands * blocks, ceil_div(1 << 16, work), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
-      const int64_t row = i % p.out_height, plane = i / p.out_height;
+      const int64_t row = i / blocks % bands * height, plane = i / blocks / bands;
       if (nhwc) {
-        const T* image = call.x + plane * p.x_stride.n;
+        const int64_t block = i % blocks, first = vectors * block / blocks * width,
+                      last = smaller(p.in_channels, vectors * (block + 1) / blocks * width);
         for (int64_t f = 0; f < call.multiplier; f++)
-          for (int64_t c = 0; c < p.in_channels; c += width) {
-            const int64_t lanes = smaller(width, p.in_channels - c);
-            auto tiles = [&]<bool whole>() {
-              int64_t column = 0;
-              for (; column + kPixels <= p.out_width; column += kPixels)
-                tile<T, kPixels, whole>(call, image, plane, f, c, lanes, row, column);
-              for (; column < p.out_width; column++) tile<T, 1, whole>(call, image, plane, f, c, lanes, row, column);
-            };
-            lanes == width ? tiles.template operator()<true>() : tiles.template operator()<false>();
-          }
+          if (row + height <= p.out_height)
+            more_rows(call, plane, f, first, last, row);
+          else
+            one_row(call, plane, f, first, last, row);
       } else {
         const int64_t n = plane / p.out_channels, k = plane % p.out_channels, c = k / call.multiplier, f = k % call.multiplier;
         const T* from = call.x + n * p.x_stride.n + c * p.x_stride.c;
