@@ -9,7 +9,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kPixels = 7;  // NHWC: pixels of a register tile; the maps of many networks are multiples of 7 wide
+constexpr int kPixels = 7;     // NHWC: pixels of a register tile; the maps of many networks are multiples of 7 wide
+constexpr int kFewPixels = 4;  // of a tile for the rest of a row
 constexpr int kHeight = AI3_VECTOR_BYTES == 64 ? 2 : 1;  // its rows: 14 sums, 14 weights of a 7x7 kernel, one input
 constexpr int kVectors = 4;                              // NCHW: vectors of a row's segment
 
@@ -58,11 +59,12 @@ struct Call {
   }
 };
 
-// NHWC: `height` rows of output, channels [begin, end): tiles of height x pixels outputs by a vector of channels stay in
-// registers over the window. Where the kernel's columns and their stride are known, each input vector is loaded once for all
-// outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation.
+// NHWC: `height` rows of output, columns [tile, tiles_end), channels [begin, end): tiles of height x pixels outputs by a vector
+// of channels stay in registers over the window. Where the kernel's columns and their stride are known, each input vector is
+// loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation.
 template <class T, int height, int pixels, int columns, int stride>
-void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row) {
+void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row, int64_t tile,
+             int64_t tiles_end) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width, reach = (pixels - 1) * stride + columns;
   const Conv2dProblem& p = call.p;
@@ -71,9 +73,9 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
   const Range rows = inside(top, p.dilation_h, p.in_height, (height - 1) * p.stride_h + p.kernel_height);
   const A* panel = call.w + m * p.kernel_height * w_row;
   const bool plain = multiplier == 1 && !call.residual && p.activation == Activation::none;
-  // The last tile reaches back over the one before it.
-  for (int64_t tile = 0; tile < p.out_width; tile += pixels) {
-    const int64_t column = smaller(tile, p.out_width - pixels), left = column * p.stride_w - p.pad_w;
+  for (; tile < tiles_end; tile += pixels) {
+    const int64_t column = smaller(tile, p.out_width - pixels);  // the row's last tile reaches back over the one before it
+    const int64_t left = column * p.stride_w - p.pad_w;
     const T* image = call.x + n * p.x_stride.n + top * p.x_stride.h + left * x_column;
     const int64_t to = n * p.y_stride.n + row * p.y_stride.h + column * p.y_stride.w + m;
     const int first = static_cast<int>(smaller(reach, larger(0, -left))),
@@ -148,20 +150,17 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
 
 template <class T>
 using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0>);
-// The form for a problem: one row at a time, or kHeight.
-template <class T, int height>
+// The form with known columns and stride, if there is one.
+template <class T, int height, int pixels>
 RowsOf<T> form_for(const Conv2dProblem& p) {
   auto of_stride = [&]<int stride>() -> RowsOf<T> {
-    if (p.kernel_width == 3) return rows_of<T, height, kPixels, 3, stride>;
-    if (p.kernel_width == 5) return rows_of<T, height, kPixels, 5, stride>;
-    if (p.kernel_width == 7) return rows_of<T, height, kPixels, 7, stride>;
+    if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride>;
+    if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride>;
+    if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride>;
     return nullptr;
   };
-  RowsOf<T> form = nullptr;
-  if (p.out_width >= kPixels && p.dilation_w == 1 && p.dilation_h == 1 && p.stride_w <= 2)
-    form = p.stride_w == 1 ? of_stride.template operator()<1>() : of_stride.template operator()<2>();
-  if (form) return form;
-  return p.out_width < kPixels ? rows_of<T, 1, 1, 0, 0> : rows_of<T, 1, kPixels, 0, 0>;
+  if (p.out_width < kFewPixels || p.dilation_h != 1 || p.dilation_w != 1 || p.stride_w > 2) return nullptr;
+  return p.stride_w == 1 ? of_stride.template operator()<1>() : of_stride.template operator()<2>();
 }
 
 // NCHW: `count` columns of a row of one output plane, up to `vectors` vectors.
@@ -211,8 +210,13 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      p.out_channels / p.in_channels};
   const int64_t window = p.kernel_height * p.kernel_width;
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  const RowsOf<T> one_row = form_for<T, 1>(p), more_rows = form_for<T, kHeight>(p);
-  const int64_t height = nhwc && one_row != more_rows ? kHeight : 1, bands = ceil_div(p.out_height, height);
+  RowsOf<T> bands_form = form_for<T, kHeight, kPixels>(p), row_form = form_for<T, 1, kPixels>(p),
+            rest_form = form_for<T, 1, kFewPixels>(p);
+  const int64_t height = nhwc && bands_form ? kHeight : 1, bands = ceil_div(p.out_height, height);
+  const int64_t rest = p.out_width % kPixels;
+  const bool reach_back = bands_form && p.out_width > kPixels && rest > kFewPixels;
+  const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
+  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0>, rest_form = rows_of<T, 1, 1, 0, 0>;
   // NHWC: few rows are cut into blocks of channels, so that threads get equal shares.
   const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels), vectors = ceil_div(p.in_channels, width);
   const int64_t blocks = nhwc ? smaller(vectors, ceil_div(16 * p.threads, larger(1, planes * bands))) : 1;
@@ -224,10 +228,13 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
         const int64_t block = i % blocks, first = vectors * block / blocks * width,
                       last = smaller(p.in_channels, vectors * (block + 1) / blocks * width);
         for (int64_t f = 0; f < call.multiplier; f++)
-          if (row + height <= p.out_height)
-            more_rows(call, plane, f, first, last, row);
-          else
-            one_row(call, plane, f, first, last, row);
+          if (row + height <= p.out_height) {
+            bands_form(call, plane, f, first, last, row, 0, columns);
+            for (int64_t h = 0; h < height; h++) rest_form(call, plane, f, first, last, row + h, columns, p.out_width);
+          } else {
+            row_form(call, plane, f, first, last, row, 0, columns);
+            rest_form(call, plane, f, first, last, row, columns, p.out_width);
+          }
       } else {
         const int64_t n = plane / p.out_channels, k = plane % p.out_channels, c = k / call.multiplier, f = k % call.multiplier;
         const T* from = call.x + n * p.x_stride.n + c * p.x_stride.c;
@@ -252,7 +259,8 @@ Cost cost(const Conv2dProblem& p) {
           (image + outputs) * static_cast<double>(size_of(p.dtype)), .3};
 }
 
-AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .cost = cost, .packed_bytes = packed_bytes, .pack = pack)
+AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .cost = cost, .packed_bytes = packed_bytes, .pack = pack,
+              .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
