@@ -13,7 +13,7 @@ namespace {
 // Pixels of a register tile: with two vectors each, two of weights and one broadcast they fill 32 or 16 registers.
 constexpr int kPixels = AI3_VECTOR_BYTES == 64 ? 14 : 6;
 constexpr int64_t kBlockAtMost = 32;
-constexpr int64_t kStageSpan = 64, kStageChannels = 32;  // elements of the tile's input that are widened at a time
+constexpr int64_t kStageSpan = 256, kStageChannels = 16;  // elements of the tile's input that are widened at a time
 
 template <class A, class B>
 constexpr bool same = false;
@@ -83,16 +83,19 @@ struct Span {
 template <class A, int n, int v>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
-  Vec<A> sum[n][v];
-#pragma GCC unroll 2
-  for (int q = 0; q < v; q++)
-#pragma GCC unroll 16
-    for (int j = 0; j < n; j++) sum[j][q] = load(tile + j * tile_pixel + q * width);
+  // Lines that are only written are asked for now: they arrive while the sums are computed.
   if (start)
-#pragma GCC unroll 2
-    for (int q = 0; q < v; q++)
 #pragma GCC unroll 16
-      for (int j = 0; j < n; j++) sum[j][q] = load(start + q * width);
+    for (int j = 0; j < n; j++)
+#pragma GCC unroll 2
+      for (int q = 0; q < v; q++) __builtin_prefetch(tile + j * tile_pixel + q * width, 1);
+  const A* from = start ? start : tile;
+  const int64_t from_pixel = start ? 0 : tile_pixel;
+  Vec<A> sum[n][v];
+#pragma GCC unroll 16
+  for (int j = 0; j < n; j++)
+#pragma GCC unroll 2
+    for (int q = 0; q < v; q++) sum[j][q] = load(from + j * from_pixel + q * width);
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
   for (int64_t r = 0; r < span.rows; r++)
     for (int64_t s = 0; s < span.columns; s++) {
@@ -221,13 +224,15 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
   const int64_t panel = p.kernel_height * whole.w_row;
-  const bool staged = !same<T, A> || (p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 2048 == 0);
+  const bool staged = !same<T, A> || (p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0);
 
-  // One tile: output pixels [column, column + pixels) of a row, channels [k, k + count) of a block whose sums start from `start`.
-  auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const A* start,
+  // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
+  auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const T* bi,
                   int64_t count) {
-    alignas(64) A buffer[kPixels * 2 * width];
-    const bool direct = in_place && count % width == 0, two = count > width;
+    alignas(64) A buffer[kPixels * 2 * width], start[2 * width];
+    const bool direct = in_place && !staged && count % width == 0, two = count > width;
+    for (int64_t q = 0; q < count; q += width)
+      store(start + q, !bi ? Vec<A>(A(0)) : count - q < width ? load_partial(bi + q, count - q) : load(bi + q));
     T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
     A* sums = buffer;
     int64_t sums_pixel = 2 * width;
@@ -275,33 +280,38 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
   };
 
-  // A task's rows of input and output stay in the second-level cache while the blocks of output channels pass over them.
+  // A task's rows of input and output stay in the second-level cache while blocks of output channels pass over them; where its
+  // weights fit there as well, tiles go through all blocks, and the output is written from begin to end.
+  constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 384 << 10;
   const int64_t row_elements = p.stride_h * p.in_width * b.channels + p.out_width * b.out_channels;
-  const int64_t fitting = (int64_t{512} << 10) / (row_elements * static_cast<int64_t>(sizeof(T)));
-  const int64_t rows = larger(1, smaller(fitting, ceil_div(p.out_height, p.batch * p.groups < p.threads ? p.threads : 1)));
+  const int64_t fitting = kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
+  const bool split_rows = p.batch * p.groups < p.threads && b.blocks < 4 * p.threads;
+  const int64_t rows = larger(1, smaller(fitting, split_rows ? ceil_div(p.out_height, p.threads) : p.out_height));
   const int64_t chunks = ceil_div(p.out_height, rows), tasks = p.batch * p.groups * chunks;
   const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
                 blocks = ceil_div(b.blocks, splits);
+  const int64_t pass = blocks * panel * static_cast<int64_t>(sizeof(A)) <= kWeightBytes ? blocks : 1;
   const double work = static_cast<double>(all_pixels * p.batch) * static_cast<double>(p.out_channels) *
                       static_cast<double>(whole.rows * whole.columns * b.channels);
   parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
-    const int64_t first_block = i % splits * blocks, row0 = i / splits % chunks * rows, image = i / splits / chunks;
+    const int64_t first = i % splits * blocks, last = smaller(b.blocks, first + blocks), row0 = i / splits % chunks * rows,
+                  image = i / splits / chunks;
     const int64_t n = image / p.groups, g = image % p.groups;
-    for (int64_t kb = first_block; kb < smaller(b.blocks, first_block + blocks); kb++) {
-      const int64_t k0 = g * b.out_channels + kb * b.block, in_block = smaller(b.block, b.out_channels - kb * b.block);
-      alignas(64) A start[kBlockAtMost + 2 * width] = {};
-      for (int64_t k = 0; bias && k < in_block; k++) start[k] = widen(bias[k0 + k]);
+    for (int64_t block = first; block < last; block += pass)
       for (int64_t row = row0; row < smaller(p.out_height, row0 + rows); row++) {
         const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, kPixels);
-        for (int64_t k = 0; k < in_block; k += 2 * width)
-          for (int64_t t = 0; t < tiles; t++) {
-            const int64_t column = t * columns / tiles, at = n * p.y_stride.n + (k0 + k) * p.y_stride.c;
+        for (int64_t t = 0; t < tiles; t++) {
+          const int64_t column = t * columns / tiles, pixels = (t + 1) * columns / tiles - column;
+          for (int64_t k = block * b.block, end = smaller(b.out_channels, smaller(last, block + pass) * b.block), next; k < end;
+               k = next) {
+            const int64_t in_block = k % b.block, channel = g * b.out_channels + k,
+                          at = n * p.y_stride.n + channel * p.y_stride.c;
+            next = smaller(end, smaller(k + 2 * width, k - in_block + b.block));
             tile(x + n * p.x_stride.n + g * b.channels * p.x_stride.c, y + at, residual ? residual + at : nullptr, row, column,
-                 (t + 1) * columns / tiles - column, w + (g * b.blocks + kb) * panel + k, start + k,
-                 smaller(2 * width, in_block - k));
+                 pixels, w + (g * b.blocks + k / b.block) * panel + in_block, bias ? bias + channel : nullptr, next - k);
           }
+        }
       }
-    }
   });
 }
 
@@ -317,7 +327,7 @@ Cost cost(const Conv2dProblem& p) {
   return {2 * pixels * weights, moved * static_cast<double>(size_of(p.dtype)), .85};
 }
 
-AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack)
+AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
