@@ -50,6 +50,17 @@ def test_pools(layout, shape, ceil_mode):
         torch.testing.assert_close(ops.adaptive_avg_pool2d_direct(x, size), F.adaptive_avg_pool2d(x, size))
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("window", [(2, 2, 0, 1), (3, 2, 1, 1), (3, 1, 1, 2), (2, 3, 0, 1)])
+def test_max_pool2d_of_two_zeros(layout, window):
+    """Of +0 and -0 the first one in the window stays."""
+    x = torch.tensor([0.0, -0.0, -1.0])[torch.randint(3, (2, 20, 19, 45), generator=torch.Generator().manual_seed(0))]
+    x = x.to(memory_format=layout)
+    out, expected = ops.max_pool2d_direct(x, *window), F.max_pool2d(x, *window)
+    same(out, expected)
+    assert torch.equal(out.signbit(), expected.signbit())
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (4, 5), (3, 0, 2), (6,), ()])
 def test_relu_and_flatten(layout, shape):

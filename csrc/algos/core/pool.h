@@ -1,5 +1,5 @@
-// Pooling over windows that are a product of a range of rows and a range of columns, for any reduction that may be done in any
-// order. NHWC: lanes are channels. NCHW: the rows of a window are reduced first, for all columns at once, then the columns.
+// Pooling over windows that are a product of a range of rows and a range of columns. NHWC: lanes are channels. NCHW: lanes are
+// columns; where the order does not matter, the rows of a window are reduced first, for all columns at once, then the columns.
 #pragma once
 #include "algorithm.h"
 #include "lanes.h"
@@ -33,6 +33,7 @@ AI3_INLINE PoolAxis pool_columns(const Pool2dProblem& p, bool adaptive) {
 }
 
 struct Maximum {
+  static constexpr bool ordered = true;  // of +0 and -0 the first one in the window stays, as in ATen
   template <class A>
   AI3_INLINE static Vec<A> start() {
     return static_cast<A>(-__builtin_inf());
@@ -48,6 +49,7 @@ struct Maximum {
   }
 };
 struct Mean {
+  static constexpr bool ordered = false;
   template <class A>
   AI3_INLINE static Vec<A> start() {
     return A(0);
@@ -117,7 +119,29 @@ AI3_INLINE void pool_rows_of(const Pool2dProblem& p, Window rows, const T* plane
   }
 }
 
-// NCHW: one row of one output plane.
+// NCHW: one row of one output plane, value by value in the window's order.
+template <class Reduce, class T>
+void pool_plane_row_ordered(const Pool2dProblem& p, const PoolAxis& axis, Window rows, const T* plane, T* y) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width;
+  for (int64_t o = 0; o < p.out_width; o += width) {
+    const int64_t lanes = smaller(width, p.out_width - o), step = axis.stride * p.x_stride.w;
+    Vec<A> v = Reduce::template start<A>();
+    for (int64_t r = 0; r < rows.count; r++)
+      for (int64_t s = 0; s < axis.kernel; s++) {
+        const int64_t column = o * axis.stride - axis.pad + s * axis.dilation;
+        const Range seen = inside(column, axis.stride, axis.in, lanes);
+        const T* from = plane + rows[r] * p.x_stride.h + column * p.x_stride.w;
+        if (seen.size() == width)
+          v = Reduce::add(v, load_strided(from, step));
+        else if (seen.size() > 0)
+          v = select(seen, Reduce::add(v, load_strided(from, step, seen)), v);
+      }
+    lanes == width ? store(y + o, v) : store_partial(y + o, v, lanes);
+  }
+}
+
+// NCHW: one row of one output plane, its windows' rows before their columns.
 template <class Reduce, class T>
 void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, const T* plane, T* y) {
   using A = Acc<T>;
@@ -179,7 +203,10 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
       const T* from = x + n * p.x_stride.n + c * p.x_stride.c;
       T* to = y + n * p.y_stride.n + c * p.y_stride.c + row * p.y_stride.h;
       if (!nhwc) {
-        detail::pool_plane_row<Reduce>(p, column_axis, rows, from, to);
+        if constexpr (Reduce::ordered)
+          detail::pool_plane_row_ordered<Reduce>(p, column_axis, rows, from, to);
+        else
+          detail::pool_plane_row<Reduce>(p, column_axis, rows, from, to);
         continue;
       }
       for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w) {
