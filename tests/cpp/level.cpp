@@ -19,10 +19,9 @@ void relu_all(const float* in, float* out, int64_t count) {
 }
 void parallel(int threads, int64_t count, int64_t grain, int* counts, int* thread_at_most) {
   auto visit = [&](int64_t i, int thread) {
-#pragma omp atomic
-    counts[i]++;
-#pragma omp critical
-    if (thread > *thread_at_most) *thread_at_most = thread;
+    __atomic_fetch_add(&counts[i], 1, __ATOMIC_RELAXED);
+    for (int most = __atomic_load_n(thread_at_most, __ATOMIC_RELAXED); thread > most;)
+      __atomic_compare_exchange_n(thread_at_most, &most, thread, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   };
   if (grain == 0)
     parallel_for(threads, count, visit);

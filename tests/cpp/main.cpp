@@ -23,6 +23,7 @@ void on_fault(int) {
 
 void register_kernel_tests();
 void register_guard_tests();
+void register_thread_tests();
 
 int main(int argc, char** argv) {
   testing::InitGoogleTest(&argc, argv);
@@ -31,5 +32,6 @@ int main(int argc, char** argv) {
   sigaction(SIGSEGV, &action, &before);
   register_kernel_tests();
   register_guard_tests();
+  register_thread_tests();
   return RUN_ALL_TESTS();
 }

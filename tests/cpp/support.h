@@ -55,7 +55,7 @@ class Guarded {
   static constexpr size_t kPage = 4096;
   // Kept for the next of that size: the operating system takes longer for new pages than most kernels for their work.
   static std::multimap<size_t, char*>& unused() {
-    static std::multimap<size_t, char*> pages;
+    static thread_local std::multimap<size_t, char*> pages;
     return pages;
   }
   void access(int rights) const {

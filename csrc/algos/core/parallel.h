@@ -1,7 +1,11 @@
 // The one threading seam: an OpenMP team of the size that the problem allows. LibTorch brings the process's only OpenMP runtime.
 #pragma once
 #include <cstdint>
-#ifdef _OPENMP
+#ifdef __SANITIZE_THREAD__
+#include <atomic>
+#include <thread>
+#include <vector>
+#elif defined(_OPENMP)
 #include <omp.h>
 #endif
 
@@ -13,11 +17,20 @@ namespace ai3::inline AI3_LEVEL {
 // body(i, thread) for every i in [0, count), in any order; `thread` in [0, threads) indexes per-thread workspace. Must not throw.
 template <class Body>
 AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
-#ifdef _OPENMP
+#if defined(_OPENMP) || defined(__SANITIZE_THREAD__)
   if (threads > 1 && count > 1) {
     const int team = static_cast<int64_t>(threads) < count ? threads : static_cast<int>(count);
+#ifdef __SANITIZE_THREAD__  // it does not see how libgomp's threads wait for each other
+    std::atomic<int64_t> next = 0;
+    std::vector<std::jthread> workers;
+    for (int thread = 0; thread < team; thread++)
+      workers.emplace_back([&, thread] {
+        for (int64_t i; (i = next++) < count;) body(i, thread);
+      });
+#else
 #pragma omp parallel for num_threads(team) schedule(dynamic, 1)
     for (int64_t i = 0; i < count; i++) body(i, omp_get_thread_num());
+#endif
     return;
   }
 #endif

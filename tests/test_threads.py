@@ -1,0 +1,69 @@
+"""Calls from eight Python threads at once give bitwise the same results as one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from tester import each_algorithm
+from torch import nn
+
+import ai3_ops
+from ai3_ops._cases import few_calls, same_bits
+from ai3_ops.registry import DTYPE_NAMES
+
+THREADS, ROUNDS = 8, 3
+
+
+def at_once(function, items):
+    """function(item) for all items, ROUNDS times, from threads that start together; what they return, in order."""
+    start = threading.Barrier(THREADS)
+
+    def work(first):
+        start.wait()
+        return [(i, function(items[i])) for k in range(ROUNDS * len(items)) for i in [(first + k) % len(items)]]
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [pair for future in [pool.submit(work, i) for i in range(THREADS)] for pair in future.result()]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@each_algorithm
+def test_operators(info, threads):
+    """Each on different cases at a time, forward and backward; those that are not deterministic, within their rounding."""
+    torch.set_num_threads(threads)
+    calls = [c for name in DTYPE_NAMES if name in info.dtypes for c in few_calls(info, 5, name, large=True)]
+
+    def run(call):
+        torch.set_num_threads(threads)  # a setting of the thread
+        tensors = [None if t is None else t.requires_grad_() for t in call.tensors]
+        output = call.operator(*tensors)
+        output.sum().backward()
+        return [output.detach(), *(t.grad for t in tensors if t is not None)]
+
+    expected = [run(call) for call in calls]
+    for i, results in at_once(run, calls):
+        for ours, alone in zip(results, expected[i], strict=True):
+            if info.deterministic and not info.vendor:
+                assert same_bits(ours, alone), calls[i]
+            else:
+                torch.testing.assert_close(ours, alone, equal_nan=True)
+
+
+def test_a_swapped_model():
+    """The first calls, which pack the weights, come at once as well."""
+    names = sorted({a.name for a in ai3_ops.algorithms("conv2d", "cpu") if a.deterministic and not a.python})
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=8 if n == "depthwise" else 1), nn.ReLU()) for n in names)
+    ).eval()
+    x = [torch.randn(1 + i % 3, 8, 12 + i, 13) for i in range(6)]
+    choices = {f"{i}.0": name for i, name in enumerate(names)}
+    with torch.inference_mode():
+        alone = ai3_ops.swap(model, choices, x[0])
+        expected = [alone(t) for t in x]
+        for _ in range(3):
+            swapped = ai3_ops.swap(model, choices, x[0])
+            for i, y in at_once(torch.inference_mode()(swapped), x):
+                assert same_bits(y, expected[i])
