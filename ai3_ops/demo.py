@@ -449,12 +449,12 @@ def draw(
     latencies = [run.latency * 1e3 for run in ordered]
     axes = figure.add_subplot(grid[:, 1])
     axes.barh(rows, latencies, color=colors, height=0.72)
-    # A slow method must not squeeze the others: the axis ends at four times PyTorch, longer bars say their value.
+    # A slow method must not squeeze the others: the axis ends at four times PyTorch, longer bars are marked.
     limit = min(max(latencies), 4 * latencies[0]) * 1.22
     for row, latency in zip(rows, latencies, strict=True):
         long = latency > 0.75 * limit
         axes.annotate(
-            f"{latency:.1f} ms   {latencies[0] / latency:.2f}x",
+            f"{latency:.1f} ms   {latencies[0] / latency:.2f}x" + ("  (bar cut) »" if latency > limit else ""),
             (min(latency, limit), row),
             (-5 if long else 5, 0),
             textcoords="offset points",
