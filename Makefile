@@ -1,10 +1,13 @@
 # Every target sets itself up, in .venv and build/, from a C++ compiler, CMake, Python 3.11 or later and a package index.
 #   make demo [ARGS="--model resnet50 --selectors '{\"conv2d\": \"winograd\"}'"]
 #   make test | test-full | wheel-test | bench [FILTER=conv2d/winograd] | figures | lint | format | docs | build | clean
-# PYTHON=python3.12 chooses the interpreter; setup.py lists the variables of the build (USE_CUDA=0, MAX_JOBS, ...).
+# PYTHON=python3.12 chooses the interpreter, V=1 shows the commands; setup.py lists the variables of the build (USE_CUDA=0, ...).
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
+ifndef V
+.SILENT:
+endif
 MAKEFLAGS += --no-print-directory
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -19,34 +22,56 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 1)
 JOBS = $$(.venv/bin/python setup.py --jobs)
 BUILD := build/native
 
-.PHONY: demo test test-full wheel-test bench figures lint format docs build clean
+say = echo "== $(1)"
+
+.PHONY: demo test test-full cpp-test sanitize wheel-test bench figures lint format docs build clean
 
 demo: build .venv/.demo
 	.venv/bin/python -m ai3_ops demo $(ARGS)
 
 build: $(BUILD)/build.ninja
+	$(call say,building the libraries)
 	cmake --build $(BUILD) --parallel $(JOBS) --target package_libraries
 
-test: cpp-test
+# Everything that is promised, the longest at a reduced size: C++ and Python tests, sanitizers, the wheel on its torches and Pythons.
+test: cpp-test .venv/.wheel-test
+	$(call say,Python tests)
 	.venv/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(MAKE) sanitize SANITIZERS=address LEVELS=portable CTEST_ARGS="-E Guards"
+	$(call say,the wheel on each torch and Python: short tests)
+	.venv/bin/python .ci/wheels.py --reduced
 
-.PHONY: cpp-test
+CTEST = ctest --output-on-failure --no-tests=ignore --parallel $(WORKERS) --test-dir
 cpp-test: build .venv/.test
-	cmake -S . -B $(BUILD) -DAI3_BUILD_TESTS=ON
+	$(call say,C++ tests)
+	cmake -S . -B $(BUILD) -DAI3_BUILD_TESTS=ON >> .venv/build.log
 	cmake --build $(BUILD) --parallel $(JOBS)
-	ctest --test-dir $(BUILD) --output-on-failure --no-tests=ignore
+	$(CTEST) $(BUILD)
 
-# Everything: the long tests, the C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, the wheel on all its hosts.
+# The same at full size.
 test-full: test
+	$(call say,long Python tests)
 	.venv/bin/python -m pytest -m full $(PYTEST_ARGS)
-	cmake -S . -B build/sanitized -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -DAI3_BUILD_LIBRARIES=OFF -DAI3_BUILD_TESTS=ON \
-	  -DAI3_WERROR=ON -DCMAKE_BUILD_TYPE=Debug "-DAI3_SANITIZE=-fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all"
-	cmake --build build/sanitized --parallel $(JOBS)
-	ctest --test-dir build/sanitized --output-on-failure --no-tests=ignore
-	$(MAKE) wheel-test
+	$(MAKE) sanitize wheel-test
 
-# One wheel, its source tree deleted, on torch 2.11 and the newest, Python 3.11 and 3.12.
-wheel-test: .venv/.torch
+# The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; docs/decisions/sanitizers.md.
+SANITIZERS := address thread
+LEVELS :=
+FLAGS_address := -fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all
+FLAGS_thread := -fsanitize=thread
+sanitize: .venv/.torch
+	for sanitizer in $(SANITIZERS); do \
+	  $(call say,C++ tests under sanitizers: $$sanitizer); \
+	  case $$sanitizer in address) flags='$(FLAGS_address)';; thread) flags='$(FLAGS_thread)';; esac; \
+	  cmake -S . -B build/$$sanitizer -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -DAI3_BUILD_LIBRARIES=OFF \
+	    -DAI3_BUILD_TESTS=ON -DAI3_WERROR=ON -DCMAKE_BUILD_TYPE=Debug "-DAI3_SANITIZE=$$flags" "-DAI3_ONLY_LEVELS=$(LEVELS)" > /dev/null; \
+	  cmake --build build/$$sanitizer --parallel $(JOBS); \
+	  $(CTEST) build/$$sanitizer $(CTEST_ARGS); \
+	done
+
+# The wheel, its source tree deleted, on torch 2.11 and the newest, Python 3.11 and 3.12; and the ways to install from source.
+wheel-test: .venv/.wheel-test
+	$(call say,the wheel on each torch and Python; pip install from source)
 	.venv/bin/python .ci/wheels.py
 
 # Every layer of the networks beside PyTorch, into docs/benchmarks/; with FILTER the kernels alone, and nothing is written.
@@ -96,18 +121,25 @@ endef
 	if [ -z "$$python" ]; then echo "make: needs Python 3.11 or later, which is not on PATH (PYTHON=... names one)" >&2; exit 1; fi; \
 	"$$python" -m venv .venv || { echo "make: needs Python's venv module ($$python -m venv failed)" >&2; exit 1; }
 	.venv/bin/python -m pip install -q --upgrade pip
-	.venv/bin/python -m pip install -q "setuptools>=77" wheel ninja "torch>=2.11" torchvision
+	$(call say,installing torch into .venv: some gigabytes)
+	.venv/bin/python -m pip install "setuptools>=77" wheel ninja "torch>=2.11" torchvision | grep -v 'already satisfied\|^Using cached'
 	touch $@
 
 $(BUILD)/build.ninja: .venv/.torch setup.py pyproject.toml
 	.venv/bin/python -m pip install -q rich
-	.venv/bin/python -m pip install --no-build-isolation --no-deps -v -e . > .venv/build.log 2>&1 || { cat .venv/build.log >&2; exit 1; }
+	$(call say,building the package; .venv/build.log has the details)
+	.venv/bin/python -m pip install --no-build-isolation --no-deps -v -e . 2>&1 | tee .venv/build.log | $(PROGRESS) || \
+	  { cat .venv/build.log >&2; exit 1; }
 	sed -n '/ai3_ops build configuration/,/Python_EXECUTABLE/p; /ai3_ops: built/p' .venv/build.log | sed 's/^  //'
 	touch $@
 
+# Ninja's [12/133], as it comes, on one line.
+PROGRESS = awk '{ sub(/^ +/, "") } /^\[[0-9]+\/[0-9]+\]/ { printf "\r%s ", $$1; fflush() } END { print "" }'
+
 # The packages of an extra of pyproject.toml.
-.venv/.demo .venv/.test .venv/.lint: .venv/.%: .venv/.torch pyproject.toml
+.venv/.demo .venv/.test .venv/.lint .venv/.wheel-test: .venv/.%: .venv/.torch pyproject.toml
 	.venv/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	  print(*p["dependencies"], *p["optional-dependencies"]["$*"], sep="\n")' > .venv/$*.txt
+	$(call say,installing what make $* needs)
 	.venv/bin/python -m pip install -q -r .venv/$*.txt
 	touch $@

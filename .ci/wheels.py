@@ -1,24 +1,36 @@
-"""Tests the wheel as users get it: built once, its source tree deleted, installed beside each torch and Python.
+"""Tests the package as users get it, on every torch and Python that it promises.
 
-python .ci/wheels.py            # torch 2.11 and the newest, Python 3.11 and 3.12, all tests
-python .ci/wheels.py --smoke    # the newest Python at hand with torch 2.11, the CPU part, a part of the tests
+A wheel is built once, its source tree deleted, and the wheel installed and tested beside each torch and Python. Then comes
+`pip install` from source: isolated, with --no-build-isolation, and editable.
+
+python .ci/wheels.py              # with all tests; every Python must be there
+python .ci/wheels.py --reduced    # the CPU part, with tests that are short and cover every algorithm; no installs from source
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = {"2.11": "torch==2.11.*", "newest": "torch"}
 PYTHONS = ("3.11", "3.12")
-SMOKE = ["tests/test_package.py", "tests/test_cli.py", "-k", "not demo"]
+# Every algorithm within its bounds in every dtype, the package and the command line.
+REDUCED = [
+    "tests/test_package.py",
+    "tests/test_cli.py",
+    "tests/test_operators.py",
+    "-k",
+    "(test_package or test_cli or values) and not demo",
+]
 HIDDEN = {".git", ".venv", "build", "dist", "ai3_ops.egg-info", "include", "__pycache__"}
 
 
@@ -45,57 +57,98 @@ def environment(python: str, version: str, torch: str) -> Path:
     venv = ROOT / f".venv-wheel-{version}-torch-{torch}"
     if not (venv / ".ready").exists():
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        needed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+        packages = [TORCH[torch], *project["dependencies"], *project["optional-dependencies"]["test"]]
         run(python, "-m", "venv", "--clear", venv)
-        run(venv / "bin/python", "-m", "pip", "install", "-q", TORCH[torch], *needed)
+        # uv links the files that environments share, which takes seconds; it does not know all of pip's settings.
+        uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", venv / "bin/python", *packages]
+        env = {"UV_CACHE_DIR": str(ROOT / ".venv-wheel-cache"), "SSL_CERT_FILE": os.environ.get("PIP_CERT", "")}
+        if subprocess.run(uv, env={**{k: v for k, v in env.items() if v}, **os.environ}).returncode:
+            run(venv / "bin/python", "-m", "pip", "install", "-q", *packages)
         (venv / ".ready").touch()
     run(venv / "bin/python", "-m", "pip", "uninstall", "-q", "-y", "ai3_ops")
     return venv
 
 
-def main() -> None:
-    """Builds the wheel and runs the tests on it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--smoke", action="store_true", help="torch 2.11 on one Python, a part of the tests")
-    smoke = parser.parse_args().smoke
-    with tempfile.TemporaryDirectory(prefix="ai3_ops-wheel-") as name:
-        temporary = Path(name)
-        source, tests, dist = temporary / "source", temporary / "tests-only", temporary / "dist"
-        shutil.copytree(
-            ROOT,
-            source,
-            ignore=lambda _, names: [n for n in names if n in HIDDEN or n.startswith(".venv") or n.endswith(".so")],
+def copy_of_source(to: Path) -> Path:
+    """The sources, without what was built in them."""
+    shutil.copytree(
+        ROOT,
+        to,
+        ignore=lambda _, names: [n for n in names if n in HIDDEN or n.startswith(".venv") or n.endswith(".so")],
+    )
+    return to
+
+
+def test_wheel(temporary: Path, reduced: bool) -> list[tuple[str, str]]:
+    """Builds the wheel and runs the tests on it everywhere; returns the Pythons and torches that were left out."""
+    source, tests, dist = copy_of_source(temporary / "source"), temporary / "tests-only", temporary / "dist"
+    command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", dist, source)
+    run(*command, env={"USE_CUDA": "0"} if reduced else None)
+    tests.mkdir()
+    for part in ("tests", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"):
+        move = shutil.copytree if (source / part).is_dir() else shutil.copy
+        move(source / part, tests / part)
+    shutil.rmtree(source)
+    (wheel,) = dist.glob("*.whl")
+    left_out = []
+    for torch, version in itertools.product(TORCH, PYTHONS):
+        python = interpreter(version)
+        if python is None:
+            left_out.append((version, torch))
+            continue
+        start = time.monotonic()
+        venv_python = environment(python, version, torch) / "bin/python"
+        ready = time.monotonic()
+        run(venv_python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
+        show = "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__)"
+        run(venv_python, "-c", show, cwd=tests)
+        workers = ["-n", str(len(os.sched_getaffinity(0)))]
+        run(venv_python, "-m", "pytest", "-p", "no:cacheprovider", *workers, *(REDUCED if reduced else []), cwd=tests)
+        print(
+            f"wheels: Python {version}, torch {torch}: passed in {time.monotonic() - ready:.0f} s, "
+            f"its environment made in {ready - start:.0f} s",
+            flush=True,
         )
-        command = (sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "-w", dist, source)
-        run(*command, env={"USE_CUDA": "0"} if smoke else None)
-        tests.mkdir()
-        for part in ("tests", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "pyproject.toml"):
-            move = shutil.copytree if (source / part).is_dir() else shutil.copy
-            move(source / part, tests / part)
-        shutil.rmtree(source)
-        (wheel,) = dist.glob("*.whl")
-        ran = 0
-        for torch in ["2.11"] if smoke else TORCH:
-            for version in reversed(PYTHONS) if smoke else PYTHONS:
-                python = interpreter(version)
-                if python is None:
-                    if not smoke:
-                        sys.exit(f"wheels: needs Python {version}, which is neither on PATH nor pyenv's")
-                    continue
-                bin_ = environment(python, version, torch) / "bin"
-                run(bin_ / "python", "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
-                run(
-                    bin_ / "python",
-                    "-c",
-                    "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__)",
-                    cwd=tests,
-                )
-                run(bin_ / "python", "-m", "pytest", "-p", "no:cacheprovider", *(SMOKE if smoke else []), cwd=tests)
-                ran += 1
-                if smoke:
-                    break
-        if not ran:
-            sys.exit("wheels: none of the Pythons " + ", ".join(PYTHONS) + " is here: nothing was tested")
+    return left_out
+
+
+def test_installs(temporary: Path) -> None:
+    """`pip install` from source, each way, into an environment with the newest torch; `doctor` runs every operator."""
+    python = environment(interpreter(PYTHONS[0]) or sys.executable, PYTHONS[0], "newest") / "bin/python"
+    build_tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    for name, options in {
+        "isolated": [],
+        "no-build-isolation": ["--no-build-isolation"],
+        "editable": ["--no-build-isolation", "--editable"],
+    }.items():
+        run(python, "-m", "pip", "uninstall", "-q", "-y", "ai3_ops")
+        if options:
+            run(python, "-m", "pip", "install", "-q", *(tool for tool in build_tools if not tool.startswith("torch")))
+        source = copy_of_source(temporary / name)
+        path = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "USE_CUDA": "0"}
+        run(python, "-m", "pip", "install", "-q", *options, source, env=path)
+        if name != "editable":
+            shutil.rmtree(source)
+        run(python, "-m", "ai3_ops", "doctor", cwd=temporary)
+        print(f"wheels: pip install, {name}: every operator works", flush=True)
+    run(python, "-m", "pip", "uninstall", "-q", "-y", "ai3_ops")
+
+
+def main() -> None:
+    """The wheel on every host, and the ways to install from source."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reduced", action="store_true", help="short tests of the CPU part, no installs from source")
+    reduced = parser.parse_args().reduced
+    missing = [version for version in PYTHONS if interpreter(version) is None]
+    if missing and (not reduced or len(missing) == len(PYTHONS)):
+        sys.exit(f"wheels: needs Python {' and '.join(missing)}, neither on PATH nor pyenv's")
+    with tempfile.TemporaryDirectory(prefix="ai3_ops-wheel-") as temporary:
+        left_out = test_wheel(Path(temporary), reduced)
+        if not reduced:
+            test_installs(Path(temporary))
+    if left_out:
+        cells = ", ".join(f"Python {version} with torch {torch}" for version, torch in left_out)
+        print(f"wheels: left out, since that Python is not on this machine: {cells}.")
 
 
 if __name__ == "__main__":
