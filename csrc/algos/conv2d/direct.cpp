@@ -1,8 +1,8 @@
 // Direct convolution: no transform and no copy of the image. A register tile holds a few neighbouring output pixels of a row by
 // two vectors of output channels and stays in registers over all kernel positions and input channels (Georganas et al. 2018,
-// Zhang et al. 2018). Weights are read in the blocked form [group][K/b][R][S][C/groups][b], b up to 32, in the accumulator's
-// type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes. Strides are
-// read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
+// Zhang et al. 2018). Weights are read in the blocked form [group][K/b][R][S][C/groups][b], b up to two vectors, in the
+// accumulator's type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes.
+// Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
@@ -12,7 +12,6 @@ namespace {
 
 // Pixels of a register tile: with two vectors each, two of weights and one broadcast they fill 32 or 16 registers.
 constexpr int kPixels = AI3_VECTOR_BYTES == 64 ? 14 : 6;
-constexpr int64_t kBlockAtMost = 32;
 constexpr int64_t kStageSpan = 256, kStageChannels = 16;  // elements of the tile's input that are widened at a time
 
 template <class A, class B>
@@ -24,7 +23,8 @@ struct Blocking {
   int64_t channels, out_channels, block, blocks;  // of one group; `block` output channels are stored side by side
   AI3_INLINE explicit Blocking(const Conv2dProblem& p)
       : channels(p.in_channels / p.groups), out_channels(p.out_channels / p.groups) {
-    for (block = 4; block < kBlockAtMost && block < out_channels;) block *= 2;
+    const int64_t tile = 2 * AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4);
+    for (block = 4; block < tile && block < out_channels;) block *= 2;
     blocks = ceil_div(out_channels, block);
   }
 };
@@ -135,8 +135,7 @@ AI3_INLINE void widen_row(const T* from, Acc<T>* to, int64_t count) {
   if (i < count) store_partial(to + i, load_partial(from + i, count - i), count - i);
 }
 
-// The same for stored types that must be widened first, and for pixels so far apart that they share a few cache sets: the tile's
-// input goes through a small buffer.
+// The same for stored types that must be widened first: the tile's input goes through a small buffer.
 template <class T>
 void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Acc<T>* tile, int64_t tile_pixel,
                        const Acc<T>* start, const Span& span) {
@@ -224,13 +223,15 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
   const int64_t panel = p.kernel_height * whole.w_row;
-  const bool staged = !same<T, A> || (p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0);
+  // Pixels 4 KiB apart share one set of the first-level cache, which has eight ways.
+  const bool collide = kPixels > 8 && p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
+  const int64_t tile_pixels = collide ? 7 : kPixels;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
   auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const T* bi,
                   int64_t count) {
     alignas(64) A buffer[kPixels * 2 * width], start[2 * width];
-    const bool direct = in_place && !staged && count % width == 0, two = count > width;
+    const bool direct = in_place && count % width == 0, two = count > width;
     for (int64_t q = 0; q < count; q += width)
       store(start + q, !bi ? Vec<A>(A(0)) : count - q < width ? load_partial(bi + q, count - q) : load(bi + q));
     T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
@@ -266,11 +267,9 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
                         (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
         const A* panel_part = weights + valid.begin * span.w_row + s * span.w_column;
         const A* first = started ? nullptr : start;
-        if constexpr (same<T, A>) {
-          if (!staged)
-            accumulate<kPixels>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
-        }
-        if (staged)
+        if constexpr (same<T, A>)
+          accumulate<kPixels>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
+        else
           accumulate_staged<T>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
         started = true;
       }
@@ -299,16 +298,14 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     const int64_t n = image / p.groups, g = image % p.groups;
     for (int64_t block = first; block < last; block += pass)
       for (int64_t row = row0; row < smaller(p.out_height, row0 + rows); row++) {
-        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, kPixels);
+        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, tile_pixels);
         for (int64_t t = 0; t < tiles; t++) {
           const int64_t column = t * columns / tiles, pixels = (t + 1) * columns / tiles - column;
-          for (int64_t k = block * b.block, end = smaller(b.out_channels, smaller(last, block + pass) * b.block), next; k < end;
-               k = next) {
-            const int64_t in_block = k % b.block, channel = g * b.out_channels + k,
-                          at = n * p.y_stride.n + channel * p.y_stride.c;
-            next = smaller(end, smaller(k + 2 * width, k - in_block + b.block));
+          for (int64_t kb = block; kb < smaller(last, block + pass); kb++) {
+            const int64_t k = g * b.out_channels + kb * b.block, at = n * p.y_stride.n + k * p.y_stride.c;
             tile(x + n * p.x_stride.n + g * b.channels * p.x_stride.c, y + at, residual ? residual + at : nullptr, row, column,
-                 pixels, w + (g * b.blocks + k / b.block) * panel + in_block, bias ? bias + channel : nullptr, next - k);
+                 pixels, w + (g * b.blocks + kb) * panel, bias ? bias + k : nullptr,
+                 smaller(b.block, b.out_channels - kb * b.block));
           }
         }
       }
