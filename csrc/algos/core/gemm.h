@@ -37,36 +37,60 @@ AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count 
 
 // ---- Micro-kernel ------------------------------------------------------------------------------------------------------------
 
+// Memory that is needed next: the micro-kernel asks for `step` bytes of it with each element of k, as far ahead of its use as one
+// tile takes. The hardware's prefetchers stop at each page, which a panel fills 32 elements of k later.
+struct Next {
+  const char* data;
+  int64_t step;
+};
+
+// bfloat16 pairs: two neighbours in k fill a 32-bit lane, and AVX512-BF16 adds both products to a float32 lane, each sum rounded,
+// so that a step of the micro-kernel does two elements of k. Subnormal numbers count as 0 there. Level avx512 does not imply it,
+// so it is asked for at run time; everywhere else bfloat16 is widened.
+AI3_INLINE bool has_pair_products() {
+#if AI3_VECTOR_BYTES == 64
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+AI3_INLINE Vec<float> add_pair_products([[maybe_unused]] Vec<float> a, [[maybe_unused]] Vec<float> b, Vec<float> sums) {
+#if AI3_VECTOR_BYTES == 64
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums.raw) : "v"(a.raw), "v"(b.raw));
+#endif
+  return sums;
+}
+
 // R rows of a panel's columns, in registers.
 template <class A, int R>
 struct MicroTile {
   using V = Vec<A>;
   V left[R], right[R];
 
-  AI3_INLINE void clear() {
+  AI3_INLINE void start(const A* from, int64_t stride) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) left[r] = right[r] = V(A{0});
-  }
-  AI3_INLINE void add(const A* c, int64_t ldc) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      left[r] += AI3_LEVEL::load(c + r * ldc);
-      right[r] += AI3_LEVEL::load(c + r * ldc + V::width);
-    }
+    for (int r = 0; r < R; r++)
+      left[r] = AI3_LEVEL::load(from + r * stride), right[r] = AI3_LEVEL::load(from + r * stride + V::width);
   }
   AI3_INLINE void store(A* c, int64_t ldc) const {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) AI3_LEVEL::store(c + r * ldc, left[r]), AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
   }
   template <class Rows>
-  AI3_INLINE void multiply(const Rows& rows, const A* panel, int64_t k) {
-    for (int64_t i = 0; i < k; i++) {
+  AI3_INLINE void multiply(const Rows& rows, const A* panel, int64_t k, Next& next) {
+    for (int64_t i = 0; i < k; i++, next.data += next.step) {
       const V b0 = AI3_LEVEL::load(panel + i * kPanel<A>), b1 = AI3_LEVEL::load(panel + i * kPanel<A> + V::width);
+      __builtin_prefetch(next.data), __builtin_prefetch(next.data + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const V a = rows.at(r, i);
-        left[r] = fma(a, b0, left[r]);
-        right[r] = fma(a, b1, right[r]);
+        if constexpr (requires { Rows::pairs; }) {
+          left[r] = add_pair_products(a, b0, left[r]);
+          right[r] = add_pair_products(a, b1, right[r]);
+        } else {
+          left[r] = fma(a, b0, left[r]);
+          right[r] = fma(a, b1, right[r]);
+        }
       }
     }
   }
@@ -79,9 +103,29 @@ struct StridedRows {
   int64_t stride;
   AI3_INLINE StridedRows from(int64_t row) const { return {data + row * stride, stride}; }
   AI3_INLINE A at(int row, int64_t k) const { return data[row * stride + k]; }
+  AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
+  AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
   template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k) const {
-    tile.multiply(*this, panel, k);
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
+    tile.multiply(*this, panel, k, next);
+  }
+};
+// rows of bfloat16 pairs with contiguous k, which is counted in pairs;
+struct PairRows {
+  static constexpr bool pairs = true;
+  const bfloat16* data;
+  int64_t stride;  // in bfloat16
+  AI3_INLINE PairRows from(int64_t row) const { return {data + row * stride, stride}; }
+  AI3_INLINE Vec<float> at(int row, int64_t k) const {
+    uint32_t pair;  // as an integer: it is no float that may be quieted
+    __builtin_memcpy(&pair, data + row * stride + 2 * k, sizeof(pair));
+    return detail::bit_cast<Vec<float>::Raw>(pair - detail::Words{});
+  }
+  AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
+  AI3_INLINE int64_t row_bytes() const { return stride * 2; }
+  template <int R>
+  AI3_INLINE void multiply(MicroTile<float, R>& tile, const float* panel, int64_t k, Next next) const {
+    tile.multiply(*this, panel, k, next);
   }
 };
 // columns of one panel, which become rows;
@@ -91,8 +135,8 @@ struct PanelRows {
   AI3_INLINE PanelRows from(int64_t column) const { return {data + column}; }
   AI3_INLINE A at(int row, int64_t k) const { return data[k * kPanel<A> + row]; }
   template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k) const {
-    tile.multiply(*this, panel, k);
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
+    tile.multiply(*this, panel, k, next);
   }
 };
 // or, for k = taps * length, `length` elements at offset behind each of the pointers data[tap * stride + row].
@@ -101,8 +145,10 @@ struct IndirectRows {
   const A* const* data;
   int64_t stride, offset, length;
   AI3_INLINE IndirectRows from(int64_t row) const { return {data + row, stride, offset, length}; }
+  AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
+  AI3_INLINE int64_t row_bytes() const { return 0; }  // not one after the other
   template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k) const {
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
     struct Tap {
       const A* const* pointers;
       int64_t offset;
@@ -110,24 +156,38 @@ struct IndirectRows {
     };
     const A* const* pointers = data;
     for (const A* end = panel + k * kPanel<A>; panel < end; panel += length * kPanel<A>, pointers += stride)
-      tile.multiply(Tap{pointers, offset}, panel, length);
+      tile.multiply(Tap{pointers, offset}, panel, length, next);
   }
 };
 
-// C (=, +=) rows * panel; all kPanel columns of c are written. What is there is added to the finished sums.
+// Where the sums of a tile start, and what comes after it.
+template <class A>
+struct Tile {
+  const A* start;
+  int64_t start_stride;  // 0: the same for all rows
+  A* c;
+  int64_t ldc;
+  const char* output;  // the tile's lines of the output, which are asked for before the sums are done
+  int64_t output_stride;
+  Next next;
+};
+// C = start + rows * panel; all kPanel columns of c are written.
 template <class A, int R, class Rows>
-void micro_kernel(Rows rows, const A* panel, int64_t k, A* c, int64_t ldc, bool add) {
+void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A>& t) {
+  for (int r = 0; r < R; r++) {
+    const char* line = t.output + r * t.output_stride;
+    __builtin_prefetch(line, 1), __builtin_prefetch(line + 64, 1);
+  }
   MicroTile<A, R> tile;
-  tile.clear();
-  rows.multiply(tile, panel, k);
-  if (add) tile.add(c, ldc);
-  tile.store(c, ldc);
+  tile.start(t.start, t.start_stride);
+  rows.multiply(tile, panel, k, t.next);
+  tile.store(t.c, t.ldc);
 }
 template <class A, class Rows, int R = kRows>
-AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, A* c, int64_t ldc, bool add) {
+AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, const Tile<A>& tile) {
   if constexpr (R > 1)
-    if (row_count < R) return multiply_tile<A, Rows, R - 1>(row_count, rows, panel, k, c, ldc, add);
-  micro_kernel<A, R, Rows>(rows, panel, k, c, ldc, add);
+    if (row_count < R) return multiply_tile<A, Rows, R - 1>(row_count, rows, panel, k, tile);
+  micro_kernel<A, R, Rows>(rows, panel, k, tile);
 }
 
 // ---- Output ------------------------------------------------------------------------------------------------------------------
@@ -144,6 +204,13 @@ struct Output {
   bool add = false;  // onto what is there; only where T is the accumulator type
 
   AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
+  // The output of one block of k: the first one starts from the bias, the last one finishes the sums.
+  AI3_INLINE Output part(bool first, bool last) const {
+    Output o = *this;
+    if (!first) o.bias = nullptr, o.add = true;
+    if (!last) o.residual = nullptr, o.activation = Activation::none;
+    return o;
+  }
   AI3_INLINE Output from(int64_t row, int64_t column) const {
     Output o = *this;
     const int64_t shift = row * row_stride + column * column_stride;
@@ -198,52 +265,85 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
 
-// A slab of at most kRows rows times the panels of `columns` columns.
+// A slab of at most kRows rows times one panel, of which `columns` are used. The bias is what sums start from; the rest of the
+// epilogue follows while the tile is in the L1 cache.
 template <class T, class Rows>
 AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>* panel, int64_t columns, int64_t k,
-                              const Output<T>& out) {
+                              const Output<T>& out, Next next) {
   using A = Acc<T>;
-  alignas(64) A tile[kRows * kPanel<A>];
-  for (int64_t c = 0; c < columns; c += kPanel<A>, panel += k * kPanel<A>) {
-    const int64_t n = columns - c < kPanel<A> ? columns - c : kPanel<A>;
-    const Output<T> at = out.from(0, c);
-    if constexpr (sizeof(T) == sizeof(A)) {
-      if (n == kPanel<A> && out.plain()) {
-        multiply_tile<A>(row_count, rows, panel, k, at.data, at.row_stride, at.add);
-        continue;
-      }
-    }
-    multiply_tile<A>(row_count, rows, panel, k, tile, kPanel<A>, false);
-    if constexpr (sizeof(T) == sizeof(A))
-      if (at.add)
-        for (int64_t r = 0; r < row_count; r++)
-          for (int64_t i = 0; i < n; i++) tile[r * kPanel<A> + i] += at.data[r * at.row_stride + i * at.column_stride];
-    store_block(at, tile, kPanel<A>, row_count, n);
+  constexpr int P = kPanel<A>;
+  alignas(64) A start[P] = {}, sums[kRows * P];
+  Output<T> rest = out;
+  if (out.bias && !out.bias_per_row) {
+    for (int64_t i = 0; i < columns; i++) start[i] = widen(out.bias[i]);
+    rest.bias = nullptr;
   }
+  Tile<A> tile{start, 0, sums, P, reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
+               next};
+  if constexpr (sizeof(T) == sizeof(A))
+    if (columns == P && out.column_stride == 1) {
+      tile.c = out.data, tile.ldc = out.row_stride;
+      if (out.add) tile.start = out.data, tile.start_stride = out.row_stride;
+      multiply_tile<A>(row_count, rows, panel, k, tile);
+      if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, P);
+      return;
+    }
+  multiply_tile<A>(row_count, rows, panel, k, tile);
+  if constexpr (sizeof(T) == sizeof(A))
+    if (out.add)
+      for (int64_t r = 0; r < row_count; r++)
+        for (int64_t i = 0; i < columns; i++) sums[r * P + i] += out.data[r * out.row_stride + i * out.column_stride];
+  store_block(rest, sums, P, row_count, columns);
 }
 
-// out[rows][columns] (=, +=) A * B; A as StridedRows or IndirectRows. Panels outside, slabs inside: a panel stays in the L1 or L2
-// cache.
+// out[rows][columns] (=, +=) A * B; A as StridedRows or IndirectRows. The operand in the inner loop stays in the L2 cache, the
+// other one passes once: the next slab is asked for evenly over the panels of the slab before it, and the next panel over the
+// slabs of the panel before it, or, where two panels would not stay in the cache, a little ahead. Panels lie panel_stride apart:
+// k * kPanel where B is the whole of the packed matrix, more where it is a part of k.
 template <class T, class Rows>
-void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t columns, int64_t k, const Output<T>& out) {
-  const int64_t slabs = ceil_div(rows, kRows);
-  for (int64_t c = 0; c < columns; c += kPanel<Acc<T>>)
-    for (int64_t s = 0; s < slabs; s++) {
-      const Share r = share(rows, slabs, s);
-      const int64_t n = columns - c < kPanel<Acc<T>> ? columns - c : kPanel<Acc<T>>;
-      multiply_slab<T>(a.from(r.begin), r.end - r.begin, panels + c * k, n, k, out.from(r.begin, c));
+void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t panel_stride, int64_t columns, int64_t k,
+                const Output<T>& out) {
+  constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Acc<T>)), kPanelsBytes = 256 << 10, kSpread = 16,
+                    kNear = 4096;
+  const int64_t slabs = ceil_div(rows, kRows), panel_total = ceil_div(columns, P);
+  auto tile = [&](int64_t s, int64_t q, Next next) {
+    const Share r = share(rows, slabs, s);
+    multiply_slab<T>(a.from(r.begin), r.end - r.begin, panels + q * panel_stride, columns - q * P < P ? columns - q * P : P, k,
+                     out.from(r.begin, q * P), next);
+  };
+  if (columns < rows && columns * k * static_cast<int64_t>(sizeof(Acc<T>)) <= kPanelsBytes) {
+    const int64_t slab_bytes = kRows * a.row_bytes(), step = slab_bytes / (panel_total * larger(1, k));
+    for (int64_t s = 0; s < slabs; s++)
+      for (int64_t q = 0; q < panel_total; q++)
+        tile(s, q, {a.address() + slab_bytes * (s + 1 < slabs ? s + 1 : s) + q * step * k, step});
+  } else {
+    const bool near = slabs == 1 || k * kStep > kPanelsBytes / 2;
+    const int64_t spread = near ? 1 : smaller(slabs, kSpread), step = kStep / spread;
+    for (int64_t q = 0; q < panel_total; q++) {
+      const char* panel = reinterpret_cast<const char*>(panels + q * panel_stride);
+      const char* next =
+          near ? panel + kNear : reinterpret_cast<const char*>(panels + (q + 1 < panel_total ? q + 1 : q) * panel_stride);
+      for (int64_t s = 0; s < slabs; s++) tile(s, q, s < spread ? Next{next + s * step * k, step} : Next{panel, 0});
     }
+  }
+}
+template <class T, class Rows>
+AI3_INLINE void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t columns, int64_t k, const Output<T>& out) {
+  gemm_block<T>(a, rows, panels, k * kPanel<Acc<T>>, columns, k, out);
 }
 // The same with the columns of packed panels `a` as rows.
 template <class T>
 void gemm_block(const PanelRows<Acc<T>>& a, int64_t rows, const Acc<T>* panels, int64_t columns, int64_t k,
                 const Output<T>& out) {
-  for (int64_t p = 0; p < rows; p += kPanel<Acc<T>>) {
-    const int64_t n = rows - p < kPanel<Acc<T>> ? rows - p : kPanel<Acc<T>>, slabs = ceil_div(n, kRows);
+  constexpr int64_t P = kPanel<Acc<T>>;
+  for (int64_t p = 0; p < rows; p += P) {
+    const int64_t n = rows - p < P ? rows - p : P, slabs = ceil_div(n, kRows);
     for (int64_t s = 0; s < slabs; s++) {
       const Share r = share(n, slabs, s);
-      multiply_slab<T>(PanelRows<Acc<T>>{a.data + p * k}.from(r.begin), r.end - r.begin, panels, columns, k,
-                       out.from(p + r.begin, 0));
+      for (int64_t c = 0; c < columns; c += P)
+        multiply_slab<T>(PanelRows<Acc<T>>{a.data + p * k}.from(r.begin), r.end - r.begin, panels + c * k,
+                         columns - c < P ? columns - c : P, k, out.from(p + r.begin, c),
+                         {reinterpret_cast<const char*>(panels + c * k), 0});
     }
   }
 }
@@ -284,6 +384,28 @@ void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64
   }
 }
 
+// Packs the columns of b, `column_stride` apart and contiguous in k, as pairs of bfloat16 along k, an odd last one with 0: panels
+// of ceil(k / 2) steps, which PairRows multiply.
+template <class T>
+void pack_pair_panels(const T* b, int64_t k, int64_t columns, int64_t column_stride, float* panels, int64_t panel_stride) {
+  constexpr int width = Vec<float>::width, P = kPanel<float>;
+  for (int64_t c = 0; c < columns; c += width, panels += c % P ? width : panel_stride - width)
+    for (int64_t i = 0; i < k; i += 2 * width) {
+      Vec<float> square[width];
+      for (int j = 0; j < width; j++) {
+        bfloat16 pairs[2 * width] = {};
+        const T* from = b + (c + j) * column_stride + i;
+        if (c + j < columns)
+          for (int64_t e = 0; e < smaller(2 * width, k - i); e++) narrow(widen(from[e]), pairs[e]);
+        __builtin_memcpy(&square[j], pairs, sizeof(pairs));
+      }
+      transpose(square);
+      for (int64_t j = 0; j < smaller(width, ceil_div(k - i, 2)); j++) store(panels + (i / 2 + j) * P, square[j]);
+    }
+  if (const int64_t rest = columns % P; rest > 0 && rest <= width)  // the second half of the last panel
+    for (int64_t i = 0; i < ceil_div(k, 2); i++) store(panels + i * P, Vec<float>(0.f));
+}
+
 // ---- Threads -----------------------------------------------------------------------------------------------------------------
 
 // How products are cut into tasks: each task prepares (copies, gathers) one of `prepared` shares of its operand's units, slabs of
@@ -292,12 +414,13 @@ struct Grid {
   int64_t prepared, streamed;
 };
 // The grid of the least modelled time, in cycles: both sides are cut, so that small products use all threads too. A task's
-// prepared operand stays in the L2 cache. `preparation` is cycles per element.
+// prepared operand, `block_k` elements of k at a time, stays in the L2 cache. `preparation` is cycles per element.
 template <class A>
-Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, int64_t panels, int64_t k, double preparation) {
+Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, int64_t panels, int64_t k, double preparation,
+               int64_t block_k = kOverflow) {
   constexpr int64_t kBlockBytes = 512 << 10;
   constexpr double kStreamedPerCycle = 16. / sizeof(A), kTask = 1000;
-  const int64_t unit = unit_size * k * static_cast<int64_t>(sizeof(A)),
+  const int64_t unit = unit_size * (k < block_k ? k : block_k) * static_cast<int64_t>(sizeof(A)),
                 most = unit > 0 && unit < kBlockBytes ? kBlockBytes / unit : 1;
   Grid best{};
   double least = 0;

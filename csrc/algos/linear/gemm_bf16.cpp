@@ -1,0 +1,36 @@
+// y = x * w^T of float32 tensors in bfloat16: x and w are rounded to it, products are exact and are summed in float32 (Kalamkar
+// et al., "A study of BFLOAT16 for deep learning training", 2019). Without AVX512-BF16 the rounded operands are multiplied in
+// float32.
+#include "packed.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+constexpr auto with_form = [](const LinearProblem&, const auto& body) {
+  return has_pair_products() ? body.template operator()<float, Form::pairs>() : body.template operator()<float, Form::rounded>();
+};
+
+int64_t linear_gemm_bf16_workspace(const LinearProblem& p) { return product_workspace(p, with_form); }
+int64_t linear_gemm_bf16_packed_bytes(const LinearProblem& p) { return product_packed_bytes(p, with_form); }
+void linear_gemm_bf16_pack(const LinearProblem& p, const void* weight, void* packed) {
+  product_pack(p, weight, packed, with_form);
+}
+
+template <class T>
+void linear_gemm_bf16(const LinearProblem& p, const Buffers& m, Workspace& workspace) {
+  if (p.rows > 0) with_form(p, [&]<class, Form form>() { PackedProduct<float, form>{p}.multiply(m, workspace); });
+}
+
+Cost linear_gemm_bf16_cost(const LinearProblem& p) {
+  const bool pairs = has_pair_products();
+  const double m = static_cast<double>(p.rows), k = static_cast<double>(p.in_features), n = static_cast<double>(p.out_features);
+  return {2 * m * k * n, 4 * (m * k + m * n) + (pairs ? 2 : 4) * k * n, pairs ? 1.6 : .95};
+}
+
+// The bound: two roundings of 2^-9 a product, and room for sums that cancel.
+AI3_ALGORITHM(linear, gemm_bf16, .accuracy = Accuracy::approximate, .error_bound = 2e-2, .dtypes = dtype_bit(DType::f32),
+              .epilogue = true, .workspace = linear_gemm_bf16_workspace, .cost = linear_gemm_bf16_cost,
+              .packed_bytes = linear_gemm_bf16_packed_bytes, .pack = linear_gemm_bf16_pack)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

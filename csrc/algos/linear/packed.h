@@ -1,0 +1,119 @@
+// What linear's packed products share: y = x * w^T through core/gemm.h, with operands in one of three forms.
+#pragma once
+#include "../core/gemm.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+enum class Form {
+  plain,    // elements of Acc<T>
+  rounded,  // the same, rounded to bfloat16
+  pairs     // of bfloat16, for processors that multiply them
+};
+
+template <class T, Form form>
+struct PackedProduct {
+  using A = Acc<T>;
+  static constexpr bool kSame = sizeof(T) == sizeof(A);
+  static constexpr int64_t P = kPanel<A>, kPerStep = form == Form::pairs ? 2 : 1;  // elements of k in a step
+
+  const LinearProblem& p;
+  int64_t steps = ceil_div(p.in_features, kPerStep);
+  // Rows are copied where they must be converted, or would collide in the L1 cache.
+  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame) ||
+                (p.rows > 8 && rows_collide<A>(steps));
+  // Blocks of k, about equal, that are multiplied at a time: many rows of one stay in the L2 cache, and the weight is read once.
+  // Sums of a narrower type must not be stored in between.
+  int64_t blocks = !kSame || p.rows <= kRows ? 1 : larger(1, ceil_div(steps, 2560 / static_cast<int64_t>(sizeof(A))));
+  int64_t block = ceil_div(steps, blocks), stride = prepared_stride<A>(block);
+  Grid grid =
+      gemm_grid<A>(p.threads, 1, ceil_div(p.rows, kRows), kRows, panel_count<A>(p.out_features), steps, copies ? .25 : 0, block);
+
+  // Elements of each thread's copy.
+  int64_t copy_size() const {
+    return copies ? round_up(checked_mul(ceil_div(ceil_div(p.rows, kRows), grid.prepared) * kRows, stride), 64) : 0;
+  }
+
+  // `count` elements of a row.
+  static void copy(const T* from, int64_t count, A* to) {
+    constexpr int width = Vec<A>::width;
+    if constexpr (form == Form::plain) {
+      copy_widened(from, count, to);
+    } else if constexpr (form == Form::rounded) {
+      for (int64_t i = 0; i < count; i++) to[i] = widen(narrowed<bfloat16>(widen(from[i])));
+    } else {
+      bfloat16* pairs = reinterpret_cast<bfloat16*>(to);
+      int64_t i = 0;
+      for (; i + width <= count; i += width) store(pairs + i, load(from + i));
+      for (; i < count; i++) narrow(widen(from[i]), pairs[i]);
+      if (count % 2) pairs[count] = {};
+    }
+  }
+  static auto rows_at(const void* data, int64_t steps_apart) {
+    if constexpr (form == Form::pairs)
+      return PairRows{static_cast<const bfloat16*>(data), 2 * steps_apart};
+    else
+      return StridedRows<A>{static_cast<const A*>(data), steps_apart};
+  }
+
+  void pack(const T* weight, A* packed) const {
+    const int64_t k = p.in_features, panel = steps * P;
+    parallel_for(p.threads, panel_count<A>(p.out_features), [&](int64_t i, int) {
+      const T* from = weight + i * P * k;
+      A* to = packed + i * panel;
+      const int64_t columns = smaller(P, p.out_features - i * P);
+      if constexpr (form == Form::pairs)
+        pack_pair_panels(from, k, columns, k, to, panel);
+      else
+        pack_panels(from, k, columns, 1, k, to, panel);
+      if constexpr (form == Form::rounded) copy(to, panel, to);
+    });
+  }
+
+  void multiply(const Buffers& m, Workspace& workspace) const {
+    const int64_t k = p.in_features, size = copy_size();
+    const T* x = static_cast<const T*>(m.input);
+    const A* w = static_cast<const A*>(m.weight);
+    Output<T> y{static_cast<T*>(m.output), p.out_features};
+    y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+    A* copied = size ? workspace.take<A>(p.threads * size) : nullptr;
+    for_grid(p.threads, 1, grid, [&](int64_t, int64_t i, int64_t j, int thread) {
+      const Share rows = row_share(p.rows, grid.prepared, i), columns = column_share<A>(p.out_features, grid.streamed, j);
+      for (int64_t b = 0; b < blocks; b++) {
+        const Share part = share(steps, blocks, b);
+        const int64_t first = part.begin * kPerStep, count = smaller(k, part.end * kPerStep) - first;
+        A* to = copied + thread * size;
+        for (int64_t r = rows.begin; copies && r < rows.end; r++) copy(x + r * k + first, count, to + (r - rows.begin) * stride);
+        const auto a = copies ? rows_at(to, stride) : rows_at(x + rows.begin * k + first, steps);
+        gemm_block<T>(a, rows.end - rows.begin, w + columns.begin * steps + part.begin * P, steps * P,
+                      columns.end - columns.begin, part.end - part.begin,
+                      y.from(rows.begin, columns.begin).part(b == 0, b == blocks - 1));
+      }
+    });
+  }
+};
+
+// What an algorithm's functions do with its product; `with` calls its argument with the product that the problem needs.
+template <class With>
+int64_t product_workspace(const LinearProblem& p, const With& with) {
+  if (p.rows <= 0 || p.in_features <= 0) return 0;
+  return with(p, [&]<class T, Form form>() {
+    return workspace_bytes<Acc<T>>(checked_mul(p.threads, PackedProduct<T, form>{p}.copy_size()));
+  });
+}
+template <class With>
+int64_t product_packed_bytes(const LinearProblem& p, const With& with) {
+  return with(p, [&]<class T, Form form>() {
+    return workspace_bytes<Acc<T>>(
+        packed_size<Acc<T>>(ceil_div(p.in_features, PackedProduct<T, form>::kPerStep), p.out_features));
+  });
+}
+template <class With>
+void product_pack(const LinearProblem& p, const void* weight, void* packed, const With& with) {
+  with(p, [&]<class T, Form form>() {
+    PackedProduct<T, form>{p}.pack(static_cast<const T*>(weight), static_cast<Acc<T>*>(packed));
+  });
+}
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
