@@ -1,0 +1,92 @@
+"""The benchmark programs: what they measure is what they say. Their figures are no test's business."""
+
+import pytest
+import torch
+
+measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
+from benchmarks import figures, layers  # noqa: E402
+
+LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
+
+
+def test_shape_files_become_modules():
+    assert len(LINES) > 400
+    for layer in LINES:
+        with torch.device("meta"):
+            module, x = layer.module(), layer.input()
+            y = module(x)
+        if layer.operation == "conv2d":
+            assert tuple(y.shape[-2:]) == layer.output_size, layer.line
+            assert layer.flops == 2 * y.numel() * module.weight[0].numel(), layer.line
+        assert layer.bytes > 0
+        assert len(str(layer)) < 60
+
+
+def test_batch():
+    layer = measure.conv2d(1, 8, 14, 16).batch(10)
+    assert layer.input().shape == (10, 8, 14, 14)
+    assert layer.flops == 10 * measure.conv2d(1, 8, 14, 16).flops
+
+
+def test_every_own_method_is_measured_with_its_error():
+    layer = measure.conv2d(1, 16, 9, 16)
+    result = layers.compare(layer, 0.01)
+    assert {"direct", "im2col", "winograd_f2", "smm"} <= set(result.own)
+    assert set(result.peers) == {"eager", "eager nchw", "onednn"}
+    assert result.default in result.own
+    for name, time in {**result.peers, **result.own}.items():
+        assert time.seconds > 0
+        assert time.error < 5e-5, name
+
+
+def test_packs_are_kept_between_timed_calls():
+    layer = measure.conv2d(1, 16, 9, 16)
+    module, x = layer.module(), layer.input()
+    with torch.inference_mode():
+        swapped = measure.swapped(layer, module, "winograd_f2", x)
+        swapped(x)
+        assert not swapped.weight.is_inference()
+
+
+def test_error_sees_a_wrong_result(monkeypatch):
+    layer = measure.conv2d(2, 64, 14, 64)
+    monkeypatch.setattr(measure, "REFERENCE_FLOPS", layer.flops / 8)  # only a part is compared
+    module, x = layer.module(), layer.input()
+    with torch.inference_mode():
+        reference = measure.Reference(layer, module, x)
+        y = module(x)
+        assert reference.channels == 16
+        assert reference.error(y) < 1e-5
+        assert reference.error(y * 1.01) > 1e-3
+
+
+def test_verdicts():
+    row = figures.Row("case", "oneDNN", 2.0, lambda run: [], mean=3.0)
+    good, low, absent = (
+        figures.Sample("a", 4.0),
+        figures.Sample("b", 1.5),
+        figures.Sample("c", note="no such algorithm"),
+    )
+    assert figures.verdict(row, [good]) == "met"
+    assert figures.verdict(row, [good, low]) == "missed: 1 of 2 below, mean below"
+    assert figures.verdict(row, [good, absent]) == "missed: 1 not measured"
+    assert figures.verdict(row, [absent]) == "not measured: no such algorithm"
+
+
+def test_rows_run():
+    run = figures.Settings(torch.get_num_threads(), 0.01, lambda words: None)
+    small, rows = measure.conv2d(1, 16, 9, 16), [measure.linear(4, 32, 16)]
+    samples = [
+        *figures.forward([small])(run),
+        *figures.forward([small], ["no_such"])(run),
+        *figures.training([small])(run),
+    ]
+    samples += [*figures.of_peak(rows)(run), *figures.of_bandwidth(rows)(run)]
+    best, absent, trained, *shares = samples
+    assert absent.value is None
+    assert "no_such" in absent.note
+    for sample in (best, trained, *shares):
+        assert sample.value > 0
+        assert sample.error < 1e-4
+    page = "\n".join(figures.document({"processor": "one"}, [(figures.ROWS[0], samples)]))
+    assert "missed" in page
