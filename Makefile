@@ -128,13 +128,13 @@ endef
 $(BUILD)/build.ninja: .venv/.torch setup.py pyproject.toml
 	.venv/bin/python -m pip install -q rich
 	$(call say,building the package; .venv/build.log has the details)
-	.venv/bin/python -m pip install --no-build-isolation --no-deps -v -e . 2>&1 | tee .venv/build.log | $(PROGRESS) || \
+	.venv/bin/python -m pip install --no-build-isolation --no-deps -v -e . 2>&1 | tee .venv/build.log | { $(PROGRESS); } || \
 	  { cat .venv/build.log >&2; exit 1; }
 	sed -n '/ai3_ops build configuration/,/Python_EXECUTABLE/p; /ai3_ops: built/p' .venv/build.log | sed 's/^  //'
 	touch $@
 
 # Ninja's [12/133], as it comes, on one line.
-PROGRESS = awk '{ sub(/^ +/, "") } /^\[[0-9]+\/[0-9]+\]/ { printf "\r%s ", $$1; fflush() } END { print "" }'
+PROGRESS = while read -r line; do [[ $$line =~ ^(\[[0-9]+/[0-9]+\]) ]] && printf '\r%s ' "$${BASH_REMATCH[1]}"; done; echo
 
 # The packages of an extra of pyproject.toml.
 .venv/.demo .venv/.test .venv/.lint .venv/.wheel-test: .venv/.%: .venv/.torch pyproject.toml
