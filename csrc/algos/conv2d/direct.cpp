@@ -3,9 +3,7 @@
 // Zhang et al. 2018). Weights are read in the blocked form [group][K/b][R][S][C/groups][b], b up to two vectors, in the
 // accumulator's type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes.
 // Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
-#include "../core/algorithm.h"
-#include "../core/epilogue.h"
-#include "../core/lanes.h"
+#include "../core/gemm.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -29,12 +27,27 @@ struct Blocking {
   }
 };
 
-int64_t packed_bytes(const Conv2dProblem& p) {
+AI3_INLINE bool is_pointwise(const Conv2dProblem& p) {
+  return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
+}
+// Whether NHWC pixels are multiplied by pairs of bfloat16, whose panels follow the other weights in the pack.
+AI3_INLINE bool multiplies_pairs(const Conv2dProblem& p) {
+  return p.dtype == DType::bf16 && is_pointwise(p) && p.in_channels / p.groups % 2 == 0 && has_pair_products();
+}
+
+int64_t blocks_bytes(const Conv2dProblem& p) {
   const Blocking b(p);
   const int64_t size = p.dtype == DType::f64 ? 8 : 4;
   // Vectors may read past a narrow block, into the next one or this margin; what they find there is not stored.
-  return checked_add(checked_product({size, p.groups, b.blocks, b.block, b.channels, p.kernel_height, p.kernel_width}),
-                     2 * AI3_VECTOR_BYTES);
+  return round_up(checked_add(checked_product({size, p.groups, b.blocks, b.block, b.channels, p.kernel_height, p.kernel_width}),
+                              2 * AI3_VECTOR_BYTES),
+                  64);
+}
+int64_t packed_bytes(const Conv2dProblem& p) {
+  const Blocking b(p);
+  const int64_t pairs =
+      multiplies_pairs(p) ? checked_product({4, p.groups, packed_size<float>(b.channels / 2, b.out_channels)}) : 0;
+  return checked_add(blocks_bytes(p), pairs);
 }
 
 void pack(const Conv2dProblem& p, const void* weight, void* packed) {
@@ -68,6 +81,14 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
         }
       }
     });
+    if constexpr (dtype_of<T> == DType::bf16)
+      if (multiplies_pairs(p)) {
+        const int64_t steps = b.channels / 2, size = packed_size<float>(steps, b.out_channels);
+        float* pairs = reinterpret_cast<float*>(static_cast<char*>(packed) + blocks_bytes(p));
+        for (int64_t g = 0; g < p.groups; g++)
+          pack_pair_panels(w + g * b.out_channels * b.channels, b.channels, b.out_channels, b.channels, pairs + g * size,
+                           steps * kPanel<float>);
+      }
   });
 }
 
@@ -194,13 +215,52 @@ AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_
 // A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of four tiles, over the whole batch where images follow
 // each other pixel by pixel, as in NHWC.
 Conv2dProblem regrouped(Conv2dProblem p) {
-  if (p.kernel_height != 1 || p.kernel_width != 1 || p.stride_h != 1 || p.stride_w != 1 || p.pad_h || p.pad_w) return p;
+  if (!is_pointwise(p)) return p;
   int64_t pixels = p.out_height * p.out_width;
   if (p.x_stride.n == pixels * p.x_stride.w && p.y_stride.n == pixels * p.y_stride.w) pixels *= p.batch, p.batch = 1;
   p.out_width = p.in_width = smaller(pixels, 4 * kPixels);
   p.out_height = p.in_height = ceil_div(pixels, p.out_width);
   p.x_stride.h = p.out_width * p.x_stride.w, p.y_stride.h = p.out_width * p.y_stride.w;
   return p;
+}
+
+// The same as packed products, one for each group: rows_of(group) are the pixels, `steps` the elements or pairs of their
+// channels.
+template <class T, class RowsOf>
+void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m, const Acc<T>* panels, int64_t steps,
+                     const RowsOf& rows_of) {
+  using A = Acc<T>;
+  const int64_t pixels = p.batch * p.out_height * p.out_width;
+  const Grid grid = gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, 0);
+  for_grid(p.threads, p.groups, grid, [&](int64_t g, int64_t i, int64_t j, int) {
+    const Share rows = row_share(pixels, grid.prepared, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
+    Output<T> y{static_cast<T*>(m.output), p.y_stride.w};
+    y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+    gemm_block<T>(rows_of(g).from(rows.begin), rows.end - rows.begin,
+                  panels + g * packed_size<A>(steps, b.out_channels) + filters.begin * steps, filters.end - filters.begin, steps,
+                  y.from(rows.begin, g * b.out_channels + filters.begin));
+  });
+}
+// Returns false where the layout or the type is none that the packed product takes.
+template <class T>
+bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m) {
+  const int64_t pixels = p.out_height * p.out_width, stride = p.x_stride.w;
+  if (!is_pointwise(p) || p.x_stride.c != 1 || p.y_stride.c != 1 || pixels == 1) return false;
+  if (p.x_stride.n != pixels * stride || p.y_stride.n != pixels * p.y_stride.w) return false;
+  const T* x = static_cast<const T*>(m.input);
+  if constexpr (dtype_of<T> == DType::bf16) {
+    if (!multiplies_pairs(p)) return false;
+    const float* pairs = reinterpret_cast<const float*>(static_cast<const char*>(m.weight) + blocks_bytes(p));
+    multiply_pixels<T>(p, b, m, pairs, b.channels / 2, [&](int64_t g) { return PairRows{x + g * b.channels, stride}; });
+    return true;
+  } else if constexpr (same<T, Acc<T>>) {
+    if (b.block != kPanel<T> || rows_collide<T>(stride)) return false;
+    multiply_pixels<T>(p, b, m, static_cast<const T*>(m.weight), b.channels, [&](int64_t g) {
+      return StridedRows<T>{x + g * b.channels, stride};
+    });
+    return true;
+  }
+  return false;
 }
 
 template <class T>
@@ -212,6 +272,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const A* w = static_cast<const A*>(m.weight);
   T* y = static_cast<T*>(m.output);
   const Blocking b(problem);
+  if (multiply_pixels<T>(problem, b, m)) return;
   const Conv2dProblem p = regrouped(problem);
   const int64_t all_pixels = problem.out_height * problem.out_width * (problem.batch / p.batch);  // of what is one image in p
   const bool in_place = same<T, A> && p.y_stride.c == 1;
@@ -224,7 +285,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
   const int64_t panel = p.kernel_height * whole.w_row;
   // Pixels 4 KiB apart share one set of the first-level cache, which has eight ways.
-  const bool collide = kPixels > 8 && p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
+  const bool collide =
+      same<T, A> && kPixels > 8 && p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
   const int64_t tile_pixels = collide ? 7 : kPixels;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
