@@ -104,19 +104,24 @@ struct Span {
 template <class A, int n, int v>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
-  // Lines that are only written are asked for now: they arrive while the sums are computed.
-  if (start)
+  Vec<A> sum[n][v];
+  if (start) {
+    Vec<A> first[v];
+#pragma GCC unroll 2
+    for (int q = 0; q < v; q++) first[q] = load(start + q * width);
 #pragma GCC unroll 16
     for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-      for (int q = 0; q < v; q++) __builtin_prefetch(tile + j * tile_pixel + q * width, 1);
-  const A* from = start ? start : tile;
-  const int64_t from_pixel = start ? 0 : tile_pixel;
-  Vec<A> sum[n][v];
+      for (int q = 0; q < v; q++) {
+        sum[j][q] = first[q];
+        __builtin_prefetch(tile + j * tile_pixel + q * width, 1);  // lines that are only written arrive in the meantime
+      }
+  } else {
 #pragma GCC unroll 16
-  for (int j = 0; j < n; j++)
+    for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-    for (int q = 0; q < v; q++) sum[j][q] = load(from + j * from_pixel + q * width);
+      for (int q = 0; q < v; q++) sum[j][q] = load(tile + j * tile_pixel + q * width);
+  }
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
   for (int64_t r = 0; r < span.rows; r++)
     for (int64_t s = 0; s < span.columns; s++) {
@@ -341,17 +346,19 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
   };
 
-  // A task's rows of input and output stay in the second-level cache while blocks of output channels pass over them; where its
-  // weights fit there as well, tiles go through all blocks, and the output is written from begin to end.
+  // Where the weights fit the second-level cache, tiles go through all blocks of output channels, so that the output is written
+  // from begin to end; otherwise a task's rows of input and output stay there while blocks pass over them.
   constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 384 << 10;
-  const int64_t row_elements = p.stride_h * p.in_width * b.channels + p.out_width * b.out_channels;
-  const int64_t fitting = kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
-  const bool split_rows = p.batch * p.groups < p.threads && b.blocks < 4 * p.threads;
+  const bool weights_stay = b.blocks * panel * static_cast<int64_t>(sizeof(A)) <= kWeightBytes;
+  const int64_t row_elements = p.stride_h * p.in_width * b.channels + p.out_width * b.out_channels, images = p.batch * p.groups;
+  const bool split_rows = images < p.threads && b.blocks < 4 * p.threads;
+  const int64_t fitting =
+      weights_stay ? images * p.out_height / (8 * p.threads) : kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
   const int64_t rows = larger(1, smaller(fitting, split_rows ? ceil_div(p.out_height, p.threads) : p.out_height));
-  const int64_t chunks = ceil_div(p.out_height, rows), tasks = p.batch * p.groups * chunks;
+  const int64_t chunks = ceil_div(p.out_height, rows), tasks = images * chunks;
   const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
                 blocks = ceil_div(b.blocks, splits);
-  const int64_t pass = blocks * panel * static_cast<int64_t>(sizeof(A)) <= kWeightBytes ? blocks : 1;
+  const int64_t pass = weights_stay ? blocks : 1;
   const double work = static_cast<double>(all_pixels * p.batch) * static_cast<double>(p.out_channels) *
                       static_cast<double>(whole.rows * whole.columns * b.channels);
   parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
