@@ -23,6 +23,7 @@ from ai3_ops import _library, registry
 LIBRARY = torch.library.Library("ai3", "FRAGMENT")
 AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 Dims = Sequence["int | None"]
+_functorch_active = torch._C._are_functorch_transforms_active
 
 
 class Problem(NamedTuple):
@@ -212,9 +213,11 @@ class Operation:
         def fake(*args: Any, forward: str = algorithm, **options: Any) -> Tensor:
             return self.fake(forward, *args, **options)
 
+        backward = operator_named(f"_{self.name}_{algorithm}_backward")
+        known = () if backward is None else {a.name for a in backward._schema.arguments}
+
         def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-            ctx.operator = operator_named(f"_{self.name}_{algorithm}_backward")
-            known = () if ctx.operator is None else [a.name for a in ctx.operator._schema.arguments]
+            ctx.operator = backward
             ctx.options = {name: value for name, value in options.items() if name in known}
             if "deterministic" in ctx.options:
                 ctx.options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
@@ -271,7 +274,12 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             ctx.needs = ctx.needs_input_grad[2:]
-            return (None, None, *backward(ctx, *grads), *[None] * count)[: count + 2]
+            if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0 or _functorch_active():
+                results = backward(ctx, *grads)
+            else:  # nothing to record: autograd's Python rules of what runs here would only take time
+                with torch._C._AutoDispatchBelowAutograd():
+                    results = backward(ctx, *grads)
+            return (None, None, *results, *[None] * count)[: count + 2]
 
     apply = cast(Any, Rule).apply
 
@@ -281,7 +289,7 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(keys, args, options)
         args = (*args, *defaults[len(args) : count])
-        if not torch._C._are_functorch_transforms_active():
+        if not _functorch_active():
             return apply(keys, options, *args)
         with enable_single_level_autograd_function():
             return apply(keys, options, *args)
