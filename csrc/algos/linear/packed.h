@@ -23,11 +23,13 @@ struct PackedProduct {
   bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame) ||
                 (p.rows > 8 && rows_collide<A>(steps));
   // Blocks of k, about equal, that are multiplied at a time: many rows of one stay in the L2 cache, and the weight is read once.
-  // Sums of a narrower type must not be stored in between.
-  int64_t blocks = !kSame || p.rows <= kRows ? 1 : larger(1, ceil_div(steps, 2560 / static_cast<int64_t>(sizeof(A))));
+  // Rows that are copied come through the same cache. Sums of a narrower type must not be stored in between.
+  int64_t blocks =
+      !kSame || p.rows <= kRows ? 1 : larger(1, ceil_div(steps, (copies ? 2560 : 3072) / static_cast<int64_t>(sizeof(A))));
   int64_t block = ceil_div(steps, blocks), stride = prepared_stride<A>(block);
-  Grid grid =
-      gemm_grid<A>(p.threads, 1, ceil_div(p.rows, kRows), kRows, panel_count<A>(p.out_features), steps, copies ? .25 : 0, block);
+  // A block's panels are small, so its rows may have 4/3 of the part of the L2 cache that a grid's rows have.
+  Grid grid = gemm_grid<A>(p.threads, 1, ceil_div(p.rows, kRows), kRows, panel_count<A>(p.out_features), steps, copies ? .25 : 0,
+                           kSame ? block * 3 / 4 : block);
 
   // Elements of each thread's copy.
   int64_t copy_size() const {
