@@ -55,6 +55,7 @@ C.ai3_workspace.argtypes = (*_QUERY, *_ERROR)
 C.ai3_workspace.restype = ctypes.c_int64
 C.ai3_packed_bytes.argtypes = (*_QUERY, *_ERROR)
 C.ai3_packed_bytes.restype = ctypes.c_int64
+C.ai3_release_workspace.restype = ctypes.c_int64
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
 C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
 C.ai3_machine.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double), *_ERROR)
@@ -105,6 +106,11 @@ def _bytes(function: Any, operation: str, algorithm: str, *problem: Any) -> int:
 def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
     """Bytes of workspace that a direct call allocates, packed weights included."""
     return _bytes(C.ai3_workspace, operation, algorithm, device, dtype, sizes)
+
+
+def release_workspace() -> int:
+    """Gives the memory that CPU kernels keep for their workspaces back to the system, and says how many bytes that was."""
+    return C.ai3_release_workspace()
 
 
 def machine(threads: int) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import inspect
 import os
 import shlex
 import shutil
@@ -78,6 +79,7 @@ def register(
 
     Raises:
         ValueError: unknown operation, a name that is taken or no identifier.
+        TypeError: the callable does not take the operator's arguments.
         FileNotFoundError: no such header.
         RuntimeError: the header does not compile (with the compiler's messages) or registers something else.
     """
@@ -93,6 +95,7 @@ def register(
     with _lock:
         _check_name(operation, name, replace)
         if callable(source):
+            _check_signature(operation, name, source)
             if default:
                 raise ValueError("ai3_ops.register: `default` runs without Python; only a header can be what it runs")
             registry.add_python_algorithm(
@@ -127,6 +130,21 @@ def _check_name(operation: str, name: str, replace: bool) -> None:
         raise ValueError(
             f"ai3_ops.register: {operation} has an algorithm {name!r} already; replace=True puts this one in its place"
         )
+
+
+def _check_signature(operation: str, name: str, function: Callable[..., torch.Tensor]) -> None:
+    """A callable must take what the operator passes: all positional arguments of its schema."""
+    model = next(a.operator for a in registry.registered() if a.operation == operation and not a.python)
+    names = [a.name for a in model._schema.arguments if not a.kwarg_only]
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        raise TypeError(
+            f"ai3_ops.register: {operation} {name!r} is called with {len(names)} arguments, ({', '.join(names)}), which "
+            f"{getattr(function, '__qualname__', function)!s} does not take: {error}"
+        ) from None
+    except ValueError:  # a builtin that does not tell its signature
+        return
 
 
 def _compiler() -> list[str]:

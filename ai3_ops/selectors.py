@@ -121,7 +121,7 @@ Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Ma
 
 def near(word: str, words: Iterable[str]) -> str:
     """The end of an error message: words like `word`."""
-    close = difflib.get_close_matches(word, list(words), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(word, list(dict.fromkeys(words)), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 

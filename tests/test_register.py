@@ -309,6 +309,14 @@ def test_python_callable():
         register_function("relu", "user_no_default", clamp, default=True)
 
 
+def test_callables_take_the_operator_s_arguments():
+    with pytest.raises(TypeError, match=r"conv2d 'few' is called with 7 arguments, \(input, weight, bias, stride"):
+        ai3_ops.register("conv2d", "few", lambda input, weight: input)
+    with pytest.raises(TypeError, match=r"relu 'many' .* missing a required argument: 'other'"):
+        ai3_ops.register("relu", "many", lambda input, other: input)
+    assert not hasattr(torch.ops.ai3, "conv2d_few")
+
+
 def test_forward_mode_differentiation_raises():
     relu, x = torch.ops.ai3.relu_direct, torch.randn(3)
     transformed = (

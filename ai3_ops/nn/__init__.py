@@ -12,17 +12,25 @@ from torch.nn.utils import parametrize
 from ai3_ops.nn.rewrite import Swapped, rewritten_class
 
 
+def _weights(m: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias; from where they are kept, because nn.Module finds an attribute there only after it looked elsewhere."""
+    parameters = m._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return m.weight, m.bias
+
+
 def _conv2d(m: nn.Conv2d, x: Tensor) -> tuple[Any, ...]:
     if m.padding_mode == "zeros":
-        return x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups
+        return x, *_weights(m), m.stride, m.padding, m.dilation, m.groups
     x = F.pad(x, m._reversed_padding_repeated_twice, mode=m.padding_mode)
-    return x, m.weight, m.bias, m.stride, 0, m.dilation, m.groups
+    return x, *_weights(m), m.stride, 0, m.dilation, m.groups
 
 
 # PyTorch's class, the operation that its forward is one call of, and that call's arguments (as of PyTorch's function).
 _LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
     (nn.Conv2d, "conv2d", _conv2d),
-    (nn.Linear, "linear", lambda m, x: (x, m.weight, m.bias)),
+    (nn.Linear, "linear", lambda m, x: (x, *_weights(m))),
     (
         nn.MaxPool2d,
         "max_pool2d",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,11 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops import _library, registry
+from ai3_ops.operations import base
 from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm
 
-_SAMPLES = 64  # 16-bit words of a weight that are compared to see writes through `.data`
-_PACK_FACTOR, _PACK_SLACK = 8, 2**20  # a pack is kept up to so many times its weight's bytes and so many bytes more
+# Looked up once: a call asks each of these.
+_any_autocast, _dispatch_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_dispatch_stack
+_transform_level, _tracing_state = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+_grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+_SAMPLES = 32  # 64-bit words of a weight that are compared to see writes through `.data`
+_PACK_FACTOR, _PACK_SLACK = 8, 2**20  # a pack is kept up to so many float32 numbers an element and so many bytes more
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -48,6 +54,37 @@ class Spec(NamedTuple):
         if not isinstance(value, Spec):
             return value
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+
+class Plan:
+    """How eager inference makes one kind of call: the operator for it, and what that gets besides tensors.
+
+    ai3::_<operation>_<algorithm>_infer gets all numbers as one string, and knows no gradients: handing over lists and passing
+    autograd's Python rules takes longer than a small kernel does (docs/decisions/calls.md).
+    """
+
+    __slots__ = ("numbers", "operator", "pack", "packed")
+
+    def __init__(self, operator: Any, numbers: str, pack: Any) -> None:
+        self.operator, self.numbers = operator._op, numbers
+        self.pack = pack  # the operator that packs the weight, or None
+        self.packed: list[Pack | None] = [None]  # shared by the plans that have the pack in common
+
+    @staticmethod
+    def numbers_of(operator: Any, args: tuple[Any, ...]) -> list[Any]:
+        """The arguments of the operator that are not tensors; its lists as so many single ones."""
+        numbers: list[Any] = []
+        for argument, value in zip(operator._schema.arguments, args, strict=False):
+            if argument.N:
+                numbers += base.spread("", value, argument.N, argument.name, -(2**31))
+            elif not str(argument.type).endswith("Tensor") and not str(argument.type).startswith("Optional[Tensor"):
+                numbers.append(value)
+        return numbers
+
+    @staticmethod
+    def text(numbers: Iterable[Any]) -> str:
+        """As the operator reads them."""
+        return " ".join("-" if n is None else str(index(n)) for n in numbers)
 
 
 def _input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -89,9 +126,12 @@ class Call:
         self.refused: dict[Any, str] = {}
         self.watch: Callable[[Call], None] | None = None
         self.warned = False  # that this process does not have the algorithm
+        self.plans: dict[Any, Plan | None] = {}
+        self.generation = -1  # of the registry, for which the plans and `rule` hold
+        self.rule = False  # whether the algorithm names another one for each problem
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("operator", "options", "refused", "watch", "warned")
+        left_out = ("operator", "options", "refused", "watch", "warned", "plans", "generation", "rule")
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -107,6 +147,7 @@ class Call:
         """Computes with `algorithm` from now on; ValueError for names or parameters that do not exist."""
         self.operator, self.options = algorithm.operator(self.operation)
         self.algorithm = algorithm
+        self.generation = -1
 
     # Support ----------------------------------------------------------------------------------------------------------
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
@@ -162,7 +203,7 @@ class Call:
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
         operator = self.operator
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             if operator is None and not self.watch:
                 raise RuntimeError(f"ai3_ops: {self.reason}")
             return type(self).function(*args) if operator is None else operator(*args, **self.switches(args[0]))
@@ -187,7 +228,64 @@ class Call:
     def compute(self, args: tuple[Any, ...]) -> Tensor:
         """The operator's answer."""
         assert self.operator is not None
+        if not (_grad_enabled() or _transformed(args[0])):
+            plan = self.plan(args)
+            if plan is not None:
+                output = self.infer(plan, args)
+                if output is not None:
+                    return output
         return self.operator(*args, **self.switches(args[0]))
+
+    def infer(self, plan: Plan, args: tuple[Any, ...]) -> Tensor | None:
+        """The operator's answer outside training and tracing; None where it must be asked as always."""
+        return plan.operator(args[0], plan.numbers) if plan.numbers else plan.operator(args[0])
+
+    def plan(self, args: tuple[Any, ...]) -> Plan | None:
+        """How such a call is made; None where it has no way of its own."""
+        generation = registry.generation()
+        if generation != self.generation:
+            assert self.algorithm is not None
+            name = self.algorithm.name
+            self.rule = any(a.rule for a in registry.registered() if (a.operation, a.name) == (self.operation, name))
+            self.generation, self.plans = generation, {}
+        key = self.plan_key(args)
+        if self.rule:
+            input = args[0]
+            key = (key, input.shape, input.stride(), input.dtype)
+        try:
+            return self.plans[key]
+        except KeyError:
+            pass
+        except TypeError:  # a list among the arguments
+            return None
+        if len(self.plans) >= _REMEMBERED:
+            self.plans.clear()
+        plan = self.plans[key] = self.new_plan(args)
+        return plan
+
+    def plan_key(self, args: tuple[Any, ...]) -> Any:
+        """What a plan hangs on besides the input."""
+        return args[1:]
+
+    def sizes(self, args: tuple[Any, ...]) -> list[int]:
+        """Further numbers."""
+        return []
+
+    def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
+        """The operators that the algorithm has for such a call."""
+        assert self.algorithm is not None
+        assert self.operator is not None
+        name = self.algorithm.name
+        if self.rule:
+            name = registry.resolve(self.operation, name, *args)
+        infer = base.operator_named(f"_{self.operation}_{name}_infer")
+        if infer is None or self.algorithm.parameters:
+            return None
+        try:
+            numbers = Plan.numbers_of(self.operator, args) + self.sizes(args)
+        except RuntimeError:  # the operator says why
+            return None
+        return Plan(infer, Plan.text(numbers), base.operator_named(f"_{self.operation}_{name}_pack"))
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
@@ -219,112 +317,92 @@ class Call:
 class _Weighted(Call):
     """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls."""
 
-    def _forget(self) -> None:
-        super()._forget()
-        self.pack: Pack | None = None
-        self.packers: dict[Any, Any] = {}  # the packing operators of what a rule chooses
+    def infer(self, plan: Plan, args: tuple[Any, ...]) -> Tensor | None:
+        """With the pack, where the algorithm packs."""
+        weight = args[1]
+        if type(weight) is not nn.Parameter:
+            return None
+        if plan.pack is not None:
+            pack = plan.packed[0]
+            if pack is None or not pack.holds(weight):
+                pack = plan.packed[0] = Pack.of(plan.pack, weight, args[3:])
+                if pack is None:
+                    return None
+            weight = pack.tensor
+        return plan.operator(args[0], weight, args[2], plan.numbers)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("pack", "packers")}
+    def plan_key(self, args: tuple[Any, ...]) -> Any:
+        """A rule may look at all of it."""
+        weight = args[1]
+        return weight.shape, weight.dtype, args[2] is None, args[3:], torch.are_deterministic_algorithms_enabled()
 
-    def choose(self, algorithm: Algorithm) -> None:
-        """A new algorithm needs a new pack."""
-        super().choose(algorithm)
-        self.pack, self.packers = None, {}
+    def sizes(self, args: tuple[Any, ...]) -> list[int]:
+        """Those of the weight, which a packed one does not say, and the switch."""
+        return [*args[1].shape, torch.are_deterministic_algorithms_enabled()]
 
-    def compute(self, args: tuple[Any, ...]) -> Tensor:
-        """With the cached pack, outside training and tracing."""
-        assert self.operator is not None
-        input, weight, bias, *window = args
-        operators = None
-        if type(weight) is nn.Parameter and not torch.is_grad_enabled() and not _transformed(input):
-            operators = self._operators(args)
-        if operators is None:
-            return self.operator(*args, **self.switches(input))
-        pack = self.pack
-        if pack is None or not pack.holds(operators, weight, window):
-            pack = self.pack = Pack.of(operators, weight, window)
-            if pack is None:
-                return self.operator(*args, **self.switches(input))
-        if torch.are_deterministic_algorithms_enabled():
-            return operators[1](input, pack.tensor, pack.shape, bias, *window, deterministic=True)
-        return operators[1](input, pack.tensor, pack.shape, bias, *window)
+    def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
+        """None where a pack would be too large to keep."""
+        plan = super().new_plan(args)
+        if plan is None:
+            return None
+        if plan.pack is not None and not self._affordable(plan.pack, args):
+            return None
+        for other in self.plans.values():
+            if other is not None and (other.pack, other.numbers) == (plan.pack, plan.numbers):
+                plan.packed = other.packed
+        return plan
 
-    def _operators(self, args: tuple[Any, ...]) -> Any:
-        """The operators that pack and that use a pack; None where the algorithm has none."""
-        assert self.algorithm is not None
-        input = args[0]
-        key = (
-            registry.generation(), input.shape, input.stride(), input.dtype, args[1].shape, args[2] is None,
-            str(args[3:]),
-        )  # fmt: skip
-        if key not in self.packers:
-            if len(self.packers) >= _REMEMBERED:
-                self.packers.clear()
-            name = self.algorithm.name
-            if any(a.rule for a in registry.algorithms(self.operation) if a.name == name):
-                name = registry.resolve(self.operation, name, *args)
-            pack = getattr(torch.ops.ai3, f"_{self.operation}_{name}_pack", None)
-            packed = getattr(torch.ops.ai3, f"_{self.operation}_{name}_packed", None)
-            if pack is None or packed is None or self.algorithm.parameters or not self._affordable(name, args):
-                self.packers[key] = None
-            else:
-                self.packers[key] = pack.default, packed.default
-        return self.packers[key]
-
-    def _affordable(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _affordable(self, pack: Any, args: tuple[Any, ...]) -> bool:
         """Whether a model's packs take memory in proportion to its weights: the spectra of a 1x1 weight do not."""
-        problem, weight = self.problem(*args), args[1]
+        weight, name = args[1], pack._opname.removeprefix(f"_{self.operation}_").removesuffix("_pack")
+        problem = self.problem(*args)
         if not registry.supports_problem(self.operation, name, problem)[0]:
             return False  # the operator says why
         size = registry.packed_bytes_sizes(self.operation, name, problem.device, problem.dtype, **problem.sizes)
-        return size <= _PACK_FACTOR * weight.numel() * weight.element_size() + _PACK_SLACK
+        return size <= _PACK_FACTOR * weight.numel() * max(weight.element_size(), 4) + _PACK_SLACK
 
 
 def _transformed(input: Tensor) -> bool:
     """Whether something watches or changes the operators that a call makes: autocast, tracing, torch.func, fake tensors."""
     return (
         type(input) is not Tensor
-        or input.device.type != "cpu"
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
+        or not input.is_cpu
+        or _any_autocast()
+        or _dispatch_modes() > 0
+        or _transform_level() is not None
+        or _tracing_state() is not None
     )
 
 
 class Pack:
     """A packed weight, and how to tell that the weight is still the one that was packed."""
 
-    def __init__(self, operators: Any, weight: Tensor, window: list[Any]) -> None:
-        self.operators, self.window, self.generation = operators, window, registry.generation()
+    def __init__(self, operator: Any, weight: Tensor, window: tuple[Any, ...]) -> None:
         self.weight, self.version, self.address = weakref.ref(weight), weight._version, weight.data_ptr()
-        self.shape, self.dtype = weight.shape, weight.dtype
+        self.stride = weight.stride()
         size = weight.numel() * weight.element_size()
-        words = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B").cast("H")
-        self.words = words[:: max(1, len(words) // _SAMPLES) | 1]  # odd: both halves of a 32-bit element
+        words = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
+        if size >= 8:
+            words = words[: size // 8 * 8].cast("Q")
+        self.words = words[:: max(1, len(words) // _SAMPLES)]
         self.sample = self.words.tobytes()
-        self.tensor = operators[0](weight, *window)
+        self.tensor = operator(weight, *window)
 
     @staticmethod
-    def of(operators: Any, weight: Tensor, window: list[Any]) -> Pack | None:
+    def of(operator: Any, weight: Tensor, window: tuple[Any, ...]) -> Pack | None:
         """None where nothing could tell a later change: no version, or elements that do not lie side by side."""
         dense = weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
         if weight.is_inference() or not dense or weight.numel() == 0 or weight.device.type != "cpu":
             return None
-        return Pack(operators, weight, window)
+        return Pack(operator, weight, window)
 
-    def holds(self, operators: Any, weight: Tensor, window: list[Any]) -> bool:
+    def holds(self, weight: Tensor) -> bool:
         """A write through `.data` leaves identity and version as they are: a sample of the elements sees it."""
         return (
             self.weight() is weight
             and self.version == weight._version
             and self.address == weight.data_ptr()
-            and self.operators == operators
-            and self.generation == registry.generation()
-            and self.shape == weight.shape
-            and self.dtype == weight.dtype
-            and self.window == window
+            and self.stride == weight.stride()
             and self.words.tobytes() == self.sample
         )
 
@@ -387,7 +465,7 @@ def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, d
     if any(t % 2 for t in total):  # the odd one goes to the right and to the bottom
         (top, bottom), (left, right) = ((t // 2, t - t // 2) for t in total)
         return F.pad(input, (left, right, top, bottom)), 0
-    return input, [t // 2 for t in total]
+    return input, tuple(t // 2 for t in total)
 
 
 class Linear(_Switched):

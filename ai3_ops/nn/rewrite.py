@@ -348,6 +348,12 @@ class Swapped(nn.Module):
 
     _ai3_original: type[nn.Module]
 
+    def __prepare_scriptable__(self) -> Any:
+        raise RuntimeError(
+            f"torch.jit.script cannot compile a swapped module ({type(self).__name__}); use torch.compile or torch.export, or "
+            "script what ai3_ops.unswap returns"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
         function, args, *rest = reduced

@@ -73,7 +73,8 @@ def spread(label: str, value: int | Sequence[int], count: int, name: str, least:
     if len(values) == 1:
         values *= count
     check(len(values) == count, label, f"{name} needs 1 or {count} elements, got {values}")
-    check(all(least <= v <= 2**31 - 1 for v in values), label, f"{name} needs values of at least {least}, got {values}")
+    most = 2**31 - 1
+    check(all(least <= v <= most for v in values), label, f"{name} needs values from {least} to {most}, got {values}")
     return values
 
 

@@ -3,13 +3,17 @@
 namespace ai3::ops {
 namespace {
 
+template <bool inference>
 void forward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
+  Arguments in(stack, inference);
   const Tensor input = in.take<Tensor>();
-  give(stack, 0, adaptive_pool2d_run(entry, input, in.take<Sizes>()));
+  give(stack, 0, adaptive_pool2d_run(entry, input, in.take_list(2)));
 }
 
-constexpr OperatorKind kinds[] = {{"adaptive_avg_pool2d_", "", "(Tensor input, int[2] output_size) -> Tensor", forward, nullptr}};
+constexpr OperatorKind kinds[] = {
+    {"adaptive_avg_pool2d_", "", "(Tensor input, int[2] output_size) -> Tensor", forward<false>, nullptr},
+    {"_adaptive_avg_pool2d_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<Pool2dProblem>, true},
+};
 AI3_OPERATION(adaptive_avg_pool2d, "batch channels in_height in_width out_height out_width channels_last", kinds,
               std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, adaptive_pool2d_from))
 

@@ -9,18 +9,24 @@ void set_strides(Conv2dProblem& p, bool channels_last) {
   p.y_stride = dense_strides(p.out_channels, p.out_height, p.out_width, channels_last);
 }
 
+void set_threads(Conv2dProblem& p) {
+  const bool known = p.batch >= 0 && p.out_height >= 0 && p.out_width >= 0;
+  p.threads = known ? threads(checked_product({p.batch, p.out_channels, p.out_height, p.out_width, p.in_channels / p.groups,
+                                               p.kernel_height, p.kernel_width}))
+                    : threads();
+}
+
 // What does not depend on the input.
 void check_window(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
   check(weight.size() == 4, entry, "needs a 4-D weight (out_channels, in_channels/groups, kernel_height, kernel_width), got ",
-        to_string(weight));
+        weight);
   spread(entry, c.stride, 2, "stride"), spread(entry, c.padding, 2, "padding"), spread(entry, c.dilation, 2, "dilation");
   check_each(entry, c.stride, 1, "stride"), check_each(entry, c.padding, 0, "padding"),
       check_each(entry, c.dilation, 1, "dilation");
   check(c.groups > 0, entry, "needs groups of at least 1, got ", c.groups);
   check(weight[0] > 0 && weight[0] % c.groups == 0, entry, "needs a number of output channels that groups divides, got ",
         weight[0], " and groups ", c.groups);
-  check(weight[1] > 0 && weight[2] > 0 && weight[3] > 0, entry, "needs a kernel of at least 1x1 and one channel, got ",
-        to_string(weight));
+  check(weight[1] > 0 && weight[2] > 0 && weight[3] > 0, entry, "needs a kernel of at least 1x1 and one channel, got ", weight);
 }
 
 Conv2dProblem problem_from(const Query& q) {
@@ -28,7 +34,7 @@ Conv2dProblem problem_from(const Query& q) {
   const int64_t* s = q.sizes;
   if (s[7] == 0 || s[8] == 0 || s[13] == 0) throw std::runtime_error("needs stride and groups of at least 1, got 0");
   Conv2dProblem p{};
-  p.dtype = q.dtype, p.threads = threads();
+  p.dtype = q.dtype;
   p.batch = s[0], p.in_channels = s[1], p.in_height = s[2], p.in_width = s[3];
   p.out_channels = s[4], p.kernel_height = s[5], p.kernel_width = s[6];
   p.stride_h = s[7], p.stride_w = s[8], p.pad_h = s[9], p.pad_w = s[10], p.dilation_h = s[11], p.dilation_w = s[12];
@@ -39,7 +45,7 @@ Conv2dProblem problem_from(const Query& q) {
   };
   p.out_height = out(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h);
   p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);
-  set_strides(p, channels_last);
+  set_strides(p, channels_last), set_threads(p);
   return p;
 }
 
@@ -84,21 +90,19 @@ Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
 Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
   check_window(entry, c, weight);
   const int64_t rank = c.input.dim();
-  check(rank == 3 || rank == 4, entry, "needs input (N, C, H, W) or (C, H, W), got ", to_string(sizes_of(c.input)));
+  check(rank == 3 || rank == 4, entry, "needs input (N, C, H, W) or (C, H, W), got ", c.input);
   c.unbatched = rank == 3;
   if (c.unbatched) c.input = torch::stable::unsqueeze(c.input, 0);
   Conv2dProblem p{};
   p.dtype = dtype_of(entry, c.input);
-  p.threads = threads();
   p.batch = c.input.size(0), p.in_channels = c.input.size(1), p.in_height = c.input.size(2), p.in_width = c.input.size(3);
   p.out_channels = weight[0], p.kernel_height = weight[2], p.kernel_width = weight[3];
   p.stride_h = c.stride[0], p.stride_w = c.stride[1], p.pad_h = c.padding[0], p.pad_w = c.padding[1];
   p.dilation_h = c.dilation[0], p.dilation_w = c.dilation[1], p.groups = c.groups;
   p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic;
   check(p.in_channels == checked_mul(weight[1], p.groups), entry, "needs input of ", checked_mul(weight[1], p.groups),
-        " channels for weight ", to_string(weight), " and groups ", p.groups, ", got ", to_string(sizes_of(c.input)));
-  check(p.in_height > 0 && p.in_width > 0, entry, "needs input with a height and width of at least 1, got ",
-        to_string(sizes_of(c.input)));
+        " channels for weight ", weight, " and groups ", p.groups, ", got ", c.input);
+  check(p.in_height > 0 && p.in_width > 0, entry, "needs input with a height and width of at least 1, got ", c.input);
   auto out = [&](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
     const int64_t padded = checked_add(in, 2 * pad), extent = checked_add(checked_mul(dilation, kernel - 1), 1);
     check(padded >= extent && padded != kOverflow, entry, "needs a padded input no smaller than the kernel's extent, got ",
@@ -109,10 +113,11 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
   p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);
   if (c.bias) {
     check(c.bias->dim() == 1 && c.bias->size(0) == p.out_channels, entry, "needs a bias of ", p.out_channels, " elements, got ",
-          to_string(sizes_of(*c.bias)));
+          *c.bias);
     check_same(entry, c.input, *c.bias, "bias");
   }
   checked_numel(entry, {p.batch, p.out_channels, p.out_height, p.out_width}, 8);
+  set_threads(p);
   return p;
 }
 

@@ -11,7 +11,7 @@ struct Conv2dCall : WeightedCall {
   bool channels_last = false;  // the memory format that the output must have
 
   void take_window(Arguments& in) {
-    stride = in.take<Sizes>(), padding = in.take<Sizes>(), dilation = in.take<Sizes>(), groups = in.take<int64_t>();
+    stride = in.take_list(2), padding = in.take_list(2), dilation = in.take_list(2), groups = in.take<int64_t>();
   }
 };
 

@@ -3,8 +3,9 @@
 namespace ai3::ops {
 namespace {
 
+template <bool inference>
 void forward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack);
+  Arguments in(stack, inference);
   const Tensor input = in.take<Tensor>();
   const int64_t asked_start = in.take<int64_t>(), asked_end = in.take<int64_t>();
   const Sizes sizes = sizes_of(input);
@@ -29,7 +30,9 @@ void forward(const Entry& entry, StableIValue* stack) {
 }
 
 constexpr OperatorKind kinds[] = {
-    {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward, nullptr}};
+    {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward<false>, nullptr},
+    {"_flatten_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>, true},
+};
 AI3_OPERATION(flatten, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 
 }  // namespace

@@ -4,11 +4,16 @@
 namespace ai3::ops {
 namespace {
 
+void set_threads(LinearProblem& p) {
+  p.threads = p.rows >= 0 ? threads(checked_product({p.rows, p.in_features, p.out_features})) : threads();
+}
+
 LinearProblem problem_from(const Query& q) {
   if (q.count != 4) throw std::runtime_error("ai3: a linear query needs 4 sizes");
   LinearProblem p{};
-  p.dtype = q.dtype, p.threads = threads();
+  p.dtype = q.dtype;
   p.rows = q.sizes[0], p.in_features = q.sizes[1], p.out_features = q.sizes[2], p.has_bias = q.sizes[3] != 0;
+  set_threads(p);
   return p;
 }
 
@@ -20,24 +25,23 @@ LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& wei
   sizes = sizes_of(c.input);
   check(!sizes.empty(), entry, "needs input of at least one dimension");
   check(weight.size() == 1 || weight.size() == 2, entry, "needs a weight (out_features, in_features) or (in_features,), got ",
-        to_string(weight));
+        weight);
   const int64_t in_features = sizes.back();
-  check(in_features == weight.back(), entry, "needs input of ", weight.back(), " features in its last dimension, got ",
-        to_string(sizes));
+  check(in_features == weight.back(), entry, "needs input of ", weight.back(), " features in its last dimension, got ", sizes);
   LinearProblem p{};
-  p.dtype = dtype_of(entry, c.input), p.threads = threads();
+  p.dtype = dtype_of(entry, c.input);
   p.in_features = in_features, p.out_features = weight.size() == 2 ? weight[0] : 1;
   p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic;
   sizes.pop_back();
   p.rows = checked_numel(entry, sizes, 1);
   if (weight.size() == 2) sizes.push_back(p.out_features);
   checked_numel(entry, sizes, 8);
+  set_threads(p);
   if (c.bias) {
     check_same(entry, c.input, *c.bias, "bias");
     const Sizes bias = sizes_of(*c.bias);
     check(bias.empty() || (weight.size() == 2 && bias.size() == 1 && (bias[0] == p.out_features || bias[0] == 1)), entry,
-          "needs a bias of ", weight.size() == 2 ? "(out_features,)" : "()", " for weight ", to_string(weight), ", got ",
-          to_string(bias));
+          "needs a bias of ", weight.size() == 2 ? "(out_features,)" : "()", " for weight ", weight, ", got ", bias);
     if (bias.empty() || bias[0] != p.out_features) c.bias = call_aten("aten::expand", "", *c.bias, Sizes{p.out_features}, false);
   }
   return p;
@@ -94,7 +98,7 @@ Gradients gradients(const Entry& asked, const LinearCall& c, const Tensor& grad,
             grad.size(0) == c.input.size(0) && grad.size(1) == c.weight.size(0),
         asked,
         "needs matrices grad_output (rows, out_features), input (rows, in_features), weight (out_features, in_features), got ",
-        to_string(sizes_of(grad)), ", ", to_string(sizes_of(c.input)), ", ", to_string(sizes_of(c.weight)));
+        grad, ", ", c.input, ", ", c.weight);
   auto nothing = [&] { return empty({0}, c.input.scalar_type(), c.input); };  // one each: results must not alias
   Gradients result{nothing(), nothing(), nothing()};
   const Tensor grad_t = torch::stable::transpose(grad, 0, 1);
@@ -117,7 +121,7 @@ struct LinearOperation {
     return linear_problem(entry, c, sizes_of(c.weight), sizes);
   }
   static Problem problem_of_weight(const Entry& entry, Call& c) {
-    check(c.weight.dim() == 2, entry, "needs a weight (out_features, in_features), got ", to_string(sizes_of(c.weight)));
+    check(c.weight.dim() == 2, entry, "needs a weight (out_features, in_features), got ", c.weight);
     const int64_t sizes[] = {-1, c.weight.size(1), c.weight.size(0), 0};
     return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
   }

@@ -22,7 +22,7 @@ void set_strides(Pool2dProblem& p, bool channels_last) {
 
 Pool2dProblem problem_of_input(const Entry& entry, const Tensor& input) {
   const int64_t rank = input.dim();
-  check(rank == 3 || rank == 4, entry, "needs input (N, C, H, W) or (C, H, W), got ", to_string(sizes_of(input)));
+  check(rank == 3 || rank == 4, entry, "needs input (N, C, H, W) or (C, H, W), got ", input);
   Pool2dProblem p{};
   p.dtype = dtype_of(entry, input), p.threads = threads();
   p.batch = rank == 4 ? input.size(0) : 1;
@@ -54,26 +54,25 @@ Tensor pool2d_run(const Entry& asked, Pool2dCall& c) {
   check_each(asked, c.kernel, 1, "kernel_size"), check_each(asked, c.stride, 1, "stride");
   check_each(asked, c.padding, 0, "padding"), check_each(asked, c.dilation, 1, "dilation");
   for (int i : {0, 1})
-    check(c.padding[i] <= c.kernel[i] / 2, asked, "needs padding of at most half the kernel size, got padding ",
-          to_string(c.padding), " and kernel_size ", to_string(c.kernel));
+    check(c.padding[i] <= c.kernel[i] / 2, asked, "needs padding of at most half the kernel size, got padding ", c.padding,
+          " and kernel_size ", c.kernel);
   check(!c.divisor || *c.divisor != 0, asked, "needs a divisor_override other than 0");
   Pool2dProblem p = problem_of_input(asked, c.input);
   check(p.channels > 0 && p.in_height > 0 && p.in_width > 0, asked, "needs input with no dimension of 0 but the batch, got ",
-        to_string(sizes_of(c.input)));
+        c.input);
   p.kernel_height = c.kernel[0], p.kernel_width = c.kernel[1], p.stride_h = c.stride[0], p.stride_w = c.stride[1];
   p.pad_h = c.padding[0], p.pad_w = c.padding[1], p.dilation_h = c.dilation[0], p.dilation_w = c.dilation[1];
   p.ceil_mode = c.ceil_mode, p.count_include_pad = c.count_include_pad, p.divisor = c.divisor.value_or(0);
   set_outputs(p);
   check(p.out_height > 0 && p.out_width > 0, asked, "the input of ", p.in_height, "x", p.in_width,
-        " is too small: no window of kernel_size ", to_string(c.kernel), " and dilation ", to_string(c.dilation), " fits");
+        " is too small: no window of kernel_size ", c.kernel, " and dilation ", c.dilation, " fits");
   return run(asked, c.input, p);
 }
 
 Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size) {
   spread(asked, output_size, 2, "output_size"), check_each(asked, output_size, 0, "output_size");
   Pool2dProblem p = problem_of_input(asked, input);
-  check(p.in_height > 0 && p.in_width > 0, asked, "needs input with a height and width of at least 1, got ",
-        to_string(sizes_of(input)));
+  check(p.in_height > 0 && p.in_width > 0, asked, "needs input with a height and width of at least 1, got ", input);
   p.out_height = output_size[0], p.out_width = output_size[1];
   return run(asked, input, p);
 }

@@ -29,23 +29,22 @@ const Operation* operation_named(const char* name) {
   return nullptr;
 }
 
-// What leaves an operator is std::runtime_error alone, with words for a user: PyTorch turns it into RuntimeError.
-template <class Call>
-void call_operator(const Call& call) {
+// What leaves an operator is std::runtime_error alone, which PyTorch turns into RuntimeError, with the operator's name in front,
+// also where it is PyTorch that refuses.
+[[noreturn]] void rethrow(const std::string& label) {
   try {
-    call();
-  } catch (const std::runtime_error&) {
     throw;
-  } catch (const std::bad_alloc&) {
-    throw std::runtime_error("ai3: not enough memory");
+  } catch (const NotEnoughMemory& e) {
+    throw std::runtime_error("ai3::" + label + ": not enough memory for " + std::to_string(e.bytes) + " bytes more");
   } catch (const std::exception& e) {
-    throw std::runtime_error(std::string("ai3: ") + e.what());
+    if (std::strstr(e.what(), "ai3::")) throw std::runtime_error(e.what());
+    throw std::runtime_error("ai3::" + label + ": " + e.what());
   }
 }
 
 // A boxed kernel is not told its operator's name, so each operator gets a function of its own from a pool.
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
-constexpr int kSlots = 160, kKindsAtMost = 5, kSharedAtMost = 8;
+constexpr int kSlots = 160, kKindsAtMost = 6, kSharedAtMost = 8;
 const Entry* slots[kSlots];
 const SharedOperator* shared_slots[kSharedAtMost];
 int used_slots = 0, used_shared_slots = 0;
@@ -53,11 +52,23 @@ int used_slots = 0, used_shared_slots = 0;
 template <int i>
 void boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Entry& entry = *slots[i / kKindsAtMost];
-  call_operator([&] { entry.operation->kinds[i % kKindsAtMost].call(entry, stack); });
+  const OperatorKind& kind = entry.operation->kinds[i % kKindsAtMost];
+  try {
+    if (kind.inference && aoti_torch_grad_mode_is_enabled())
+      fail(entry, kind.suffix, " is for inference: call it without gradients");
+    kind.call(entry, stack);
+  } catch (...) {
+    rethrow(std::string(entry.operation->name) + "_" + entry.name);
+  }
 }
 template <int i>
 void boxed_shared(StableIValue* stack, uint64_t, uint64_t) {
-  call_operator([&] { shared_slots[i]->call(stack); });
+  try {
+    shared_slots[i]->call(stack);
+  } catch (...) {
+    const std::string schema = shared_slots[i]->schema;
+    rethrow(schema.substr(0, schema.find('(')));
+  }
 }
 constexpr auto pool = []<int... i>(std::integer_sequence<int, i...>) { return std::array<Boxed, sizeof...(i)>{boxed<i>...}; }
 (std::make_integer_sequence<int, kSlots * kKindsAtMost>());
@@ -67,15 +78,16 @@ constexpr auto shared_pool = []<int... i>(std::integer_sequence<int, i...>) {
 (std::make_integer_sequence<int, kSharedAtMost>());
 
 // One function serves all devices: it looks at its arguments, and refuses readably where there is no kernel for theirs.
-void define(const std::string& name, const std::string& signature, Boxed function) {
+void define(const std::string& name, const std::string& signature, Boxed function, bool inference = false) {
   using torch::stable::detail::StableLibrary;
   // Never destroyed: destroying a library takes its operators back.
   static auto& definitions = *new StableLibrary(StableLibrary::Kind::FRAGMENT, "ai3", nullptr, __FILE__, __LINE__);
   static auto& cpu = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CPU", __FILE__, __LINE__);
   static auto& cuda = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CUDA", __FILE__, __LINE__);
+  static auto& autograd = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "AutogradCPU", __FILE__, __LINE__);
   definitions.def((name + signature).c_str());
   cpu.impl(name.c_str(), function);
-  cuda.impl(name.c_str(), function);
+  (inference ? autograd : cuda).impl(name.c_str(), function);
 }
 void define_shared(const Operation& operation) {
   for (const SharedOperator* o = operation.shared; o != operation.shared + operation.shared_count; o++) {
@@ -122,7 +134,8 @@ void add(const AlgorithmInfo& info, bool replace) {
   for (int kind = 0; kind < operation->kind_count; kind++) {
     const OperatorKind& k = operation->kinds[kind];
     if (entry->defined >> kind & 1 || (k.wanted && !k.wanted(info))) continue;
-    define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
+    define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)],
+           k.inference);
     entry->defined |= 1u << kind;
   }
   // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
@@ -204,7 +217,6 @@ struct Asked {
 // The C interface, for Python (ctypes), for _C_cuda and for C++ programs. Every function returns 0 on failure and writes the
 // reason into `error`; a positive or non-null result is success.
 extern "C" {
-#define AI3_EXPORT [[gnu::visibility("default")]]
 
 AI3_EXPORT int ai3_register(const AlgorithmInfo* info, int replace, char* error, int64_t size) {
   return guarded(error, size, [&] { return add(*info, replace != 0), 1; });

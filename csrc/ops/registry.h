@@ -21,6 +21,7 @@ struct OperatorKind {
   const char* signature;  // arguments and results of the schema
   void (*call)(const Entry&, StableIValue* stack);
   bool (*wanted)(const AlgorithmInfo&);  // null: every algorithm gets it
+  bool inference = false;                // for CPU tensors outside of autograd alone
 };
 // An operator of the operation itself, which is told the algorithms by name.
 struct SharedOperator {

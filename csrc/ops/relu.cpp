@@ -14,7 +14,10 @@ void forward(const Entry& entry, StableIValue* stack) {
   give(stack, 0, output);
 }
 
-constexpr OperatorKind kinds[] = {{"relu_", "", "(Tensor input) -> Tensor", forward, nullptr}};
+constexpr OperatorKind kinds[] = {
+    {"relu_", "", "(Tensor input) -> Tensor", forward, nullptr},
+    {"_relu_", "_infer", "(Tensor input) -> Tensor", forward, is_method<ElementwiseProblem>, true},
+};
 AI3_OPERATION(relu, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 
 }  // namespace

@@ -24,7 +24,7 @@ void check_packed(const Entry& asked, const WeightedCall& c, const Traits<P>& tr
   check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), asked, "fuses no residual and no activation");
   auto check_sizes = [&](const Tensor& t, const char* name) {
     check_same(asked, c.input, t, name);
-    check(sizes_of(t) == sizes, asked, "needs ", name, " of sizes ", to_string(sizes), ", got ", to_string(sizes_of(t)));
+    check(sizes_of(t) == sizes, asked, "needs ", name, " of sizes ", sizes, ", got ", t);
   };
   if (c.residual) check_sizes(*c.residual, "residual");
   if (c.output) {
@@ -35,6 +35,8 @@ void check_packed(const Entry& asked, const WeightedCall& c, const Traits<P>& tr
   }
   check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, description));
 }
+
+constexpr int kPackKind = 2;  // in the tables below
 
 // The boxed functions of an operation. O has the types Call (a WeightedCall) and Problem, weight_rank, and the functions
 //   Problem problem(const Entry&, Call&)               of an unpacked call
@@ -116,6 +118,15 @@ struct WeightedOperators {
     const Chosen<Problem> chosen(entry, device_of(entry, c.weight), p);
     give(stack, 0, pack_weight(chosen, p, c.weight, O::description(p)));
   }
+  // What a swapped module calls in eager inference; the weight is the packed one where the algorithm packs.
+  static void infer(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack, true);
+    Call c = forward_call(in);
+    c.weight_size = in.take_list(O::weight_rank);
+    c.deterministic = in.take<bool>();
+    if (!(entry.defined & 1u << kPackKind)) c.weight_size.clear();
+    give(stack, 0, O::run(entry, c));
+  }
   static Call packed_call(const Entry& entry, Arguments& in) {
     Call c;
     c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.weight_size = in.take<Sizes>();
@@ -125,7 +136,7 @@ struct WeightedOperators {
     const std::string activation = in.take<std::string>();
     c.take_options(in);
     check(c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
-          to_string(c.weight_size));
+          c.weight_size);
     c.activation = activation_named(entry, activation);
     return c;
   }
@@ -143,7 +154,7 @@ struct WeightedOperators {
 };
 
 // The tables of an operation's operators, `kinds` and `shared`. `window` are the arguments that take_window takes, with their
-// defaults and, as gradients have them, without; each begins with a comma.
+// defaults, and, without, as gradients have them; each begins with a comma.
 #define AI3_OPTIONS ", *, bool allow_tf32=False, bool deterministic=False"
 #define AI3_FORWARD(window) "(Tensor input, Tensor weight, Tensor? bias=None" window AI3_OPTIONS
 #define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
@@ -160,6 +171,8 @@ struct WeightedOperators {
       {"_" operation "_", "_packed", AI3_PACKED(window) ") -> Tensor", WeightedOperators<O>::packed, has_packs<O::Problem>},  \
       {"_" operation "_", "_packed_out", AI3_PACKED(window) ", Tensor(a!) out) -> ()", WeightedOperators<O>::packed_out,      \
        has_packs<O::Problem>},                                                                                                \
+      {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers) -> Tensor",                     \
+       WeightedOperators<O>::infer, is_method<O::Problem>, true},                                                             \
   };                                                                                                                          \
   constexpr SharedOperator shared[] = {                                                                                       \
       {"_" operation "_mixed" AI3_FORWARD(window) AI3_NAMES ") -> Tensor", WeightedOperators<O>::mixed},                      \

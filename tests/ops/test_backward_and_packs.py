@@ -218,6 +218,44 @@ def test_out_shares_no_memory_with_what_is_read():
         ops._linear_gemm_packed_out(m, ops._linear_gemm_pack(torch.eye(3)), (3, 3), out=m)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_out_may_be_other_channels_of_the_input_s_buffer(layout):
+    """As a concatenation without a copy has it."""
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.randn(2, 10, 6, 7, generator=generator).contiguous(memory_format=layout)
+    w, b = torch.randn(3, 4, 3, 3, generator=generator), torch.randn(3, generator=generator)
+    pack, before = ops._conv2d_direct_pack(w, 1, 1), buffer.clone()
+    for first, out in [(0, slice(4, 7)), (4, slice(1, 4)), (0, slice(7, 10))]:
+        buffer.copy_(before)
+        x = buffer[:, first : first + 4]
+        ops._conv2d_direct_packed_out(x, pack, w.shape, b, 1, 1, out=buffer[:, out])
+        torch.testing.assert_close(
+            buffer[:, out], F.conv2d(before[:, first : first + 4], w, b, 1, 1), rtol=1e-4, atol=1e-4
+        )
+        others = [c for c in range(10) if c not in range(10)[out]]
+        assert torch.equal(buffer[:, others], before[:, others])
+    for out in (slice(3, 6), slice(0, 3), slice(2, 5)):
+        with pytest.raises(RuntimeError, match="needs an out that shares no memory with input"):
+            ops._conv2d_direct_packed_out(buffer[:, :4], pack, w.shape, b, 1, 1, out=buffer[:, out])
+
+
+def test_operators_told_by_name_and_out_forms_pass_opcheck():
+    x, w, b = (data(*s).requires_grad_() for s in ((2, 4, 6, 5), (6, 4, 3, 3), (6,)))
+    torch.library.opcheck(
+        ops._conv2d_mixed.default, (x, w, b, 1, 1), {"forward": "direct", "backward_weight": "im2col"}
+    )
+    y, mask = data(2, 6, 6, 5).requires_grad_(), [True] * 3
+    torch.library.opcheck(ops._conv2d_mixed_backward.default, (y, x, w, 1, 1, 1, 1, mask), {"forward": "direct"})
+    m, n, c = (data(*s).requires_grad_() for s in ((5, 3), (4, 3), (4,)))
+    torch.library.opcheck(ops._linear_mixed.default, (m, n, c), {"forward": "gemm"})
+    torch.library.opcheck(ops._linear_mixed_backward.default, (data(5, 4), m, n, mask), {"forward": "gemm"})
+    x, w, b, m, n, c = (t.detach() for t in (x, w, b, m, n, c))
+    pack = ops._conv2d_direct_pack(w, 1, 1)
+    torch.library.opcheck(ops._conv2d_direct_packed_out.default, (x, pack, list(w.shape), b, 1, 1), {"out": y.detach()})
+    pack = ops._linear_gemm_pack(n)
+    torch.library.opcheck(ops._linear_gemm_packed_out.default, (m, pack, list(n.shape), c), {"out": data(5, 4)})
+
+
 def test_deterministic_calls_refuse_what_is_not():
     x, w = data(1, 2, 5, 5), data(2, 2, 3, 3)
     words = "ai3::conv2d_gemm: is not deterministic, and a deterministic result was asked for; algorithms that support"

@@ -1,0 +1,64 @@
+#include "scratch.h"
+
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <mutex>
+
+namespace ai3::ops {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20, kKeptBytes = int64_t{256} << 20;
+constexpr int kKeptBlocks = 64;
+
+struct Block {
+  char* data;
+  int64_t bytes;
+};
+// A stack, so that one thread alone has one block, warm in its cache, which grows to what its largest call needs. Never waited
+// for: where another thread is at it, or was when the process was forked, memory comes from the system and goes back there.
+std::mutex mutex;
+Block kept[kKeptBlocks];
+int kept_blocks = 0;
+int64_t kept_bytes = 0;
+
+}  // namespace
+
+Scratch::Scratch(int64_t bytes) {
+  if (bytes == 0) return;
+  if (const std::unique_lock lock(mutex, std::try_to_lock); lock && kept_blocks > 0) {
+    const Block block = kept[--kept_blocks];
+    kept_bytes -= block.bytes;
+    data_ = block.data, bytes_ = block.bytes;
+  }
+  if (bytes_ >= bytes) return;
+  std::free(data_);
+  const int64_t unit = bytes < kHugePage ? 64 : kHugePage;
+  bytes_ = (bytes + unit - 1) / unit * unit;
+  data_ = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(bytes_)));
+  if (!data_) throw NotEnoughMemory(bytes);
+  if (unit == kHugePage) madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
+}
+
+Scratch::~Scratch() {
+  if (!data_) return;
+  const std::unique_lock lock(mutex, std::try_to_lock);
+  if (lock && kept_blocks < kKeptBlocks && kept_bytes + bytes_ <= kKeptBytes) {
+    kept[kept_blocks++] = {data_, bytes_};
+    kept_bytes += bytes_;
+  } else {
+    std::free(data_);
+  }
+}
+
+}  // namespace ai3::ops
+
+// Gives the memory that is kept back to the system; returns how many bytes that was.
+extern "C" AI3_EXPORT int64_t ai3_release_workspace() {
+  using namespace ai3::ops;
+  const std::lock_guard lock(mutex);
+  const int64_t released = kept_bytes;
+  while (kept_blocks > 0) std::free(kept[--kept_blocks].data);
+  kept_bytes = 0;
+  return released;
+}

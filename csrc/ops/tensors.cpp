@@ -1,0 +1,129 @@
+// Tensors made and looked at: outputs, what shares memory, packed weights.
+#include "tensors.h"
+
+#include <cstdlib>
+
+#include "../algos/core/level.h"
+
+namespace ai3::ops {
+
+Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last) {
+  if (!like.is_cpu())
+    return torch::stable::empty(sizes, dtype, std::nullopt, like.device(), std::nullopt,
+                                channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+  // As empty does, without the dispatcher, which takes longer than a small kernel.
+  const size_t rank = sizes.size();
+  Sizes strides(rank);
+  int64_t count = 1;
+  for (size_t i = 0; i < rank; i++) {
+    constexpr size_t channels_last_order[] = {1, 3, 2, 0};
+    const size_t d = channels_last ? channels_last_order[i] : rank - 1 - i;
+    strides[d] = count;
+    count = checked_mul(count, std::max<int64_t>(sizes[d], 1));
+  }
+  // What the system will not give is refused here: PyTorch would print where it stood.
+  const int64_t bytes = checked_mul(count, dtype == ScalarType::Byte ? 1 : static_cast<int64_t>(like.element_size()));
+  if (bytes >= int64_t{1} << 28) {
+    void* const attempt = std::malloc(static_cast<size_t>(bytes));
+    if (!attempt) throw NotEnoughMemory(bytes);
+    std::free(attempt);
+  }
+  AtenTensorHandle made;
+  using torch::stable::detail::from, torch::stable::detail::to;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes.data(), strides.data(),
+                                                         to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+namespace {
+
+// Where a tensor's elements are, in bytes from its first one.
+struct Extent {
+  const char* first;
+  int64_t last;  // of the last element
+  int64_t rest;  // the same, of dimensions whose stride is no multiple of the period
+};
+Extent extent_of(const Tensor& t, int64_t period) {
+  Extent e{static_cast<const char*>(t.const_data_ptr()), 0, 0};
+  for (int64_t d = 0; d < t.dim(); d++) {
+    const int64_t bytes = (t.size(d) - 1) * t.stride(d) * static_cast<int64_t>(t.element_size());
+    e.last += bytes;
+    if (t.stride(d) * static_cast<int64_t>(t.element_size()) % period) e.rest += bytes;
+  }
+  return e;
+}
+
+}  // namespace
+
+void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name) {
+  if (out.numel() == 0 || other.numel() == 0) return;
+  const int64_t size = static_cast<int64_t>(out.element_size());
+  const Extent a = extent_of(out, 1), b = extent_of(other, 1);
+  bool apart = a.first + a.last + size <= b.first || b.first + b.last + size <= a.first;
+  for (int64_t d = 0; d < out.dim() && !apart; d++) {
+    const int64_t period = out.stride(d) * size;
+    if (out.size(d) == 1 || period == 0) continue;
+    const Extent x = extent_of(out, period), y = extent_of(other, period);
+    const int64_t shift = ((x.first - y.first) % period + period) % period;
+    apart = shift >= y.rest + size && shift + x.rest + size <= period;
+  }
+  check(apart, entry, "needs an out that shares no memory with ", name);
+}
+
+Activation activation_named(const Entry& entry, const std::string& word) {
+  static const char* const words[] = {"none", "relu", "relu6", "hardswish", "silu", "gelu"};
+  std::string known;
+  for (int i = 0; i < static_cast<int>(std::size(words)); i++) {
+    if (word == words[i]) return static_cast<Activation>(i);
+    known += (i ? ", " : "") + std::string(words[i]);
+  }
+  fail(entry, "needs an activation of ", known, ", got '", word, "'");
+}
+
+// FNV-1a of everything that a pack's form may depend on; the numbers in one step each.
+uint64_t pack_tag(const Entry& entry, const Sizes& description) {
+  constexpr uint64_t prime = 0x100000001b3u;
+  uint64_t hash = 0xcbf29ce484222325u;
+  auto mix = [&](const char* word) {
+    while (*word) hash = (hash ^ static_cast<unsigned char>(*word++)) * prime;
+  };
+  const AlgorithmInfo* info = entry.on(Device::cpu);
+  if (info) mix(info->level);
+  mix(level().c_str());  // a user's algorithm says "user" whatever it was compiled for
+  mix(entry.name.c_str());
+  for (int64_t value : description) {
+    hash = (hash ^ static_cast<uint64_t>(value)) * prime;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+Tensor new_pack(const Tensor& weight, int64_t bytes) {
+  // Zeroed, padding included, so that two packs of one weight are equal.
+  Tensor pack = empty({bytes / static_cast<int64_t>(weight.element_size())}, weight.scalar_type(), weight);
+  return torch::stable::zero_(pack);
+}
+
+namespace {
+char* tag_of(const Tensor& pack, int64_t bytes) {
+  return static_cast<char*>(const_cast<void*>(pack.const_data_ptr())) + bytes - kTagBytes;
+}
+}  // namespace
+
+void tag_pack(Tensor& pack, uint64_t tag) {
+  if (!pack.is_cpu()) return;
+  char* place = tag_of(pack, pack.numel() * static_cast<int64_t>(pack.element_size()));
+  std::memset(place, 0, kTagBytes);
+  std::memcpy(place, &tag, sizeof(tag));
+}
+
+void check_pack(const Entry& entry, const Tensor& pack, int64_t bytes, uint64_t tag) {
+  check(pack.dim() == 1 && is_contiguous(pack) && pack.numel() * static_cast<int64_t>(pack.element_size()) == bytes, entry,
+        "needs a packed weight of ", bytes, " bytes from ai3::_", entry.operation->name, "_", entry.name,
+        "_pack with the same arguments, got a tensor of sizes ", pack);
+  if (!pack.is_cpu()) return;
+  check(std::memcmp(tag_of(pack, bytes), &tag, sizeof(tag)) == 0, entry,
+        "needs a weight that was packed with the same arguments and for this instruction set; pack it again");
+}
+
+}  // namespace ai3::ops

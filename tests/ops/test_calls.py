@@ -1,0 +1,130 @@
+"""The short way of a swapped module's call in eager inference gives what the long way gives, and keeps every promise."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ai3_ops
+from ai3_ops import _library
+
+ops = torch.ops.ai3
+MODULES = {
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=(1, 0), stride=(1, 2)), (2, 4, 7, 9)),
+    "linear": (lambda: nn.Linear(5, 7), (3, 2, 5)),
+    "max_pool2d": (lambda: nn.MaxPool2d(3, 2, padding=1), (2, 4, 7, 9)),
+    "avg_pool2d": (lambda: nn.AvgPool2d((3, 2), count_include_pad=False, padding=(1, 0)), (2, 4, 7, 9)),
+    "adaptive_avg_pool2d": (lambda: nn.AdaptiveAvgPool2d((None, 3)), (2, 4, 7, 9)),
+    "relu": (nn.ReLU, (3, 5)),
+    "flatten": (nn.Flatten, (2, 3, 4)),
+}
+
+
+@pytest.fixture(params=[(a.operation, a.name) for a in ai3_ops.algorithms(device="cpu")], ids="_".join)
+def pair(request):
+    operation, name = request.param
+    torch.manual_seed(0)
+    make, shape = MODULES[operation]
+    module, x = make(), torch.randn(shape)
+    if name.startswith("winograd"):
+        module.stride = (1, 1)
+    if name == "depthwise":
+        module = nn.Conv2d(4, 8, 3, groups=4)
+    return module, ai3_ops.swap(module, {operation: name}, x, strict=True), x
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_short_way_gives_what_the_long_way_gives(pair, mode):
+    module, swapped, x = pair
+    for given in (x, x[:1], x.flip(0)):
+        long = swapped(given.clone().requires_grad_()).detach()
+        for _ in range(2):
+            with mode():
+                short = swapped(given)
+            assert torch.equal(short, long)
+            assert short.stride() == long.stride()
+            assert not short.requires_grad
+        torch.testing.assert_close(short, module(given), rtol=2e-4, atol=2e-4)
+    call = swapped._ai3
+    assert any(call.plans.values())
+    assert ai3_ops.explain(swapped).layers[0].calls == 9
+
+
+def test_inference_operators_refuse_gradients_and_wrong_numbers():
+    x = torch.randn(2, 3)
+    with pytest.raises(RuntimeError, match=r"ai3::relu_direct: .*inference"):
+        ops._relu_direct_infer(x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::flatten_direct: needs as many numbers"):
+        ops._flatten_direct_infer(x, "0")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::flatten_direct: needs as many numbers"):
+        ops._flatten_direct_infer(x, "0 one")
+
+
+def test_packs_of_several_shapes_stay(monkeypatch):
+    """A rule that picks another algorithm for another input does not make the first one's pack anew."""
+    torch.manual_seed(0)
+    module = nn.Conv2d(8, 8, 3, padding=1)
+    swapped = ai3_ops.swap(module, "default")
+    inputs = [torch.randn(n, 8, s, s) for n, s in [(1, 8), (2, 8), (1, 16), (1, 40)]]
+    with torch.no_grad():
+        for x in inputs:
+            torch.testing.assert_close(swapped(x), module(x), rtol=1e-4, atol=1e-4)
+        from ai3_ops.nn.calls import Pack
+
+        monkeypatch.setattr(Pack, "__init__", lambda *_: pytest.fail("packed again"))
+        for x in inputs:
+            swapped(x)
+
+
+def test_changed_arguments_and_weights_are_seen():
+    torch.manual_seed(0)
+    module, x = nn.Conv2d(4, 4, 3), torch.randn(1, 4, 8, 8)
+    swapped = ai3_ops.swap(module, "direct")
+    changes = [
+        lambda m: setattr(m, "padding", (1, 2)),
+        lambda m: setattr(m, "stride", [2, 2]),
+        lambda m: m.weight.data.mul_(0.5),
+        lambda m: setattr(m.weight, "data", m.weight.data.transpose(0, 1)),
+        lambda m: setattr(m, "weight", nn.Parameter(torch.ones(2, 4, 3, 3))),
+        lambda m: setattr(m, "bias", None),
+    ]
+    with torch.no_grad():
+        for change in [lambda m: None, *changes]:
+            change(module), change(swapped)
+            if module.bias is not None and module.bias.shape[0] != module.weight.shape[0]:
+                module.bias = swapped.bias = None
+            for _ in range(2):
+                torch.testing.assert_close(swapped(x), module(x), rtol=1e-4, atol=1e-4)
+
+
+def test_workspaces_are_kept_and_given_back():
+    x, w = torch.randn(1, 16, 64, 64), torch.randn(16, 16, 3, 3)
+    _library.release_workspace()
+    ops.conv2d_im2col(x, w, None, 1, 1)
+    assert _library.release_workspace() > 0
+    assert _library.release_workspace() == 0
+    torch.testing.assert_close(ops.conv2d_im2col(x, w, None, 1, 1), F.conv2d(x, w, None, 1, 1), rtol=1e-3, atol=1e-3)
+
+
+def test_memory_that_is_not_there_is_refused_in_one_line():
+    code = (
+        "import torch, ai3_ops\n"
+        "try: torch.ops.ai3.adaptive_avg_pool2d_direct(torch.ones(1, 1, 4, 4), 2**20)\n"
+        "except RuntimeError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "ai3::adaptive_avg_pool2d_direct: not enough memory for 4398046511104 bytes more\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_scripting_is_refused_readably():
+    model = ai3_ops.swap(nn.Sequential(nn.Conv2d(1, 1, 1), nn.ReLU()), "direct")
+    with pytest.raises(RuntimeError, match="cannot compile a swapped module"):
+        torch.jit.script(model)
+    torch.jit.script(ai3_ops.unswap(model))
