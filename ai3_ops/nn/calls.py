@@ -317,6 +317,11 @@ class Call:
 class _Weighted(Call):
     """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls."""
 
+    @property
+    def pack(self) -> Pack | None:
+        """A packed weight that is kept."""
+        return next((p.packed[0] for p in self.plans.values() if p is not None and p.packed[0] is not None), None)
+
     def infer(self, plan: Plan, args: tuple[Any, ...]) -> Tensor | None:
         """With the pack, where the algorithm packs."""
         weight = args[1]
@@ -544,7 +549,7 @@ class AdaptiveAvgPool2d(Call):
     def arguments(self, input: Tensor, output_size: Any) -> tuple[Any, ...]:
         """An output size of None is the input's."""
         if isinstance(output_size, (tuple, list)) and None in output_size:
-            output_size = [i if o is None else o for i, o in zip(input.shape[-2:], output_size, strict=True)]
+            output_size = tuple(i if o is None else o for i, o in zip(input.shape[-2:], output_size, strict=True))
         return input, output_size
 
 

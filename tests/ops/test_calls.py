@@ -51,6 +51,8 @@ def test_short_way_gives_what_the_long_way_gives(pair, mode):
             assert not short.requires_grad
         torch.testing.assert_close(short, module(given), rtol=2e-4, atol=2e-4)
     call = swapped._ai3
+    if call.algorithm is None:  # flatten's default is PyTorch's view
+        return
     assert any(call.plans.values())
     assert ai3_ops.explain(swapped).layers[0].calls == 9
 
