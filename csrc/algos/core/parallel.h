@@ -2,7 +2,6 @@
 #pragma once
 #include <cstdint>
 #ifdef __SANITIZE_THREAD__
-#include <atomic>
 #include <thread>
 #include <vector>
 #elif defined(_OPENMP)
@@ -20,12 +19,11 @@ AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
 #if defined(_OPENMP) || defined(__SANITIZE_THREAD__)
   if (threads > 1 && count > 1) {
     const int team = static_cast<int64_t>(threads) < count ? threads : static_cast<int>(count);
-#ifdef __SANITIZE_THREAD__  // it does not see how libgomp's threads wait for each other
-    std::atomic<int64_t> next = 0;
+#ifdef __SANITIZE_THREAD__  // it does not see how libgomp's threads wait for each other; shares are fixed, so that none goes idle
     std::vector<std::jthread> workers;
     for (int thread = 0; thread < team; thread++)
       workers.emplace_back([&, thread] {
-        for (int64_t i; (i = next++) < count;) body(i, thread);
+        for (int64_t i = thread; i < count; i += team) body(i, thread);
       });
 #else
 #pragma omp parallel for num_threads(team) schedule(dynamic, 1)
