@@ -43,7 +43,7 @@ class AlgorithmInfo:
     rule: bool = False  # no method of its own: names another algorithm for each problem
     vendor: bool = False  # calls PyTorch's own operators
     backward: str = (
-        "aten"  # who computes its gradients: PyTorch ("aten"), or its own kernel on the transposed problems ("own")
+        "aten"  # who computes its gradients: PyTorch ("aten"), or the project's kernels where they do so well ("own")
     )
     sliced: bool = False  # its packed operator writes straight into a slice of channels of a larger tensor
     python: bool = dataclasses.field(default=False, compare=False)  # a Python callable

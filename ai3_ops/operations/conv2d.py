@@ -191,7 +191,7 @@ def register_backward(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) 
         check(fits, label, f"needs grad_output of the output's sizes {tuple(shape)}, got {tuple(grad.shape)}")
         grads = (
             problem._replace(shape=base.batched(input).shape),
-            problem._replace(shape=weight.shape, unbatched=False),
+            problem._replace(shape=weight.shape, channels_last=base.is_channels_last(weight), unbatched=False),
         )
         return (
             *(g.empty(input.device) if wanted else input.new_empty(0) for g, wanted in zip(grads, mask, strict=False)),

@@ -22,6 +22,6 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
 // Gradients of c's input and weight by the algorithms named (null: PyTorch's own), and of its bias. `grad` has the output's
 // sizes.
 Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad, const std::vector<bool>& wanted,
-                          const Entry* backward_input, const Entry* backward_weight);
+                          GradientEntries by);
 
 }  // namespace ai3::ops

@@ -1,5 +1,5 @@
-// Gradients of conv2d as convolutions of rearranged tensors: only views and copies here, the arithmetic is the algorithm's
-// kernel. See docs/decisions/backward.md.
+// Gradients of conv2d: by the algorithm's kernel for them or, where it has none, as convolutions of rearranged tensors, which are
+// only views and copies here. See docs/decisions/backward.md.
 #include "conv2d.h"
 
 namespace ai3::ops {
@@ -67,9 +67,9 @@ Tensor backward_of_weight(const Entry& by, const Conv2dCall& c, const Conv2dProb
 }
 
 template <class Compute>
-Tensor named(const char* what, const Compute& compute) {
+void named(const char* what, const Compute& compute) {
   try {
-    return compute();
+    compute();
   } catch (const std::runtime_error& e) {
     throw std::runtime_error(std::string(what) + e.what());
   }
@@ -78,21 +78,43 @@ Tensor named(const char* what, const Compute& compute) {
 }  // namespace
 
 Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_output, const std::vector<bool>& wanted,
-                          const Entry* backward_input, const Entry* backward_weight) {
+                          GradientEntries by) {
   check(wanted.size() == 3, asked, "needs 3 flags in output_mask, got ", wanted.size());
   check_same(asked, c.input, c.weight, "weight");
   check_same(asked, c.input, grad_output, "grad_output");
-  const Conv2dProblem p = conv2d_problem(asked, c, sizes_of(c.weight));
-  const bool channels_last = suggests_channels_last(c.input) || suggests_channels_last(c.weight);
+  Conv2dProblem p = conv2d_problem(asked, c, sizes_of(c.weight));
   const Tensor grad = c.unbatched && grad_output.dim() == 3 ? torch::stable::unsqueeze(grad_output, 0) : grad_output;
   check(sizes_of(grad) == Sizes{p.batch, p.out_channels, p.out_height, p.out_width}, asked,
         "needs grad_output of the output's sizes ", to_string({p.batch, p.out_channels, p.out_height, p.out_width}), ", got ",
         to_string(sizes_of(grad_output)));
+  const bool like_weight = suggests_channels_last(c.weight), channels_last = suggests_channels_last(c.input) || like_weight;
+  p.x_stride = dense_strides(p.in_channels, p.in_height, p.in_width, channels_last);
+  p.y_stride = dense_strides(p.out_channels, p.out_height, p.out_width, channels_last);
   auto nothing = [&] { return empty({0}, c.input.scalar_type(), c.input); };  // one each: results must not alias
   Gradients result{nothing(), nothing(), nothing()};
-  const bool some = p.batch > 0;
-  const bool by_aten[] = {wanted[0] && !(backward_input && some), wanted[1] && !(backward_weight && some), wanted[2]};
-  if (by_aten[0] || by_aten[1] || by_aten[2]) {
+  bool by_aten[] = {false, false, false};
+  for (size_t i : {0u, 1u}) {
+    if (!wanted[i]) continue;
+    if (!by[i] || p.batch == 0) {
+      by_aten[i] = true;
+      continue;
+    }
+    named(i ? "gradient of the weight: " : "gradient of the input: ", [&] {
+      const Device device = device_of(asked, c.input);
+      if (has_backward(*by[i], device, p, i)) {
+        const Chosen<Conv2dProblem> chosen(*by[i], device, p);
+        const Tensor gy = dense(grad, channels_last), x = dense(c.input, channels_last), w = as_contiguous(c.weight);
+        const bool bias = i && wanted[2];
+        if (bias) result[2] = empty({p.out_channels}, c.input.scalar_type(), c.input);
+        result[i] = i ? empty(sizes_of(w), w.scalar_type(), w) : empty(sizes_of(x), x.scalar_type(), x, channels_last);
+        run_backward(chosen, p, gy, x, w, i ? nullptr : &result[0], i ? &result[1] : nullptr, bias ? &result[2] : nullptr);
+      } else {
+        result[i] = i ? backward_of_weight(*by[1], c, p, grad) : backward_of_input(*by[0], c, p, grad);
+      }
+    });
+  }
+  if (by_aten[0] || by_aten[1]) {
+    by_aten[2] = by_aten[1] && wanted[2];
     auto stack = call_dispatcher("aten::convolution_backward", "", grad, c.input, c.weight,
                                  std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},
                                  c.groups, torch::headeronly::HeaderOnlyArrayRef<bool>(by_aten, 3));
@@ -101,12 +123,11 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
       if (by_aten[i]) result[i] = t;
     }
   }
-  if (wanted[0] && !by_aten[0])
-    result[0] =
-        named("gradient of the input: ", [&] { return dense(backward_of_input(*backward_input, c, p, grad), channels_last); });
-  if (wanted[1] && !by_aten[1])
-    result[1] =
-        named("gradient of the weight: ", [&] { return dense(backward_of_weight(*backward_weight, c, p, grad), channels_last); });
+  if (wanted[2] && result[2].numel() == 0)
+    result[2] =
+        call_aten("aten::sum", "dim_IntList", grad, std::optional<Sizes>(Sizes{0, 2, 3}), false, std::optional<ScalarType>());
+  if (wanted[0]) result[0] = dense(result[0], channels_last);
+  if (wanted[1]) result[1] = dense(result[1], like_weight);
   if (wanted[0] && c.unbatched) result[0] = torch::stable::squeeze(result[0], 0);
   return result;
 }

@@ -91,7 +91,7 @@ Tensor product(const Entry& by, const LinearCall& options, const Tensor& x, cons
 
 // dX = dY W and dW = dY^T X by the algorithms named, or by PyTorch's matmul where null; of matrices.
 Gradients gradients(const Entry& asked, const LinearCall& c, const Tensor& grad, const std::vector<bool>& wanted,
-                    const Entry* backward_input, const Entry* backward_weight) {
+                    GradientEntries by) {
   check(wanted.size() == 3, asked, "needs 3 flags in output_mask, got ", wanted.size());
   check_same(asked, c.input, c.weight, "weight"), check_same(asked, c.input, grad, "grad_output");
   check(c.input.dim() == 2 && c.weight.dim() == 2 && grad.dim() == 2 && c.input.size(1) == c.weight.size(1) &&
@@ -101,11 +101,28 @@ Gradients gradients(const Entry& asked, const LinearCall& c, const Tensor& grad,
         grad, ", ", c.input, ", ", c.weight);
   auto nothing = [&] { return empty({0}, c.input.scalar_type(), c.input); };  // one each: results must not alias
   Gradients result{nothing(), nothing(), nothing()};
+  LinearCall forward = c;
+  Sizes ignored;
+  const LinearProblem p = linear_problem(asked, forward, sizes_of(c.weight), ignored);
+  const Device device = device_of(asked, c.input);
   const Tensor grad_t = torch::stable::transpose(grad, 0, 1);
-  if (wanted[0]) result[0] = backward_input ? product(*backward_input, c, grad, c.weight) : torch::stable::matmul(grad, c.weight);
-  if (wanted[1])
-    result[1] = backward_weight ? product(*backward_weight, c, grad_t, c.input) : torch::stable::matmul(grad_t, c.input);
-  if (wanted[2])
+  const bool some = p.rows > 0 && p.in_features > 0;
+  for (size_t i : {0u, 1u}) {
+    if (!wanted[i]) continue;
+    if (by[i] && some && has_backward(*by[i], device, p, i)) {
+      const Chosen<LinearProblem> chosen(*by[i], device, p);
+      const Tensor gy = as_contiguous(grad), x = as_contiguous(c.input), w = as_contiguous(c.weight);
+      const bool bias = i && wanted[2];
+      if (bias) result[2] = empty({p.out_features}, x.scalar_type(), x);
+      result[i] = empty(sizes_of(i ? w : x), x.scalar_type(), x);
+      run_backward(chosen, p, gy, x, w, i ? nullptr : &result[0], i ? &result[1] : nullptr, bias ? &result[2] : nullptr);
+    } else if (i) {
+      result[1] = by[1] ? product(*by[1], c, grad_t, c.input) : torch::stable::matmul(grad_t, c.input);
+    } else {
+      result[0] = by[0] ? product(*by[0], c, grad, c.weight) : torch::stable::matmul(grad, c.weight);
+    }
+  }
+  if (wanted[2] && result[2].numel() == 0)
     result[2] = call_aten("aten::sum", "dim_IntList", grad, std::optional<Sizes>(Sizes{0}), false, std::optional<ScalarType>());
   return result;
 }

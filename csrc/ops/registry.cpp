@@ -160,7 +160,6 @@ std::vector<const Entry*> entries(const Operation& operation) {
 std::string describe_traits(const Traits<ElementwiseProblem>& t, bool packs, bool rule, bool tensors) {
   static const char* const accuracies[] = {"exact", "bounded", "approximate"};
   static const char* const layouts[] = {"any", "nchw", "nhwc"};
-  static const char* const backwards[] = {"aten", "own"};
   auto flag = [](const char* name, bool value) { return std::string(",\"") + name + "\":" + (value ? "true" : "false"); };
   auto word = [](const char* name, const char* value) { return std::string("\"") + name + "\":\"" + value + "\","; };
   std::string types;
@@ -169,7 +168,7 @@ std::string describe_traits(const Traits<ElementwiseProblem>& t, bool packs, boo
   char bound[32];
   std::snprintf(bound, sizeof(bound), "%.3g", t.error_bound);
   return word("accuracy", accuracies[static_cast<int>(t.accuracy)]) + word("layout", layouts[static_cast<int>(t.layout)]) +
-         word("backward", backwards[static_cast<int>(t.backward)]) + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
+         word("backward", t.gradients ? "own" : "aten") + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
          flag("deterministic", t.deterministic) + flag("epilogue", t.epilogue) + flag("sliced", t.sliced) + flag("packs", packs) +
          flag("rule", rule) + flag("vendor", tensors);
 }

@@ -199,7 +199,8 @@ std::string describe(const AlgorithmInfo& info) {
   Traits<ElementwiseProblem> common;
   common.accuracy = t.accuracy, common.error_bound = t.error_bound, common.deterministic = t.deterministic,
   common.layout = t.layout;
-  common.dtypes = t.dtypes, common.epilogue = t.epilogue, common.backward = t.backward, common.sliced = t.sliced;
+  common.dtypes = t.dtypes, common.epilogue = t.epilogue, common.sliced = t.sliced;
+  if (t.gradients) common.gradients = [](const ElementwiseProblem&) { return GradientNames{}; };
   return describe_traits(common, t.packed_bytes != nullptr, t.choose != nullptr, t.tensors != nullptr);
 }
 // The functions of an Operation over its problem struct, given `P problem_from(const Query&)`.

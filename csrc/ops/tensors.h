@@ -216,14 +216,11 @@ inline int32_t threads(int64_t work) {
   return work < each ? 1 : static_cast<int32_t>(std::min<int64_t>(threads(), work / each));
 }
 
-// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
-template <class P>
-void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+// Runs run(workspace) with `bytes` of scratch memory.
+template <class Run>
+void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const Run& run) {
+  check(bytes >= 0 && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
   const DeviceGuard guard = on_device_of(like);
-  const Traits<P>& traits = chosen.algorithm->traits;
-  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
-  const int64_t bytes = checked_add(pack_bytes, own);
-  check(bytes >= 0 && bytes < (int64_t{1} << 62), *chosen.entry, "needs more workspace than can be addressed");
   const bool cuda = like.is_cuda();
   const Scratch scratch(cuda ? 0 : bytes);
   Workspace workspace{scratch.data(), bytes, 0, nullptr};
@@ -232,12 +229,42 @@ void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tens
     if (bytes > 0) workspace.data = static_cast<char*>(memory.emplace(empty({bytes}, ScalarType::Byte, like)).mutable_data_ptr());
     workspace.stream = current_cuda_stream(like.get_device_index());
   }
-  if (pack_bytes) {
-    void* weights = workspace.take<char>(pack_bytes);
-    traits.pack(p, buffers.weight, weights);
-    buffers.weight = weights;
-  }
-  chosen.algorithm->run(p, buffers, workspace);
+  run(workspace);
+}
+
+// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
+template <class P>
+void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+  const Traits<P>& traits = chosen.algorithm->traits;
+  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
+  with_workspace(*chosen.entry, checked_add(pack_bytes, own), like, [&](Workspace& workspace) {
+    if (pack_bytes) {
+      void* weights = workspace.take<char>(pack_bytes);
+      traits.pack(p, buffers.weight, weights);
+      buffers.weight = weights;
+    }
+    chosen.algorithm->run(p, buffers, workspace);
+  });
+}
+// Whether an algorithm has a kernel for a gradient (0: the input's, 1: the weight's): then it names itself for it.
+template <class P>
+bool has_backward(const Entry& entry, Device device, const P& p, size_t gradient) {
+  const auto* algorithm = entry.algorithm<P>(device);
+  if (!algorithm || !algorithm->traits.backward || !algorithm->traits.gradients) return false;
+  const GradientNames names = algorithm->traits.gradients(p);
+  const char* name = gradient ? names.weight : names.input;
+  return name && entry.name == name;
+}
+// Runs it; null gradients are not wanted.
+template <class P>
+void run_backward(const Chosen<P>& chosen, const P& p, const Tensor& grad, const Tensor& input, const Tensor& weight,
+                  Tensor* grad_input, Tensor* grad_weight, Tensor* grad_bias) {
+  auto written = [](Tensor* t) { return t ? t->mutable_data_ptr() : nullptr; };
+  const GradientBuffers buffers = {grad.const_data_ptr(), input.const_data_ptr(), weight.const_data_ptr(),
+                                   written(grad_input),   written(grad_weight),   written(grad_bias)};
+  const Traits<P>& traits = chosen.algorithm->traits;
+  with_workspace(*chosen.entry, traits.backward_workspace ? traits.backward_workspace(p, buffers) : 0, input,
+                 [&](Workspace& workspace) { traits.backward(p, buffers, workspace); });
 }
 
 // run(x, y) on 4-D tensors as the algorithm wants them, p's strides set: one that reads a single layout gets copies in that
@@ -290,6 +317,8 @@ Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, co
   return pack;
 }
 
+// What computes the gradients of input and weight: PyTorch's own operators where null.
+using GradientEntries = std::array<const Entry*, 2>;
 // Gradients that an operator returns: an empty tensor of no elements where one was not asked for.
 using Gradients = std::array<Tensor, 3>;
 inline void give_gradients(StableIValue* stack, const Gradients& gradients) {

@@ -43,7 +43,7 @@ constexpr int kPackKind = 2;  // in the tables below
 //   Problem problem_of_weight(const Entry&, Call&)     whose input is not known yet
 //   Sizes description(const Problem&)                  what a pack may depend on
 //   Tensor run(const Entry&, Call&)
-//   Gradients gradients(const Entry& asked, Call&, grad, wanted, const Entry* backward_input, const Entry* backward_weight)
+//   Gradients gradients(const Entry& asked, Call&, grad, wanted, GradientEntries)
 //   const Operation& operation()
 template <class O>
 struct WeightedOperators {
@@ -63,12 +63,14 @@ struct WeightedOperators {
     give(stack, 0, O::run(entry, c));
   }
 
-  // The algorithm of the gradients that `asked` computes itself, or null where PyTorch does.
-  static const Entry* own_backward(const Entry& asked, Call c) {
+  // What computes the gradients of input and weight as the algorithm has it, null where PyTorch does.
+  static GradientEntries own_gradients(const Entry& asked, Call c) {
     Problem p = O::problem(asked, c);
     p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
-    const Chosen<Problem> chosen(asked, device_of(asked, c.input), p);
-    return chosen.algorithm->traits.backward == Backward::own ? chosen.entry : nullptr;
+    const auto gradients = Chosen<Problem>(asked, device_of(asked, c.input), p).algorithm->traits.gradients;
+    const GradientNames names = gradients ? gradients(p) : GradientNames{};
+    auto entry = [](const char* name) { return name ? &entry_named(O::operation(), name) : nullptr; };
+    return {entry(names.input), entry(names.weight)};
   }
   struct BackwardArguments {
     explicit BackwardArguments(Arguments& in) : grad(in.take<Tensor>()) {
@@ -84,8 +86,7 @@ struct WeightedOperators {
     Arguments in(stack);
     BackwardArguments a(in);
     a.call.take_options(in);
-    const Entry* own = own_backward(entry, a.call);
-    give_gradients(stack, O::gradients(entry, a.call, a.grad, a.wanted, own, own));
+    give_gradients(stack, O::gradients(entry, a.call, a.grad, a.wanted, own_gradients(entry, a.call)));
   }
 
   // The algorithms of output and gradients by name; "" for a gradient: as ai3::_<operation>_<forward>_backward computes it.
@@ -104,9 +105,11 @@ struct WeightedOperators {
     a.call.take_options(in);
     const Names by = names(in);
     const Entry& asked = entry_named(O::operation(), by[0]);
-    const Entry* own = by[1].empty() || by[2].empty() ? own_backward(asked, a.call) : nullptr;
-    auto gradient = [&](const std::string& name) { return name.empty() ? own : &entry_named(O::operation(), name); };
-    give_gradients(stack, O::gradients(asked, a.call, a.grad, a.wanted, gradient(by[1]), gradient(by[2])));
+    GradientEntries entries{};
+    if (by[1].empty() || by[2].empty()) entries = own_gradients(asked, a.call);
+    for (size_t i : {0u, 1u})
+      if (!by[i + 1].empty()) entries[i] = &entry_named(O::operation(), by[i + 1]);
+    give_gradients(stack, O::gradients(asked, a.call, a.grad, a.wanted, entries));
   }
 
   static void pack(const Entry& entry, StableIValue* stack) {

@@ -272,3 +272,71 @@ def test_deterministic_calls_refuse_what_is_not():
         torch.testing.assert_close(getattr(ops, f"conv2d_{name}")(x, w, deterministic=True), grad)
     given = ops._conv2d_gemm_backward(grad, x, w, 1, 0, 1, 1, [True] * 3, deterministic=True)  # PyTorch's gradients
     torch.testing.assert_close(given[0], aten_gradients(x, w, grad)[0])
+
+
+# Of convolutions wide enough for the project's kernels: channels in one block, in several and in part of one; strides, dilation,
+# groups, padding beyond the kernel, one pixel, rows longer than a block of pixels.
+WIDE = [
+    ((2, 40, 9, 8), (17, 40, 3, 3), 1, 1, 1, 1),
+    ((1, 64, 7, 7), (32, 64, 3, 3), 2, 1, 1, 1),
+    ((3, 3, 23, 25), (16, 3, 7, 7), 2, 3, 1, 1),
+    ((1, 3, 30, 31), (9, 3, 11, 11), 4, 2, 1, 1),
+    ((2, 33, 6, 5), (34, 33, 1, 1), 1, 0, 1, 1),
+    ((2, 16, 9, 7), (12, 16, 1, 1), 2, 1, 1, 1),
+    ((1, 70, 12, 13), (30, 35, 3, 2), (2, 1), (4, 0), (1, 3), 2),
+    ((1, 8, 11, 12), (8, 8, 5, 5), 1, 2, 2, 1),
+    ((2, 32, 4, 4), (16, 32, 4, 4), 1, 0, 1, 1),
+    ((1, 16, 3, 300), (8, 16, 1, 7), 1, (0, 3), 1, 1),
+]
+
+
+@pytest.mark.parametrize("geometry", WIDE)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_by_patches(geometry, layout, dtype):
+    """Exact on small integers whatever the dtype, and bitwise the same for every number of threads."""
+    xs, ws, *window = geometry
+    x, w = (t.mul(3).round().clamp(-2, 2).to(dtype).contiguous(memory_format=layout) for t in (data(*xs), data(*ws)))
+    y = F.conv2d(x.double(), w.double(), None, *window)
+    grad = torch.randint(-1, 2, y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    expected = [e.to(dtype) for e in aten_gradients(x.double(), w.double(), grad.double(), *window)]
+    noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    threads, first = torch.get_num_threads(), None
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            for g, e in zip(ops._conv2d_implicit_gemm_backward(grad, x, w, *window, [True] * 3), expected, strict=True):
+                assert torch.equal(g, e)
+            found = ops._conv2d_implicit_gemm_backward(noise, x, w, *window, [True] * 3)
+            first = first or found
+            assert all(map(torch.equal, found, first))
+    finally:
+        torch.set_num_threads(threads)
+    assert found[0].is_contiguous(memory_format=layout)
+    assert found[1].is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize("name", [n for n in names("conv2d", backward="own") if n.startswith("winograd_f")])
+@pytest.mark.parametrize("padding", [0, 1, 2, 3])
+def test_winograd_gradients(name, padding):
+    """The input's by the method itself, within its bound; padding 3 would be negative there."""
+    x, w = data(6, 20, 17, 18).float(), data(24, 20, 3, 3).float()
+    grad = torch.randn_like(F.conv2d(x, w, None, 1, padding))
+    bound = ai3_ops.registry.algorithm("conv2d", name, "cpu").error_bound
+    expected = aten_gradients(x.double(), w.double(), grad.double(), 1, padding)
+    for g, e in zip(
+        getattr(ops, f"_conv2d_{name}_backward")(grad, x, w, 1, padding, 1, 1, [True] * 3), expected, strict=True
+    ):
+        assert (g - e).abs().max() <= bound * e.abs().max()
+
+
+@pytest.mark.parametrize("sizes", [(5, 40, 33), (1, 7, 70), (300, 64, 96), (30, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_linear_gradients_are_exact_on_integers(sizes, dtype):
+    m, k, n = sizes
+    grad, x, w = (data(*s).round().clamp(-2, 2) for s in ((m, n), (m, k), (n, k)))
+    expected = (grad @ w, grad.T @ x, grad.sum(0))
+    for g, e in zip(
+        ops._linear_gemm_backward(grad.to(dtype), x.to(dtype), w.to(dtype), [True] * 3), expected, strict=True
+    ):
+        assert torch.equal(g, e.to(dtype))

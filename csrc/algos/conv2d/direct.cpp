@@ -4,6 +4,7 @@
 // accumulator's type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes.
 // Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/gemm.h"
+#include "backward.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -393,7 +394,8 @@ Cost cost(const Conv2dProblem& p) {
   return {2 * pixels * weights, moved * static_cast<double>(size_of(p.dtype)), .85};
 }
 
-AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .sliced = true)
+AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .gradients = by_patches,
+              .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -8,6 +8,7 @@
 // - Strides, dilations and kernels of more than F/2 taps: transform_domain.h.
 #include "../core/fft.h"
 
+#include "backward.h"
 #include "transform_domain.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -111,7 +112,7 @@ Cost fft_cost(const Conv2dProblem& p) {
 }
 
 AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .epilogue = true, .workspace = fft_workspace,
-              .cost = fft_cost, .packed_bytes = fft_packed_bytes, .pack = fft_pack)
+              .cost = fft_cost, .packed_bytes = fft_packed_bytes, .pack = fft_pack, .gradients = by_patches)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

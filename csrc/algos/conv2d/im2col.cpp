@@ -1,6 +1,7 @@
 // im2col: the patches are written out as a matrix, which is then multiplied with the weights (Chellapilla et al. 2006). The
 // matrix is built in parts that fit the L3 cache, all groups beside each other: rows of patches for NHWC, panels of patch columns
 // for NCHW.
+#include "backward.h"
 #include "patches.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -63,7 +64,7 @@ void conv2d_im2col(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
 Cost conv2d_im2col_cost(const Conv2dProblem& p) { return gemm_cost(p, 2, .9); }
 
 AI3_ALGORITHM(conv2d, im2col, .epilogue = true, .workspace = conv2d_im2col_workspace, .cost = conv2d_im2col_cost,
-              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
+              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .gradients = by_patches, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,7 +1,7 @@
 // Implicit GEMM: the convolution as one matrix product whose patch matrix never exists. Each task gathers the patches of its
 // block of pixels straight into the operand that the packed product reads, a block that stays in the L2 cache (Chetlur et al.,
 // cuDNN, 2014).
-#include "patches.h"
+#include "gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -48,8 +48,24 @@ void conv2d_implicit_gemm(const Conv2dProblem& p, const Buffers& m, Workspace& w
 
 Cost conv2d_implicit_gemm_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .88); }
 
+void conv2d_implicit_gemm_backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  with_type(p.dtype, [&]<class T>() {
+    const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight);
+    if (m.grad_input) InputGradient<T>(p).run(gy, w, static_cast<T*>(m.grad_input), workspace);
+    if (m.grad_weight) WeightGradient<T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+  });
+}
+int64_t conv2d_implicit_gemm_backward_workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+  return with_type(p.dtype, [&]<class T>() {
+    const int64_t input = m.grad_input ? InputGradient<T>(p).workspace() : 0;
+    return checked_add(input, m.grad_weight ? WeightGradient<T>(p).workspace() : 0);
+  });
+}
+
 AI3_ALGORITHM(conv2d, implicit_gemm, .epilogue = true, .workspace = conv2d_implicit_gemm_workspace,
-              .cost = conv2d_implicit_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
+              .cost = conv2d_implicit_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight,
+              .gradients = by_patches, .backward = conv2d_implicit_gemm_backward,
+              .backward_workspace = conv2d_implicit_gemm_backward_workspace, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

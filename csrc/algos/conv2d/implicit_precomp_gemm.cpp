@@ -1,6 +1,7 @@
 // Indirect convolution (Dukhan, "The Indirect Convolution Algorithm", 2019): an indirection buffer, computed first, says for each
 // tap and output pixel where the channels of its input pixel begin (or that they are zero), and the product reads A through it.
 // Nothing is gathered: the buffer is 1 / (4 * channels) of a float im2col matrix of one image, and serves all images and groups.
+#include "backward.h"
 #include "patches.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -71,7 +72,8 @@ void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Buffers& m, Work
 Cost conv2d_implicit_precomp_gemm_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .9); }
 
 AI3_ALGORITHM(conv2d, implicit_precomp_gemm, .epilogue = true, .workspace = conv2d_implicit_precomp_gemm_workspace,
-              .cost = conv2d_implicit_precomp_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
+              .cost = conv2d_implicit_precomp_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight,
+              .gradients = by_patches, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -2,6 +2,7 @@
 // input as it lies, whose results are added up at shifted places. As in the accumulating form (Anderson et al., "Low-memory
 // GEMM-based convolution algorithms", 2017) each product adds to its shifted place at once, here in a block of sums that stays in
 // the cache.
+#include "backward.h"
 #include "patches.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -60,7 +61,7 @@ void conv2d_kn2row(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
 Cost conv2d_kn2row_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .8); }
 
 AI3_ALGORITHM(conv2d, kn2row, .epilogue = true, .workspace = conv2d_kn2row_workspace, .cost = conv2d_kn2row_cost,
-              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .sliced = true)
+              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .gradients = by_patches, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -25,14 +25,14 @@ struct ConvShape {
 // Sizes are known and none is 0: there is something to compute.
 AI3_INLINE bool is_concrete(const Conv2dProblem& p) { return p.batch > 0 && p.out_height > 0 && p.out_width > 0; }
 
-int64_t packed_weight_bytes(const Conv2dProblem& p) {
+inline int64_t packed_weight_bytes(const Conv2dProblem& p) {
   return with_type(p.dtype, [&]<class T>() {
     const int64_t depth = checked_product({p.in_channels / p.groups, p.kernel_height, p.kernel_width});
     return workspace_bytes<Acc<T>>(checked_mul(p.groups, packed_size<Acc<T>>(depth, p.out_channels / p.groups)));
   });
 }
 // Into [group][panel of filters][r][s][c][kPanel].
-void pack_weight(const Conv2dProblem& p, const void* weight, void* packed) {
+inline void pack_weight(const Conv2dProblem& p, const void* weight, void* packed) {
   with_type(p.dtype, [&]<class T>() {
     constexpr int64_t P = kPanel<Acc<T>>;
     const ConvShape s(p);

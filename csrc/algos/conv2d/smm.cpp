@@ -4,6 +4,7 @@
 // so that partial sums are never rounded to the stored type. Lanes that a shift moves out of the image are left as they are.
 #include "../core/algorithm.h"
 #include "../core/lanes.h"
+#include "backward.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -109,7 +110,7 @@ Cost cost(const Conv2dProblem& p) {
           p.stride_w <= 2 ? .5 : .1};
 }
 
-AI3_ALGORITHM(conv2d, smm, .layout = Layout::nchw, .cost = cost)
+AI3_ALGORITHM(conv2d, smm, .layout = Layout::nchw, .cost = cost, .gradients = by_patches)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

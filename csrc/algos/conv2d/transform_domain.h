@@ -103,6 +103,20 @@ struct Epilogue {
   }
 };
 
+// A vector of doubles from, and to, as many elements of the accumulator's type.
+typedef float Floats __attribute__((vector_size(AI3_VECTOR_BYTES / 2)));
+AI3_INLINE Vec<double> doubles(const double* p) { return load(p); }
+AI3_INLINE Vec<double> doubles(const float* p) {
+  Floats f;
+  __builtin_memcpy(&f, p, sizeof(f));
+  return __builtin_convertvector(f, Vec<double>::Raw);
+}
+AI3_INLINE void store_rounded(double* p, Vec<double> v) { store(p, v); }
+AI3_INLINE void store_rounded(float* p, Vec<double> v) {
+  const Floats f = __builtin_convertvector(v.raw, Floats);
+  __builtin_memcpy(p, &f, sizeof(f));
+}
+
 template <class Transform, class T>
 struct TransformDomain {
   using A = Acc<T>;
@@ -161,26 +175,31 @@ struct TransformDomain {
   int64_t copies() const { return !fused ? 1 : p.threads < blocks ? p.threads : blocks; }
   int64_t workspace() const { return workspace_bytes<A>(checked_mul(copies(), block_elements())); }
 
-  // ---- weights, in double ----
-  void pack(const T* weight, A* packed) const {
+  // ---- weights, in double; `turned` as the transposed convolution has them: channels and filters exchanged, by 180 degrees ----
+  void pack(const T* weight, A* packed, bool turned = false) const {
     using D = Vec<double>;
+    constexpr int64_t kStaged = 32;  // taps that are first brought side by side for a panel's filters
+    const int64_t taps = p.kernel_height * p.kernel_width, apart = turned ? taps : group_in * taps;
     parallel_ranges(p.threads, p.groups * panels * depth, 16, [&](int64_t begin, int64_t end, int) {
+      alignas(64) A stage[kStaged * kPanel<A>];
       for (int64_t i = begin; i < end; i++) {
         const int64_t group = i / depth / panels, panel = i / depth % panels, branch = i % depth / group_in, c = i % group_in;
+        const int64_t first = panel * kPanel<A>, left = group_out - first;
+        const T* at =
+            weight + (turned ? (group * group_in + c) * group_out + first : (group * group_out + first) * group_in + c) * taps;
+        if (taps <= kStaged) pack_panels(at, taps, left < kPanel<A> ? left : kPanel<A>, 1, apart, stage, 0);
         for (int64_t lane = 0; lane < kPanel<A>; lane += D::width) {
-          const int64_t k = panel * kPanel<A> + lane, left = group_out - k;
-          const T* at = weight + ((group * group_out + k) * group_in + c) * p.kernel_height * p.kernel_width;
           auto tap = [&](int64_t u, int64_t v) {
             D value = 0.;
-            const int64_t r = h.tap(branch / w.branches, u), s = w.tap(branch % w.branches, v);
-            if (u < h.taps && v < w.taps && r < p.kernel_height && s < p.kernel_width)
-              for (int j = 0; j < D::width && j < left; j++)
-                value.raw[j] = widen(at[(j * group_in * p.kernel_height + r) * p.kernel_width + s]);
+            const int64_t r = h.tap(branch / w.branches, u), s = w.tap(branch % w.branches, v), t = r * p.kernel_width + s;
+            if (u >= h.taps || v >= w.taps || r >= p.kernel_height || s >= p.kernel_width) return value;
+            const int64_t from = turned ? taps - 1 - t : t;
+            if (taps <= kStaged) return doubles(stage + from * kPanel<A> + lane);
+            for (int j = 0; j < D::width && lane + j < left; j++) value.raw[j] = widen(at[(lane + j) * apart + from]);
             return value;
           };
           Transform::weights(tap, [&](int64_t position, D value) {
-            A* to = packed + position * packed_stride + i * kPanel<A> + lane;
-            for (int j = 0; j < D::width; j++) to[j] = static_cast<A>(value[j]);
+            store_rounded(packed + position * packed_stride + i * kPanel<A> + lane, value);
           });
         }
       }

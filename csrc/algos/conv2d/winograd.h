@@ -7,6 +7,7 @@
 // The points decide the rounding error. They are chosen by measurement among pairs with few bits: for M = 4, +-3/4 and +-3/2 lose
 // a fifth of what the usual +-1 and +-2 lose.
 #pragma once
+#include "backward.h"
 #include "transform_domain.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -162,10 +163,44 @@ inline bool winograd_supports(const Conv2dProblem& p, Reason& reason) {
       static_cast<long long>(p.stride_w), static_cast<long long>(p.dilation_h), static_cast<long long>(p.dilation_w));
 }
 
+// dX is the transposed convolution of dY by the same method, unless its padding would be negative, or tiles are so few that their
+// weights, which must be transformed for this one use, are not worth it.
+template <int M>
+GradientNames winograd_gradients(const Conv2dProblem& p, const char* name) {
+  constexpr double kTransform = 60;  // a transformed weight takes about the time of this many operations
+  const Conv2dProblem t = transposed(p);
+  GradientNames names = by_patches(p);
+  if (t.pad_h < 0 || t.pad_w < 0) return names;
+  const double weights = static_cast<double>(transform_domain_packed_bytes<Winograd<M>>(t)) / (p.dtype == DType::f64 ? 8 : 4);
+  const double products = 2 * 9 * static_cast<double>(p.batch * p.out_height * p.out_width) *
+                          static_cast<double>(p.out_channels) * static_cast<double>(p.in_channels / p.groups);
+  if (transform_domain_cost<Winograd<M>>(t).flops + kTransform * weights < products) names.input = name;
+  return names;
+}
+
+template <int M>
+void winograd_backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  const Conv2dProblem t = transposed(p);
+  with_type(p.dtype, [&]<class T>() {
+    const TransformDomain<Winograd<M>, T> domain(t);
+    Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
+    domain.pack(static_cast<const T*>(m.weight), packed, true);
+    domain.run({m.grad_output, packed, nullptr, nullptr, m.grad_input}, workspace);
+  });
+}
+template <int M>
+int64_t winograd_backward_workspace(const Conv2dProblem& p, const GradientBuffers&) {
+  const Conv2dProblem t = transposed(p);
+  return checked_add(workspace_bytes<char>(transform_domain_packed_bytes<Winograd<M>>(t)),
+                     transform_domain_workspace<Winograd<M>>(t));
+}
+
 #define AI3_WINOGRAD_TRAITS(M)                                                                            \
   .supports = winograd_supports, .workspace = transform_domain_workspace<Winograd<M>>,                    \
   .cost = transform_domain_cost<Winograd<M>>, .packed_bytes = transform_domain_packed_bytes<Winograd<M>>, \
-  .pack = transform_domain_pack<Winograd<M>>
+  .pack = transform_domain_pack<Winograd<M>>,                                                             \
+  .gradients = [](const Conv2dProblem& p) { return winograd_gradients<M>(p, "winograd_f" #M); },          \
+  .backward = winograd_backward<M>, .backward_workspace = winograd_backward_workspace<M>
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -21,7 +21,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 1;
+inline constexpr int32_t kAlgorithmAbi = 2;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -100,8 +100,15 @@ struct Candidates {
   }
 };
 
-// Who computes the gradients: PyTorch's own operators, or this algorithm's kernel on the transposed problems.
-enum class Backward : int32_t { aten, own };
+// Pointers of one backward call: gradients that are not wanted are null. Gradients are laid out as what they are gradients of.
+struct GradientBuffers {
+  const void *grad_output, *input, *weight;
+  void *grad_input, *grad_weight, *grad_bias;
+};
+// Who computes the gradients of input and weight: an algorithm of the operation, or PyTorch's own operators where null.
+struct GradientNames {
+  const char *input, *weight;
+};
 
 template <class Problem>
 struct Traits {
@@ -123,7 +130,11 @@ struct Traits {
   const char* (*choose)(const Problem& p, const Candidates<Problem>& usable) = nullptr;
   // Instead of a kernel: calls PyTorch's own operators on the glue's tensors (csrc/ops/<operation>/, which defines `call`).
   void (*tensors)(const Problem& p, void* call) = nullptr;
-  Backward backward = Backward::aten;
+  GradientNames (*gradients)(const Problem&) = nullptr;  // null: PyTorch's, whatever the problem
+  // A kernel for the gradients that are asked of this algorithm, with its workspace. Without one they are computed by `run` on
+  // the transposed problems. The bias's gradient is wanted only beside the weight's.
+  void (*backward)(const Problem&, const GradientBuffers&, Workspace&) = nullptr;
+  int64_t (*backward_workspace)(const Problem&, const GradientBuffers&) = nullptr;
   bool sliced = false;  // also writes into a slice of channels: y's dense strides but for those of a larger number of channels
 };
 

@@ -1,5 +1,6 @@
 // y = x * w^T as one packed matrix product (core/gemm.h). With few rows it is bound by the bandwidth at which the packed weight,
 // one contiguous stream for each thread, comes from memory.
+#include "../conv2d/gradient.h"
 #include "packed.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -25,6 +26,55 @@ void linear_gemm(const LinearProblem& p, const Buffers& m, Workspace& workspace)
   PackedProduct<T, Form::plain>{p}.multiply(m, workspace);
 }
 
+// dX = dY W is the same product, of W as it lies; dW = dY^T X is that of a convolution with a 1x1 kernel.
+LinearProblem transposed(const LinearProblem& p) {
+  LinearProblem t = p;
+  t.in_features = p.out_features, t.out_features = p.in_features;
+  t.activation = Activation::none, t.has_bias = t.has_residual = false;
+  return t;
+}
+Conv2dProblem as_convolution(const LinearProblem& p) {
+  Conv2dProblem c{};
+  c.dtype = p.dtype, c.threads = p.threads, c.batch = c.groups = 1;
+  c.in_channels = p.in_features, c.out_channels = p.out_features;
+  c.in_height = c.out_height = c.kernel_height = c.kernel_width = 1, c.in_width = c.out_width = p.rows;
+  c.stride_h = c.stride_w = c.dilation_h = c.dilation_w = 1;
+  c.x_stride = {p.rows * p.in_features, 1, p.rows * p.in_features, p.in_features};
+  c.y_stride = {p.rows * p.out_features, 1, p.rows * p.out_features, p.out_features};
+  return c;
+}
+int64_t linear_gemm_backward_workspace(const LinearProblem& p, const GradientBuffers& m) {
+  const LinearProblem t = transposed(p);
+  return with_type(p.dtype, [&]<class T>() {
+    using A = Acc<T>;
+    const int64_t copies = workspace_bytes<A>(checked_mul(p.threads, PackedProduct<T, Form::plain>{t}.copy_size()));
+    const int64_t input = checked_add(workspace_bytes<A>(packed_size<A>(t.in_features, t.out_features)), copies);
+    return checked_add(m.grad_input ? input : 0, m.grad_weight ? WeightGradient<T>(as_convolution(p)).workspace() : 0);
+  });
+}
+void linear_gemm_backward(const LinearProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  with_type(p.dtype, [&]<class T>() {
+    if (m.grad_input) {
+      constexpr int64_t P = kPanel<Acc<T>>;
+      const LinearProblem t = transposed(p);
+      Acc<T>* packed = workspace.take<Acc<T>>(packed_size<Acc<T>>(t.in_features, t.out_features));
+      parallel_for(p.threads, panel_count<Acc<T>>(t.out_features), [&](int64_t i, int) {
+        const int64_t columns = smaller(P, t.out_features - i * P);
+        Acc<T>* panel = packed + i * t.in_features * P;
+        if (columns < P) clear(panel, t.in_features * P);
+        copy_rows(static_cast<const T*>(m.weight) + i * P, t.out_features, 1, t.in_features, columns, panel, P);
+      });
+      PackedProduct<T, Form::plain>{t}.multiply({m.grad_output, packed, nullptr, nullptr, m.grad_input}, workspace);
+    }
+    if (m.grad_weight) {
+      const Conv2dProblem c = as_convolution(p);
+      WeightGradient<T>(c).run(static_cast<const T*>(m.grad_output), static_cast<const T*>(m.input),
+                               static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+    }
+  });
+}
+GradientNames linear_gemm_gradients(const LinearProblem&) { return {"gemm", "gemm"}; }
+
 Cost linear_gemm_cost(const LinearProblem& p) {
   const bool pairs = p.dtype == DType::bf16 && has_pair_products();
   const double m = static_cast<double>(p.rows), k = static_cast<double>(p.in_features), n = static_cast<double>(p.out_features);
@@ -32,7 +82,8 @@ Cost linear_gemm_cost(const LinearProblem& p) {
 }
 
 AI3_ALGORITHM(linear, gemm, .epilogue = true, .workspace = linear_gemm_workspace, .cost = linear_gemm_cost,
-              .packed_bytes = linear_gemm_packed_bytes, .pack = linear_gemm_pack, .backward = Backward::own)
+              .packed_bytes = linear_gemm_packed_bytes, .pack = linear_gemm_pack, .gradients = linear_gemm_gradients,
+              .backward = linear_gemm_backward, .backward_workspace = linear_gemm_backward_workspace)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
