@@ -149,6 +149,7 @@ struct WeightGradient {
   const Conv2dProblem& p;
   const ConvShape& s;
   const int64_t filter_panels, pixels;  // pixels of a block
+  const bool in_place;                  // sums are added up in dW itself: its columns are those of the patches
   const int threads;
   Grid grid{1, 1};  // prepared: shares of the filters, streamed: shares of the columns
 
@@ -158,54 +159,60 @@ struct WeightGradient {
         s(columns.shape),
         filter_panels(panel_count<A>(s.filters)),
         pixels(smaller(kPixels, s.rows)),
+        in_place(sizeof(T) == sizeof(A) && s.taps == 1),
         threads(team(p.threads, static_cast<double>(s.rows * p.groups) * static_cast<double>(s.filters * s.depth))) {
     constexpr int64_t kCopy = 10;  // cycles to copy a panel's row, which takes P to be multiplied with P others
+    constexpr int64_t kCached = (512 << 10) / (P * P * static_cast<int64_t>(sizeof(A)));
+    const int64_t far = 1024 / pixels;  // more for each pixel where sums leave the L2 cache between blocks
     int64_t least = 0;
     for (int64_t f = 1; f <= smaller(filter_panels, 4 * threads); f++)
       for (int64_t c = 1; c <= smaller(columns.panels, 4 * threads); c++) {
         const int64_t rows = ceil_div(filter_panels, f), cols = ceil_div(columns.panels, c);
-        const int64_t time = ceil_div(p.groups * f * c, threads) * (rows * cols * P + (rows + cols) * kCopy);
+        const int64_t products = rows * cols * (P + (rows * cols > kCached ? far : 0));
+        const int64_t time = ceil_div(p.groups * f * c, threads) * (products + (rows + cols) * kCopy);
         if (least == 0 || time < least) grid = {f, c}, least = time;
       }
   }
   int64_t filter_share() const { return ceil_div(filter_panels, grid.prepared) * P; }
   int64_t column_share() const { return ceil_div(columns.panels, grid.streamed) * P; }
-  int64_t workspace() const {
-    const int64_t rows = checked_mul(pixels, P + filter_share()), sums = checked_mul(filter_share(), column_share() + 1);
-    return workspace_bytes<A>(checked_mul(threads, round_up(checked_add(rows, sums), 64)));
+  int64_t buffer_elements() const {
+    const int64_t rows = checked_mul(pixels, P + filter_share());
+    return round_up(checked_add(rows, checked_mul(filter_share(), in_place ? 1 : column_share() + 1)), 64);
   }
+  int64_t workspace() const { return workspace_bytes<A>(checked_mul(threads, buffer_elements())); }
 
   void run(const T* gy, const T* x, T* dw, T* db, Workspace& memory) const {
-    const int64_t size = round_up(pixels * (P + filter_share()) + filter_share() * (column_share() + 1), 64);
-    A* buffers = memory.take<A>(threads * size);
+    A* buffers = memory.take<A>(threads * buffer_elements());
     for_grid(threads, p.groups, grid, [&](int64_t group, int64_t i, int64_t j, int thread) {
       const Share filters = AI3_LEVEL::column_share<A>(s.filters, grid.prepared, i),
                   panels = share(columns.panels, grid.streamed, j);
-      const int64_t count = filters.end - filters.begin, ld = (panels.end - panels.begin) * P;
-      A *patches = buffers + thread * size, *rows = patches + pixels * P, *sums = rows + pixels * filter_share(),
-        *bias = sums + filter_share() * column_share();
+      const int64_t count = filters.end - filters.begin, first = group * s.filters + filters.begin;
+      A *patches = buffers + thread * buffer_elements(), *rows = patches + pixels * P, *bias = rows + pixels * filter_share();
+      Output<A> sums{bias + filter_share(), (panels.end - panels.begin) * P};
+      if constexpr (sizeof(T) == sizeof(A))
+        if (in_place) sums = {dw + first * s.depth + panels.begin * P, s.depth};
       const bool with_bias = db && panels.begin == 0;
       if (with_bias) clear(bias, filter_share());
       for (int64_t m = 0; m < s.rows; m += pixels) {
         const int64_t n = smaller(pixels, s.rows - m);
-        pack_filters(gy, group * s.filters + filters.begin, count, m, n, rows);
+        pack_filters(gy, first, count, m, n, rows);
         if (with_bias) add_up(rows, count, n, bias);
+        sums.add = m > 0;
         for (int64_t q = panels.begin; q < panels.end; q++) {
           columns.gather(x, m, m + n, group, q, patches);
-          Output<A> out{sums + (q - panels.begin) * P, ld};
-          out.add = m > 0;
-          gemm_block<A>(PanelRows<A>{rows}, count, patches, P, n, out);
+          gemm_block<A>(PanelRows<A>{rows}, count, patches, in_place ? smaller(P, s.depth - q * P) : P, n,
+                        sums.from(0, (q - panels.begin) * P));
         }
       }
       for (int64_t f = 0; f < count; f++) {
-        T* to = dw + (group * s.filters + filters.begin + f) * s.depth;
-        for (int64_t q = panels.begin; q < panels.end; q++) {
-          const A* from = sums + f * ld + (q - panels.begin) * P;
+        if (with_bias) narrow(bias[f], db[first + f]);
+        for (int64_t q = panels.begin; q < panels.end && !in_place; q++) {
+          const A* from = sums.from(f, (q - panels.begin) * P).data;
           columns.for_columns(q, false, [&](int64_t tap, int64_t channel, int64_t column, int64_t n) {
-            for (int64_t c = 0; c < n; c++) narrow(from[column + c], to[(channel + c) * s.taps + tap]);
+            T* to = dw + (first + f) * s.depth + channel * s.taps + tap;
+            for (int64_t c = 0; c < n; c++) narrow(from[column + c], to[c * s.taps]);
           });
         }
-        if (with_bias) narrow(bias[f], db[group * s.filters + filters.begin + f]);
       }
     });
   }
