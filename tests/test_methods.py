@@ -38,7 +38,7 @@ def test_smm_packs_and_copies_nothing():
 # What each operation must have on the CPU.
 NAMES = {
     "conv2d": "direct smm im2col kn2row implicit_gemm implicit_precomp_gemm gemm winograd winograd_f2 winograd_f4 "
-    "winograd_f6 fft depthwise onednn guess default",
+    "winograd_f6 winograd_general winograd_f4_bf16 fft depthwise onednn guess default",
     "linear": "gemm onednn default",
     **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu", "flatten"), "direct default"),
 }
@@ -68,6 +68,16 @@ def test_guess_never_takes_the_least_accurate(channels, size):
         "test", torch.empty(1, channels, size, size), torch.empty(channels, channels, 3, 3)
     )
     assert registry.resolve_sizes("conv2d", "guess", "cpu", F32, **p.sizes) != "winograd_f6"
+
+
+@pytest.mark.parametrize("kernel", [(3, 3), (5, 5), (1, 7), (7, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize(("channels", "size"), [(16, 56), (512, 7), (512, 14)])
+def test_nothing_picks_weights_of_fewer_bits_unasked(channels, size, kernel):
+    p = registry.OPERATIONS["conv2d"].problem(
+        "test", torch.empty(1, channels, size, size), torch.empty(channels, channels, *kernel)
+    )
+    for name in ("default", "winograd", "guess"):
+        assert registry.resolve_sizes("conv2d", name, "cpu", F32, **p.sizes) != "winograd_f4_bf16"
 
 
 def test_the_indirection_buffer_grows_with_pixels_not_with_channels():

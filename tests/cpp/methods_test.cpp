@@ -72,6 +72,8 @@ const std::multimap<std::string, Promise> promises = {
     {"winograd_f2", {"16 for 36: 2.25 times fewer", kNoPadding, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
     {"winograd_f4", {"36 for 144: 4 times fewer", kNoPadding, kDirect * 36 / 144, 1.02 * kDirect * 36 / 144}},
     {"winograd_f6", {"64 for 324: 5.06 times fewer", kNoPadding, kDirect * 64 / 324, 1.02 * kDirect * 64 / 324}},
+    {"winograd_f4_bf16", {"36 for 144: 4 times fewer", kNoPadding, kDirect * 36 / 144, 1.02 * kDirect * 36 / 144}},
+    {"winograd_general", {"24 for 72: 3 times fewer", kNoPadding, kDirect * 24 / 72, 1.02 * kDirect * 24 / 72}},
     {"winograd_f2", {"padding costs nothing more", kPadded, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
     {"fft", {"below direct for large kernels", kLargeKernel, 0, kLargeDirect / 4}},
 };

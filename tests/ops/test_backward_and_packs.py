@@ -115,7 +115,8 @@ def test_conv2d_packed(algorithm, layout):
     assert pack.dtype == dtype
     run, run_out = getattr(ops, f"_conv2d_{algorithm}_packed"), getattr(ops, f"_conv2d_{algorithm}_packed_out")
     expected = F.conv2d(x, w, b, *window)
-    close = {"rtol": 2e-4, "atol": 2e-4}
+    few_bits = ai3_ops.registry.algorithm("conv2d", algorithm, "cpu").accuracy == "approximate"
+    close = dict.fromkeys(("rtol", "atol"), 1e-1 if few_bits else 2e-4)
     torch.testing.assert_close(run(x, pack, w.shape, b, *window), expected, **close)
     if ai3_ops.registry.algorithm("conv2d", algorithm, "cpu").epilogue:
         for name, function in ACTIVATIONS.items():

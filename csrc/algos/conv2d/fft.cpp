@@ -16,7 +16,8 @@ namespace {
 
 template <int F>
 struct Fourier {
-  static constexpr int kColumns = F / 2 + 1, kExtent = F, kMostTaps = F / 2, kPositions = 3 * F * kColumns;
+  static constexpr int kColumns = F / 2 + 1, kExtentH = F, kExtentW = F, kMostTapsH = F / 2, kMostTapsW = F / 2,
+                       kPositions = 3 * F * kColumns;
   static constexpr double kForwardFlops = 5. * F * (F / 2 + kColumns) * __builtin_ctz(F), kInverseFlops = kForwardFlops;
 
   // put(k, Z_k) for the columns of the spectrum of in(i, j), times 2.
@@ -99,16 +100,16 @@ void conv2d_fft(const Conv2dProblem& p, const Buffers& buffers, Workspace& works
   with_tile(p, [&]<class F>() { TransformDomain<F, T>(p).run(buffers, workspace); });
 }
 int64_t fft_workspace(const Conv2dProblem& p) {
-  return with_tile(p, [&]<class F>() { return transform_domain_workspace<F>(p); });
+  return with_tile(p, [&]<class F>() { return TransformDomainTraits<F>::workspace(p); });
 }
 int64_t fft_packed_bytes(const Conv2dProblem& p) {
-  return with_tile(p, [&]<class F>() { return transform_domain_packed_bytes<F>(p); });
+  return with_tile(p, [&]<class F>() { return TransformDomainTraits<F>::packed_bytes(p); });
 }
 void fft_pack(const Conv2dProblem& p, const void* weight, void* packed) {
-  with_tile(p, [&]<class F>() { transform_domain_pack<F>(p, weight, packed); });
+  with_tile(p, [&]<class F>() { TransformDomainTraits<F>::pack(p, weight, packed); });
 }
 Cost fft_cost(const Conv2dProblem& p) {
-  return with_tile(p, [&]<class F>() { return transform_domain_cost<F>(p); });
+  return with_tile(p, [&]<class F>() { return TransformDomainTraits<F>::cost(p); });
 }
 
 AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .epilogue = true, .workspace = fft_workspace,

@@ -6,9 +6,9 @@
 // on its own.
 //
 // A Transform has
-//   kExtent      inputs of a tile on each axis; it gives kExtent - taps + 1 outputs there
-//   kPositions   elements of a transformed tile
-//   kMostTaps    taps of a kernel that one tile can take in
+//   kExtentH, kExtentW       inputs of a tile on each axis; it gives extent - taps + 1 outputs there
+//   kPositions               elements of a transformed tile
+//   kMostTapsH, kMostTapsW   taps of a kernel that one tile can take in
 //   kForwardFlops, kInverseFlops   a tile and channel
 //   forward(in, out), weights(in, out), inverse(in, out, rows, columns)   of one vector of channels; in(u, v) and out(position,
 //   value)
@@ -116,12 +116,39 @@ AI3_INLINE void store_rounded(float* p, Vec<double> v) {
   const Floats f = __builtin_convertvector(v.raw, Floats);
   __builtin_memcpy(p, &f, sizeof(f));
 }
+AI3_INLINE void store_rounded(bfloat16* p, Vec<double> v) {
+  for (int j = 0; j < Vec<double>::width; j++) narrow(static_cast<float>(v[j]), p[j]);
+}
 
-template <class Transform, class T>
+// Rows of the transformed input, times a panel of weights as they are stored.
+template <class A, class Stored>
+struct TileRows {
+  const A* data;
+  int64_t stride;
+  const Stored* panel;
+  AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
+  template <int R>
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next next) const {
+    for (int64_t i = 0; i < k; i++, next.data += next.step) {
+      const Vec<A> b0 = load(panel + i * kPanel<A>), b1 = load(panel + i * kPanel<A> + Vec<A>::width);
+      __builtin_prefetch(next.data, 0, 2), __builtin_prefetch(next.data + 64, 0, 2);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        const Vec<A> a = data[r * stride + i];
+        tile.left[r] = fma(a, b0, tile.left[r]);
+        tile.right[r] = fma(a, b1, tile.right[r]);
+      }
+    }
+  }
+};
+
+// Stored: the type of the packed weights.
+template <class Transform, class T, class Stored = Acc<T>>
 struct TransformDomain {
   using A = Acc<T>;
   using V = Vec<A>;
-  static constexpr int64_t kWidth = V::width, kExtent = Transform::kExtent, kPositions = Transform::kPositions;
+  static constexpr int64_t kWidth = V::width, kExtentH = Transform::kExtentH, kExtentW = Transform::kExtentW,
+                           kPositions = Transform::kPositions;
   // Positions are one cache line more than a multiple of the tiles apart, lest they all fall into one set of the L1 cache.
   static constexpr int64_t kSkew = 64 / static_cast<int64_t>(sizeof(A));
 
@@ -135,8 +162,8 @@ struct TransformDomain {
 
   [[gnu::noinline]] explicit TransformDomain(const Conv2dProblem& problem)  // once a call; its saturated sizes are no constants
       : p(problem),
-        h(p.in_height, p.out_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, kExtent, Transform::kMostTaps),
-        w(p.in_width, p.out_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, kExtent, Transform::kMostTaps) {
+        h(p.in_height, p.out_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, kExtentH, Transform::kMostTapsH),
+        w(p.in_width, p.out_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, kExtentW, Transform::kMostTapsW) {
     group_in = p.in_channels / p.groups, group_out = p.out_channels / p.groups;
     panels = ceil_div(group_out, kPanel<A>);
     branches = h.branches * w.branches, depth = checked_mul(branches, group_in);
@@ -158,8 +185,8 @@ struct TransformDomain {
       const int64_t n = bytes / tile_bytes;
       return n < 1 ? 1 : n > most ? most : n;
     };
-    // Fewer than two slabs of the micro-kernel would waste it and read the weights too often, unless tiles are very large.
-    const int64_t cached = fitting(1 << 20, 56), least = fitting(16 << 20, 28), small = cached > least ? cached : least;
+    // Fewer than a slab of the micro-kernel would waste it and read the weights too often, unless tiles are very large.
+    const int64_t cached = fitting(512 << 10, 56), least = fitting(16 << 20, 14), small = cached > least ? cached : least;
     fused = p.threads <= 1 || tiles >= p.threads * small;
     const int64_t most = fused ? small : fitting(48 << 20, tiles);
     blocks = ceil_div(tiles, most);
@@ -176,7 +203,7 @@ struct TransformDomain {
   int64_t workspace() const { return workspace_bytes<A>(checked_mul(copies(), block_elements())); }
 
   // ---- weights, in double; `turned` as the transposed convolution has them: channels and filters exchanged, by 180 degrees ----
-  void pack(const T* weight, A* packed, bool turned = false) const {
+  void pack(const T* weight, Stored* packed, bool turned = false) const {
     using D = Vec<double>;
     constexpr int64_t kStaged = 32;  // taps that are first brought side by side for a panel's filters
     const int64_t taps = p.kernel_height * p.kernel_width, apart = turned ? taps : group_in * taps;
@@ -205,7 +232,7 @@ struct TransformDomain {
       }
     });
     for (int64_t position = 1; position <= kPositions; position++)
-      for (int64_t i = 1; i <= kSkew; i++) packed[position * packed_stride - i] = 0;
+      for (int64_t i = 1; i <= kSkew; i++) packed[position * packed_stride - i] = Stored{};
   }
 
   // ---- the three phases; v and m hold one block ----
@@ -215,38 +242,64 @@ struct TransformDomain {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const T* image = x + t / (w.tiles * h.tiles) * p.x_stride.n + c * p.x_stride.c;
     const int64_t step_h = h.spacing * p.x_stride.h, step_w = w.spacing * p.x_stride.w;
+    const bool vectors = count == kWidth && p.x_stride.c == 1;
     for (int64_t branch = 0; branch < branches; branch++) {
       const int64_t ih = h.first_input(oh, branch / w.branches), iw = w.first_input(ow, branch % w.branches);
       int64_t top, bottom, left, right;
-      h.inside(ih, kExtent, top, bottom), w.inside(iw, kExtent, left, right);
-      const int64_t offset = ih * p.x_stride.h + iw * p.x_stride.w;
+      h.inside(ih, kExtentH, top, bottom), w.inside(iw, kExtentW, left, right);
+      const T* from = image + ih * p.x_stride.h + iw * p.x_stride.w;
       A* to = v + slot * row + branch * p.in_channels + c;
-      if (count == kWidth && p.x_stride.c == 1 && top == 0 && left == 0 && bottom == kExtent && right == kExtent) {
-        const T* from = image + offset;
-        Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w); },
-                           [&](int64_t position, V value) { store(to + position * stride, value); });
+      auto put = [to, apart = stride](int64_t position, V value) { store(to + position * apart, value); };
+      auto outside = [&](int64_t i, int64_t j) { return i < top || i >= bottom || j < left || j >= right; };
+      if (vectors && top == 0 && left == 0 && bottom == kExtentH && right == kExtentW) {
+        Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w); }, put);
+      } else if (vectors) {
+        Transform::forward([&](int64_t i, int64_t j) { return outside(i, j) ? V(A{0}) : load(from + i * step_h + j * step_w); },
+                           put);
       } else {
-        Transform::forward(
-            [&](int64_t i, int64_t j) {
-              if (i < top || i >= bottom || j < left || j >= right) return V(A{0});
-              return load_channels(image + (offset + i * step_h + j * step_w), p.x_stride.c, count);
-            },
-            [&](int64_t position, V value) { store_channels(to + position * stride, 1, count, value); });
+        V tile[kExtentH][kExtentW];
+        for (int64_t i = 0; i < kExtentH; i++)
+          for (int64_t j = 0; j < kExtentW; j++)
+            tile[i][j] = outside(i, j) ? V(A{0}) : load_channels(from + i * step_h + j * step_w, p.x_stride.c, count);
+        Transform::forward([&](int64_t i, int64_t j) { return tile[i][j]; },
+                           [&](int64_t position, V value) { store_channels(to + position * stride, 1, count, value); });
       }
     }
   }
 
+  // Reads ahead the pixels that tile t adds to those of its neighbours.
+  void prefetch_input(const T* x, int64_t t) const {
+    const int64_t ih = h.first_input(h.first_output(t / w.tiles % h.tiles), 0),
+                  iw = w.first_input(w.first_output(t % w.tiles), 0);
+    const int64_t step_h = h.spacing * p.x_stride.h, step_w = w.spacing * p.x_stride.w;
+    int64_t top, bottom, left, right;
+    h.inside(ih, h.tile, top, bottom), w.inside(iw, w.tile, left, right);
+    const T* image = x + t / (w.tiles * h.tiles) * p.x_stride.n + ih * p.x_stride.h + iw * p.x_stride.w;
+    for (int64_t i = top; i < bottom; i++)
+      for (int64_t j = left; j < right; j++)
+        for (int64_t c = 0; c < p.in_channels; c += 64 / static_cast<int64_t>(sizeof(T)))
+          __builtin_prefetch(image + i * step_h + j * step_w + c, 0, 2);
+  }
+
   // One panel of the products of one position, `rows` tiles.
-  void multiply(const A* v, const A* packed, A* m, int64_t rows, int64_t index) const {
+  void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index) const {
     const int64_t panel = index % panels, group = index / panels % p.groups, position = index / panels / p.groups;
     const int64_t column = group * group_out + panel * kPanel<A>, left = group_out - panel * kPanel<A>;
     const int64_t columns = p.groups == 1 || left > kPanel<A> ? kPanel<A> : left;
-    const A* panel_at = packed + position * packed_stride + (group * panels + panel) * depth * kPanel<A>;
+    const Stored* panel_at = packed + position * packed_stride + (group * panels + panel) * depth * kPanel<A>;
+    Output<A> out{m + position * stride + column, row};
     // With one group its channels follow each other from branch to branch: one product.
     const int64_t parts = p.groups == 1 ? 1 : branches, length = depth / parts;
-    for (int64_t part = 0; part < parts; part++)
-      gemm_block(v + position * stride + part * p.in_channels + group * group_in, row, rows, panel_at + part * length * kPanel<A>,
-                 columns, length, m + position * stride + column, row, part > 0);
+    const int64_t slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
+    for (int64_t part = 0; part < parts; part++, out.add = true, panel_at += length * kPanel<A>) {
+      const TileRows<A, Stored> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
+      // The panel behind this one is multiplied next, and read once for few rows.
+      const Next next{reinterpret_cast<const char*>(panel_at) + length * bytes, bytes};
+      for (int64_t s = 0; s < slabs; s++) {
+        const Share r = share(rows, slabs, s);
+        multiply_slab<A>(from.from(r.begin), r.end - r.begin, nullptr, columns, length, out.from(r.begin, 0), next);
+      }
+    }
   }
 
   // Output channels [k, k + kWidth) of tile t from row `slot` of m.
@@ -255,10 +308,10 @@ struct TransformDomain {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
                   step_w = w.phases * p.y_stride.w;
-    const int64_t offset = t / (w.tiles * h.tiles) * p.y_stride.n + k * p.y_stride.c + oh * p.y_stride.h + ow * p.y_stride.w;
+    const int64_t start = t / (w.tiles * h.tiles) * p.y_stride.n + k * p.y_stride.c + oh * p.y_stride.h + ow * p.y_stride.w;
     const T* bias = static_cast<const T*>(buffers.bias);
-    const T* residual = static_cast<const T*>(buffers.residual);
-    T* y = static_cast<T*>(buffers.output);
+    const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + start : nullptr;
+    T* y = static_cast<T*>(buffers.output) + start;
     const Epilogue<A> epilogue(p.activation, bias ? load_channels(bias + k, 1, count) : V(A{0}));
     const A* from = m + slot * row + k;
     auto in = [&](int64_t position) { return load(from + position * stride); };
@@ -266,10 +319,9 @@ struct TransformDomain {
       Transform::inverse(
           in,
           [&](int64_t i, int64_t j, V value) {
-            const int64_t at = offset + i * step_h + j * step_w;
             value += epilogue.bias;
-            if (residual) value += load(residual + at);
-            store(y + at, epilogue(value));
+            if (residual) value += load(residual + i * step_h + j * step_w);
+            store(y + i * step_h + j * step_w, epilogue(value));
           },
           rows, columns);
     } else {
@@ -277,10 +329,9 @@ struct TransformDomain {
           in,
           [&](int64_t i, int64_t j, V value) {
             if (i >= rows || j >= columns) return;
-            const int64_t at = offset + i * step_h + j * step_w;
             value += epilogue.bias;
-            if (residual) value += load_channels(residual + at, p.y_stride.c, count);
-            store_channels(y + at, p.y_stride.c, count, epilogue(value));
+            if (residual) value += load_channels(residual + i * step_h + j * step_w, p.y_stride.c, count);
+            store_channels(y + i * step_h + j * step_w, p.y_stride.c, count, epilogue(value));
           },
           rows, columns);
     }
@@ -288,7 +339,7 @@ struct TransformDomain {
 
   void run(const Buffers& buffers, Workspace& workspace) const {
     const T* x = static_cast<const T*>(buffers.input);
-    const A* packed = static_cast<const A*>(buffers.weight);
+    const Stored* packed = static_cast<const Stored*>(buffers.weight);
     A* const buffer = workspace.take<A>(copies() * block_elements());
     const int64_t in_vectors = ceil_div(p.in_channels, kWidth), out_vectors = ceil_div(p.out_channels, kWidth);
     auto phases = [&](int64_t b, int thread, const auto& ranges) {
@@ -296,7 +347,14 @@ struct TransformDomain {
       const int64_t first = b * block, n = tiles - first < block ? tiles - first : block;
       ranges(n * in_vectors,
              [&](int64_t i) { transform_input(x, v, first + i / in_vectors, i / in_vectors, i % in_vectors * kWidth); });
-      ranges(kPositions * p.groups * panels, [&](int64_t i) { multiply(v, packed, m, n, i); });
+      // The block after the next, or the next, is this thread's next one: read ahead while this one is multiplied.
+      const int64_t products = kPositions * p.groups * panels,
+                    ahead = fused && p.x_stride.c == 1 ? first + p.threads * block : tiles;
+      const int64_t left = tiles - ahead < 0 ? 0 : tiles - ahead < block ? tiles - ahead : block;
+      ranges(products, [&](int64_t i) {
+        for (int64_t t = left * i / products; t < left * (i + 1) / products; t++) prefetch_input(x, ahead + t);
+        multiply(v, packed, m, n, i);
+      });
       ranges(n * out_vectors, [&](int64_t i) {
         transform_output(m, buffers, first + i / out_vectors, i / out_vectors, i % out_vectors * kWidth);
       });
@@ -325,32 +383,35 @@ struct TransformDomain {
             size * static_cast<double>(p.batch) *
                     (static_cast<double>(p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width) +
                      static_cast<double>(p.out_channels) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width)) +
-                sizeof(A) * static_cast<double>(packed_elements()),
+                sizeof(Stored) * static_cast<double>(packed_elements()),
             .85};
   }
 };
 
-// The traits of an algorithm with Transform.
-template <class Transform>
-int64_t transform_domain_workspace(const Conv2dProblem& p) {
-  return with_type(p.dtype, [&]<class T>() { return TransformDomain<Transform, T>(p).workspace(); });
-}
-template <class Transform>
-int64_t transform_domain_packed_bytes(const Conv2dProblem& p) {
-  return with_type(p.dtype, [&]<class T>() {
-    return checked_mul(TransformDomain<Transform, T>(p).packed_elements(), static_cast<int64_t>(sizeof(Acc<T>)));
-  });
-}
-template <class Transform>
-void transform_domain_pack(const Conv2dProblem& p, const void* weight, void* packed) {
-  with_type(p.dtype, [&]<class T>() {
-    TransformDomain<Transform, T>(p).pack(static_cast<const T*>(weight), static_cast<Acc<T>*>(packed));
-  });
-}
-template <class Transform>
-Cost transform_domain_cost(const Conv2dProblem& p) {
-  return with_type(p.dtype, [&]<class T>() { return TransformDomain<Transform, T>(p).cost(); });
-}
+// The traits of an algorithm with Transform; StoredAs<A> is the type of its packed weights for the accumulator type A.
+template <class A>
+using AsComputed = A;
+template <class Transform, template <class> class StoredAs = AsComputed>
+struct TransformDomainTraits {
+  template <class T>
+  using Domain = TransformDomain<Transform, T, StoredAs<Acc<T>>>;
+
+  static int64_t workspace(const Conv2dProblem& p) {
+    return with_type(p.dtype, [&]<class T>() { return Domain<T>(p).workspace(); });
+  }
+  static int64_t packed_bytes(const Conv2dProblem& p) {
+    return with_type(p.dtype, [&]<class T>() {
+      return checked_mul(Domain<T>(p).packed_elements(), static_cast<int64_t>(sizeof(StoredAs<Acc<T>>)));
+    });
+  }
+  static void pack(const Conv2dProblem& p, const void* weight, void* packed) {
+    with_type(p.dtype,
+              [&]<class T>() { Domain<T>(p).pack(static_cast<const T*>(weight), static_cast<StoredAs<Acc<T>>*>(packed)); });
+  }
+  static Cost cost(const Conv2dProblem& p) {
+    return with_type(p.dtype, [&]<class T>() { return Domain<T>(p).cost(); });
+  }
+};
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

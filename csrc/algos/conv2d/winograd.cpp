@@ -1,6 +1,6 @@
-// A rule: F(4x4, 3x3) or F(2x2, 3x3), whichever has less work by a fixed count of its arithmetic and memory traffic. Large maps
-// go to F4. On small ones its tiles reach past the edge, and its weights, 36/16 of F2's, must be read for few of them. Never F6:
-// accuracy.
+// A rule. 3x3 kernels: F(4x4, 3x3) or F(2x2, 3x3), whichever has less work by a fixed count of its arithmetic and memory traffic.
+// Large maps go to F4. On small ones its tiles reach past the edge, and its weights, 36/16 of F2's, must be read for few of them.
+// Never F6: accuracy. Other kernels: the one form for their size.
 #include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -9,18 +9,20 @@ namespace {
 // A byte from memory takes about the time of this many operations.
 constexpr double kOperationsPerByte = 8;
 
-const char* choose_tile(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+const char* choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   auto time = [](const Cost& cost) {
     const double memory = kOperationsPerByte * cost.bytes;
     return cost.flops > memory ? cost.flops : memory;
   };
-  const bool small = time(transform_domain_cost<Winograd<2>>(p)) < time(transform_domain_cost<Winograd<4>>(p));
-  const char* name = small ? "winograd_f2" : "winograd_f4";
+  auto small = [&] {
+    return time(TransformDomainTraits<Winograd<2>>::cost(p)) < time(TransformDomainTraits<Winograd<4>>::cost(p));
+  };
+  const char* name = p.kernel_height != 3 || p.kernel_width != 3 ? "winograd_general" : small() ? "winograd_f2" : "winograd_f4";
   return usable(p, name) ? name : nullptr;
 }
 
-AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, winograd, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .supports = winograd_supports,
-                             .choose = choose_tile)
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, winograd, .accuracy = Accuracy::bounded, .error_bound = 2e-5,
+                             .supports = winograd_supports_any, .choose = choose_form)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

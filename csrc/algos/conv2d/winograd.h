@@ -1,11 +1,12 @@
-// Winograd's minimal filtering F(MxM, 3x3) (Lavin & Gray 2015): an M x M tile of outputs from (M+2)^2 products a channel pair
-// instead of 9 M^2. In one dimension, y = A^T [(G g) . (B^T d)]: by the transposition principle it is the Toom-Cook product of
-// polynomials, evaluated at the points 0, +-p_1, +-p_2, ... and infinity. With N(x) = x (x^2 - p_1^2) (x^2 - p_2^2) ...,
+// Winograd's minimal filtering F(M_h x M_w, R_h x R_w) (Winograd 1980, Lavin & Gray 2015): a tile of M_h x M_w outputs from
+// (M_h + R_h - 1) (M_w + R_w - 1) products a channel pair instead of M_h M_w R_h R_w. In one dimension, y = A^T [(G g) . (B^T
+// d)]: by the transposition principle it is the Toom-Cook product of polynomials, evaluated at the points 0, +-p_1, +-p_2, ...
+// and infinity. With N(x) = x (x^2 - p_1^2) (x^2 - p_2^2) ...,
 //   B^T: the coefficients of N(x) / (x - p), and of N(x) for infinity;
-//   G:   (1, p, p^2) / N'(p), and (0, 0, 1);
+//   G:   (1, p, p^2, ...) / N'(p), and (0, ..., 0, 1);
 //   A^T: p^i in row i; infinity only in the last.
-// The points decide the rounding error. They are chosen by measurement among pairs with few bits: for M = 4, +-3/4 and +-3/2 lose
-// a fifth of what the usual +-1 and +-2 lose.
+// The points decide the rounding error. They are chosen by measurement among pairs with few bits: for two pairs, +-3/4 and +-3/2
+// lose a fifth of what the usual +-1 and +-2 lose.
 #pragma once
 #include "backward.h"
 #include "transform_domain.h"
@@ -13,18 +14,21 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-template <int M>
-inline constexpr double kPoints[M / 2] = {1};
+template <int Pairs>
+inline constexpr double kPoints[Pairs < 1 ? 1 : Pairs] = {1};
 template <>
-inline constexpr double kPoints<4>[2] = {.75, 1.5};
+inline constexpr double kPoints<2>[2] = {.75, 1.5};
 template <>
-inline constexpr double kPoints<6>[3] = {.5625, 1, 1.75};
+inline constexpr double kPoints<3>[3] = {.5625, 1, 1.75};
+template <>
+inline constexpr double kPoints<4>[4] = {.5, .875, 1.125, 2.5};
 
-template <int M>
-struct Winograd {
-  static constexpr int kExtent = M + 2, kPositions = kExtent * kExtent, kMostTaps = 3, kPairs = M / 2;
-  static constexpr double kForwardFlops = 2. * 2 * kExtent * (kPairs * (kPairs + 2) + 0. + kPairs * kPairs);
-  static constexpr double kInverseFlops = 2. * (kExtent + M) * (2. * kPairs + M * kPairs);
+// F(M, R). M + R is odd; F(1, 1) is the identity, for the axis that a one-dimensional kernel does not have.
+template <int M, int R>
+struct ToomCook {
+  static constexpr int kOutputs = M, kTaps = R, kExtent = M + R - 1, kPairs = (kExtent - 2) / 2;
+  static_assert(kExtent == 2 * kPairs + 2 || kExtent == 1);
+  static constexpr double kInputFlops = 4. * kPairs * (kPairs + 1), kOutputFlops = 2. * kPairs * (2 + M);
 
   // Coefficients c[j] of x^(2j) in the product of (x^2 - p^2) over the pairs but `without`.
   struct Even {
@@ -34,7 +38,7 @@ struct Winograd {
     Even e{{1}};
     for (int i = 0, degree = 0; i < kPairs; i++) {
       if (i == without) continue;
-      const double square = kPoints<M>[i] * kPoints<M>[i];
+      const double square = kPoints<kPairs>[i] * kPoints<kPairs>[i];
       degree++;
       for (int j = degree; j >= 0; j--) e.c[j] = (j > 0 ? e.c[j - 1] : 0) - square * (j < degree ? e.c[j] : 0);
     }
@@ -43,12 +47,17 @@ struct Winograd {
   static constexpr double power(double x, int n) { return n == 0 ? 1 : x * power(x, n - 1); }
   // N'(p) at p = 0 (i < 0) and at both points of pair i.
   static constexpr double derivative(int i) {
-    const double x = i < 0 ? 0 : kPoints<M>[i] * kPoints<M>[i];
+    const double x = i < 0 ? 0 : kPoints<kPairs>[i] * kPoints<kPairs>[i];
     double value = i < 0 ? 1 : 2 * x;
     for (int j = 0; j < kPairs; j++)
-      if (j != i) value *= x - kPoints<M>[j] * kPoints<M>[j];
+      if (j != i) value *= x - kPoints<kPairs>[j] * kPoints<kPairs>[j];
     return value;
   }
+
+  template <int Without>
+  static constexpr Even kEven = product(Without);
+  template <class V>
+  using Scalar = decltype(V()[0]);
 
   // The sum of c[j] d[2j] for j <= Degree, whose leading coefficient is 1.
   template <int Without, int Degree, class V>
@@ -58,26 +67,30 @@ struct Winograd {
     for (int j = Degree - 1; j >= 0; j--) sum = fma(d[2 * j], static_cast<Scalar<V>>(kEven<Without>.c[j]), sum);
     return sum;
   }
-  template <int Without>
-  static constexpr Even kEven = product(Without);
-  template <class V>
-  using Scalar = decltype(V()[0]);
-
-  // B^T d. Both points of a pair share their even and odd parts.
-  template <class V, int i = 0>
-  AI3_INLINE static void input(const V (&d)[kExtent], V (&out)[kExtent]) {
-    if constexpr (i == 0) out[0] = evaluate<-1, kPairs>(d), out[kExtent - 1] = evaluate<-1, kPairs>(d + 1);
-    if constexpr (i < kPairs) {
-      const V even = evaluate<i, kPairs - 1>(d + 2), odd = evaluate<i, kPairs - 1>(d + 1);
-      constexpr Scalar<V> point = static_cast<Scalar<V>>(kPoints<M>[i]);
-      out[1 + 2 * i] = fma(odd, point, even), out[2 + 2 * i] = fnma(odd, point, even);
-      input<V, i + 1>(d, out);
+  // Two rows of B^T d: of 0 and infinity (pair 0), or of both points of a pair, which share their even and odd parts.
+  template <int pair, class V>
+  AI3_INLINE static void input(const V (&d)[kExtent], V& first, V& second) {
+    if constexpr (pair == 0) {
+      first = evaluate<-1, kPairs>(d), second = evaluate<-1, kPairs>(d + (kExtent > 1));
+    } else {
+      const V even = evaluate<pair - 1, kPairs - 1>(d + 2), odd = evaluate<pair - 1, kPairs - 1>(d + 1);
+      constexpr Scalar<V> point = static_cast<Scalar<V>>(kPoints<kPairs>[pair - 1]);
+      first = fma(odd, point, even), second = fnma(odd, point, even);
     }
+  }
+  // Where input<pair> goes.
+  static constexpr int first(int pair) { return pair == 0 ? 0 : 2 * pair - 1; }
+  static constexpr int second(int pair) { return pair == 0 ? kExtent - 1 : 2 * pair; }
+  // B^T d.
+  template <class V, int pair = 0>
+  AI3_INLINE static void input(const V (&d)[kExtent], V (&out)[kExtent]) {
+    input<pair>(d, out[first(pair)], out[second(pair)]);
+    if constexpr (pair < kPairs) input<V, pair + 1>(d, out);
   }
   // A^T m.
   template <class V>
   AI3_INLINE static void output(const V (&m)[kExtent], V (&out)[M]) {
-    V sum[kPairs], difference[kPairs];
+    V sum[kPairs + 1], difference[kPairs + 1];
 #pragma GCC unroll 8
     for (int i = 0; i < kPairs; i++) sum[i] = m[1 + 2 * i] + m[2 + 2 * i], difference[i] = m[1 + 2 * i] - m[2 + 2 * i];
     out[0] = m[0];
@@ -89,118 +102,153 @@ struct Winograd {
       out[r] = r == M - 1 ? m[kExtent - 1] : V(Scalar<V>{0});
 #pragma GCC unroll 8
       for (int i = 0; i < kPairs; i++) {
-        const Scalar<V> factor = static_cast<Scalar<V>>(power(kPoints<M>[i], r));
+        const Scalar<V> factor = static_cast<Scalar<V>>(power(kPoints<kPairs>[i], r));
         out[r] = r < M - 1 && i == 0 ? terms[i] * V(factor) : fma(terms[i], factor, out[r]);
       }
     }
   }
   // G g.
-  AI3_INLINE static void kernel(const Vec<double> (&g)[3], Vec<double> (&out)[kExtent]) {
-    out[0] = g[0] * Vec<double>(1 / derivative(-1)), out[kExtent - 1] = g[2];
-    for (int i = 0; i < kPairs; i++) {
-      const double point = kPoints<M>[i], scale = 1 / derivative(i);
-      const Vec<double> even = fma(g[2], point * point, g[0]) * Vec<double>(scale), odd = g[1] * Vec<double>(point * scale);
-      out[1 + 2 * i] = even + odd, out[2 + 2 * i] = even - odd;
-    }
-  }
-
-  template <class In, class Out>
-  AI3_INLINE static void forward(const In& in, const Out& out) {
-    using V = decltype(in(0, 0));
-    V rows[kExtent][kExtent], line[kExtent], result[kExtent];
-    for (int j = 0; j < kExtent; j++) {
-#pragma GCC unroll 8
-      for (int i = 0; i < kExtent; i++) line[i] = in(i, j);
-      input(line, result);
-#pragma GCC unroll 8
-      for (int i = 0; i < kExtent; i++) rows[i][j] = result[i];
-    }
-    for (int i = 0; i < kExtent; i++) {
-      input(rows[i], result);
-#pragma GCC unroll 8
-      for (int j = 0; j < kExtent; j++) out(i * kExtent + j, result[j]);
-    }
-  }
-  template <class In, class Out>
-  AI3_INLINE static void inverse(const In& in, const Out& out, int64_t, int64_t) {
-    using V = decltype(in(0));
-    V rows[M][kExtent], line[kExtent], result[M];
-    for (int j = 0; j < kExtent; j++) {
-#pragma GCC unroll 8
-      for (int i = 0; i < kExtent; i++) line[i] = in(i * kExtent + j);
-      output(line, result);
-#pragma GCC unroll 8
-      for (int i = 0; i < M; i++) rows[i][j] = result[i];
-    }
-    for (int i = 0; i < M; i++) {
-      output(rows[i], result);
-#pragma GCC unroll 8
-      for (int j = 0; j < M; j++) out(i, j, result[j]);
-    }
-  }
-  template <class In, class Out>
-  AI3_INLINE static void weights(const In& in, const Out& out) {
-    Vec<double> rows[kExtent][3], line[3], result[kExtent];
-    for (int j = 0; j < 3; j++) {
-      for (int i = 0; i < 3; i++) line[i] = in(i, j);
-      kernel(line, result);
-      for (int i = 0; i < kExtent; i++) rows[i][j] = result[i];
-    }
-    for (int i = 0; i < kExtent; i++) {
-      kernel(rows[i], result);
-      for (int j = 0; j < kExtent; j++) out(i * kExtent + j, result[j]);
+  AI3_INLINE static void kernel(const Vec<double> (&g)[R], Vec<double> (&out)[kExtent]) {
+    if constexpr (kExtent == 1) {
+      out[0] = g[0];
+    } else {
+      out[0] = g[0] * Vec<double>(1 / derivative(-1)), out[kExtent - 1] = g[R - 1];
+      for (int i = 0; i < kPairs; i++) {
+        const double point = kPoints<kPairs>[i];
+        Vec<double> part[2] = {g[0], g[1] * Vec<double>(point)};  // the even powers of the point and the odd
+        for (int j = 2; j < R; j++) part[j % 2] = fma(g[j], power(point, j), part[j % 2]);
+        for (Vec<double>& v : part) v = v * Vec<double>(1 / derivative(i));
+        out[1 + 2 * i] = part[0] + part[1], out[2 + 2 * i] = part[0] - part[1];
+      }
     }
   }
 };
 
-inline bool winograd_supports(const Conv2dProblem& p, Reason& reason) {
-  if (p.kernel_height == 3 && p.kernel_width == 3 && p.stride_h == 1 && p.stride_w == 1 && p.dilation_h == 1 && p.dilation_w == 1)
-    return true;
+// F(M_h, R_h) on columns, nested with F(M_w, R_w) on rows.
+template <class H, class W>
+struct Nested {
+  static constexpr int kExtentH = H::kExtent, kExtentW = W::kExtent, kPositions = kExtentH * kExtentW, kMostTapsH = H::kTaps,
+                       kMostTapsW = W::kTaps;
+  static constexpr double kForwardFlops = kExtentW * H::kInputFlops + kExtentH * W::kInputFlops,
+                          kInverseFlops = kExtentW * H::kOutputFlops + H::kOutputs * W::kOutputFlops;
+
+  // Two rows at a time, from inputs that are loaded again for each: a whole tile is larger than the register file, and what is
+  // spilled comes back only after it has passed the store queue.
+  template <int pair = 0, class In, class Out>
+  AI3_INLINE static void forward(const In& in, const Out& out) {
+    using V = decltype(in(0, 0));
+    V line[kExtentH], first[kExtentW], second[kExtentW], result[kExtentW];
+#pragma GCC unroll 16
+    for (int j = 0; j < kExtentW; j++) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kExtentH; i++) line[i] = in(i, j);
+      H::template input<pair>(line, first[j], second[j]);
+    }
+    W::input(first, result);
+#pragma GCC unroll 16
+    for (int j = 0; j < kExtentW; j++) out(H::first(pair) * kExtentW + j, result[j]);
+    if constexpr (kExtentH > 1) {
+      W::input(second, result);
+#pragma GCC unroll 16
+      for (int j = 0; j < kExtentW; j++) out(H::second(pair) * kExtentW + j, result[j]);
+    }
+    if constexpr (pair < H::kPairs) forward<pair + 1>(in, out);
+  }
+  template <class In, class Out>
+  AI3_INLINE static void inverse(const In& in, const Out& out, int64_t, int64_t) {
+    using V = decltype(in(0));
+    V rows[H::kOutputs][kExtentW], line[kExtentH], column[H::kOutputs], result[W::kOutputs];
+    for (int j = 0; j < kExtentW; j++) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kExtentH; i++) line[i] = in(i * kExtentW + j);
+      H::output(line, column);
+#pragma GCC unroll 8
+      for (int i = 0; i < H::kOutputs; i++) rows[i][j] = column[i];
+    }
+    for (int i = 0; i < H::kOutputs; i++) {
+      W::output(rows[i], result);
+#pragma GCC unroll 8
+      for (int j = 0; j < W::kOutputs; j++) out(i, j, result[j]);
+    }
+  }
+  template <class In, class Out>
+  AI3_INLINE static void weights(const In& in, const Out& out) {
+    using D = Vec<double>;
+    D rows[kExtentH][W::kTaps], line[H::kTaps], column[kExtentH], result[kExtentW];
+    for (int j = 0; j < W::kTaps; j++) {
+      for (int i = 0; i < H::kTaps; i++) line[i] = in(i, j);
+      H::kernel(line, column);
+      for (int i = 0; i < kExtentH; i++) rows[i][j] = column[i];
+    }
+    for (int i = 0; i < kExtentH; i++) {
+      W::kernel(rows[i], result);
+      for (int j = 0; j < kExtentW; j++) out(i * kExtentW + j, result[j]);
+    }
+  }
+};
+// F(MxM, 3x3).
+template <int M>
+using Winograd = Nested<ToomCook<M, 3>, ToomCook<M, 3>>;
+
+inline bool winograd_steps(const Conv2dProblem& p, const char* kernels, bool kernel, Reason& reason) {
+  if (kernel && p.stride_h == 1 && p.stride_w == 1 && p.dilation_h == 1 && p.dilation_w == 1) return true;
   return refuse(
       reason,
-      "needs a 3x3 kernel with stride 1 and dilation 1, got kernel (%lld, %lld), stride (%lld, %lld), dilation (%lld, %lld)",
-      static_cast<long long>(p.kernel_height), static_cast<long long>(p.kernel_width), static_cast<long long>(p.stride_h),
-      static_cast<long long>(p.stride_w), static_cast<long long>(p.dilation_h), static_cast<long long>(p.dilation_w));
+      "needs a %s kernel with stride 1 and dilation 1, got kernel (%lld, %lld), stride (%lld, %lld), dilation (%lld, %lld)",
+      kernels, static_cast<long long>(p.kernel_height), static_cast<long long>(p.kernel_width),
+      static_cast<long long>(p.stride_h), static_cast<long long>(p.stride_w), static_cast<long long>(p.dilation_h),
+      static_cast<long long>(p.dilation_w));
+}
+inline bool winograd_supports(const Conv2dProblem& p, Reason& reason) {
+  return winograd_steps(p, "3x3", p.kernel_height == 3 && p.kernel_width == 3, reason);
+}
+// Every kernel size that some form takes.
+inline bool winograd_supports_any(const Conv2dProblem& p, Reason& reason) {
+  const int64_t kernel = p.kernel_height * 8 + p.kernel_width;
+  bool known = false;
+  for (int64_t size : {3 * 8 + 3, 5 * 8 + 5, 1 * 8 + 3, 3 * 8 + 1, 1 * 8 + 7, 7 * 8 + 1}) known |= kernel == size;
+  return winograd_steps(p, "3x3, 5x5, 1x3, 3x1, 1x7 or 7x1", known && p.kernel_width < 8, reason);
 }
 
-// dX is the transposed convolution of dY by the same method, unless its padding would be negative, or tiles are so few that their
+// dX is the transposed convolution of dY by F(MxM, 3x3), unless its padding would be negative, or tiles are so few that their
 // weights, which must be transformed for this one use, are not worth it.
 template <int M>
-GradientNames winograd_gradients(const Conv2dProblem& p, const char* name) {
-  constexpr double kTransform = 60;  // a transformed weight takes about the time of this many operations
-  const Conv2dProblem t = transposed(p);
-  GradientNames names = by_patches(p);
-  if (t.pad_h < 0 || t.pad_w < 0) return names;
-  const double weights = static_cast<double>(transform_domain_packed_bytes<Winograd<M>>(t)) / (p.dtype == DType::f64 ? 8 : 4);
-  const double products = 2 * 9 * static_cast<double>(p.batch * p.out_height * p.out_width) *
-                          static_cast<double>(p.out_channels) * static_cast<double>(p.in_channels / p.groups);
-  if (transform_domain_cost<Winograd<M>>(t).flops + kTransform * weights < products) names.input = name;
-  return names;
-}
+struct WinogradGradient {
+  using Form = TransformDomainTraits<Winograd<M>>;
 
-template <int M>
-void winograd_backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
-  const Conv2dProblem t = transposed(p);
-  with_type(p.dtype, [&]<class T>() {
-    const TransformDomain<Winograd<M>, T> domain(t);
-    Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
-    domain.pack(static_cast<const T*>(m.weight), packed, true);
-    domain.run({m.grad_output, packed, nullptr, nullptr, m.grad_input}, workspace);
-  });
-}
-template <int M>
-int64_t winograd_backward_workspace(const Conv2dProblem& p, const GradientBuffers&) {
-  const Conv2dProblem t = transposed(p);
-  return checked_add(workspace_bytes<char>(transform_domain_packed_bytes<Winograd<M>>(t)),
-                     transform_domain_workspace<Winograd<M>>(t));
-}
+  static GradientNames names(const Conv2dProblem& p, const char* name) {
+    constexpr double kTransform = 60;  // a transformed weight takes about the time of this many operations
+    const Conv2dProblem t = transposed(p);
+    GradientNames names = by_patches(p);
+    if (t.pad_h < 0 || t.pad_w < 0) return names;
+    const double weights = static_cast<double>(Form::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
+    const double products = 2 * 9 * static_cast<double>(p.batch * p.out_height * p.out_width) *
+                            static_cast<double>(p.out_channels) * static_cast<double>(p.in_channels / p.groups);
+    if (Form::cost(t).flops + kTransform * weights < products) names.input = name;
+    return names;
+  }
+  static void run(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+    const Conv2dProblem t = transposed(p);
+    with_type(p.dtype, [&]<class T>() {
+      const typename Form::template Domain<T> domain(t);
+      Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
+      domain.pack(static_cast<const T*>(m.weight), packed, true);
+      domain.run({m.grad_output, packed, nullptr, nullptr, m.grad_input}, workspace);
+    });
+  }
+  static int64_t workspace(const Conv2dProblem& p, const GradientBuffers&) {
+    const Conv2dProblem t = transposed(p);
+    return checked_add(workspace_bytes<char>(Form::packed_bytes(t)), Form::workspace(t));
+  }
+};
 
-#define AI3_WINOGRAD_TRAITS(M)                                                                            \
-  .supports = winograd_supports, .workspace = transform_domain_workspace<Winograd<M>>,                    \
-  .cost = transform_domain_cost<Winograd<M>>, .packed_bytes = transform_domain_packed_bytes<Winograd<M>>, \
-  .pack = transform_domain_pack<Winograd<M>>,                                                             \
-  .gradients = [](const Conv2dProblem& p) { return winograd_gradients<M>(p, "winograd_f" #M); },          \
-  .backward = winograd_backward<M>, .backward_workspace = winograd_backward_workspace<M>
+#define AI3_WINOGRAD_TRAITS(...)                                                                                      \
+  .epilogue = true, .supports = winograd_supports, .workspace = TransformDomainTraits<__VA_ARGS__>::workspace,        \
+  .cost = TransformDomainTraits<__VA_ARGS__>::cost, .packed_bytes = TransformDomainTraits<__VA_ARGS__>::packed_bytes, \
+  .pack = TransformDomainTraits<__VA_ARGS__>::pack
+#define AI3_WINOGRAD_GRADIENTS(M)                                                                     \
+  .gradients = [](const Conv2dProblem& p) { return WinogradGradient<M>::names(p, "winograd_f" #M); }, \
+  .backward = WinogradGradient<M>::run, .backward_workspace = WinogradGradient<M>::workspace
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -9,7 +9,8 @@ void conv2d_winograd_f2(const Conv2dProblem& p, const Buffers& buffers, Workspac
   TransformDomain<Winograd<2>, T>(p).run(buffers, workspace);
 }
 
-AI3_ALGORITHM(conv2d, winograd_f2, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .epilogue = true, AI3_WINOGRAD_TRAITS(2))
+AI3_ALGORITHM(conv2d, winograd_f2, .accuracy = Accuracy::bounded, .error_bound = 5e-6, AI3_WINOGRAD_TRAITS(Winograd<2>),
+              AI3_WINOGRAD_GRADIENTS(2), .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
