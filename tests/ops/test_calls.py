@@ -35,12 +35,13 @@ def pair(request):
         module.stride = (1, 1)
     if name == "depthwise":
         module = nn.Conv2d(4, 8, 3, groups=4)
-    return module, ai3_ops.swap(module, {operation: name}, x, strict=True), x
+    tolerance = 5e-2 if ai3_ops.registry.algorithm(operation, name).accuracy == "approximate" else 2e-4
+    return module, ai3_ops.swap(module, {operation: name}, x, strict=True), x, tolerance
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_short_way_gives_what_the_long_way_gives(pair, mode):
-    module, swapped, x = pair
+    module, swapped, x, tolerance = pair
     for given in (x, x[:1], x.flip(0)):
         long = swapped(given.clone().requires_grad_()).detach()
         for _ in range(2):
@@ -49,7 +50,7 @@ def test_short_way_gives_what_the_long_way_gives(pair, mode):
             assert torch.equal(short, long)
             assert short.stride() == long.stride()
             assert not short.requires_grad
-        torch.testing.assert_close(short, module(given), rtol=2e-4, atol=2e-4)
+        torch.testing.assert_close(short, module(given), rtol=tolerance, atol=tolerance)
     call = swapped._ai3
     if call.algorithm is None:  # flatten's default is PyTorch's view
         return
