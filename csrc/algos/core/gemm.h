@@ -305,6 +305,7 @@ void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t panel
                 const Output<T>& out) {
   constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Acc<T>)), kPanelsBytes = 256 << 10, kSpread = 16,
                     kNear = 4096;
+  if (rows <= 0 || columns <= 0) return;
   const int64_t slabs = ceil_div(rows, kRows), panel_total = ceil_div(columns, P);
   auto tile = [&](int64_t s, int64_t q, Next next) {
     const Share r = share(rows, slabs, s);
