@@ -33,15 +33,13 @@ void compare(const Algorithm<P>& a, const P& p, Values values, const std::vector
   const double u = unit_roundoff(p.dtype), v = unit_roundoff(accumulator(p.dtype)), terms = static_cast<double>(extent(p).terms);
   const bool averages = std::string(a.info.operation).find("avg") != std::string::npos;
   const bool bitwise = a.traits.accuracy == Accuracy::exact && values == Values::integers && !averages && !activates(p);
-  double largest = 0;
-  for (double e : expected.y) largest = std::fmax(largest, std::fabs(e));
   for (size_t i = 0; i < y.size(); i++) {
     double bound = 0;
     const double exact = bitwise ? rounded(p.dtype, expected.y[i]) : expected.y[i];
     if (!bitwise) {
       bound = (u == v ? 0 : u * std::fabs(exact)) + (p.dtype == DType::f16 ? 0x1p-25 : 0);
       bound += a.traits.accuracy == Accuracy::exact ? terms * v / (1 - terms * v) * expected.magnitude[i]
-                                                    : a.traits.error_bound * (v / 0x1p-24) * largest;
+                                                    : a.traits.error_bound * (v / 0x1p-24) * expected.largest;
       if (activates(p)) bound += 8 * v * (1 + std::fabs(exact)) + 1.2 * bound;  // slopes are below 1.2
     }
     ASSERT_LE(std::fabs(y[i] - exact), bound) << "element " << i << " is " << y[i] << ", must be " << exact;

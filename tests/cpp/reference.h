@@ -27,9 +27,10 @@ inline Extent extent(const ai3::Pool2dProblem& p) {
 }
 inline Extent extent(const ai3::ElementwiseProblem& p) { return {p.count, 0, 0, p.count, 1}; }
 
-// y[i] is the exact value, magnitude[i] the sum of the terms' absolute values.
+// y[i] is the exact value, magnitude[i] the sum of the terms' absolute values, largest the largest |sum| before the activation.
 struct Reference {
   std::vector<double> y, magnitude;
+  double largest = 0;
 };
 
 inline double activate(ai3::Activation a, double v) {
@@ -47,6 +48,7 @@ inline void finish(Reference& r, int64_t at, double sum, double magnitude, const
                    ai3::Activation a) {
   for (const double* more : {bias, residual})
     if (more) sum += *more, magnitude += std::fabs(*more);
+  r.largest = std::fmax(r.largest, std::fabs(sum));
   r.y[at] = activate(a, sum);
   r.magnitude[at] = magnitude;
 }
