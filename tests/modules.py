@@ -45,11 +45,11 @@ class Layer(nn.Module):
 
 
 class EveryOperator(nn.Module):
-    """Every operator of a device that computes in a dtype, each with an input of its own."""
+    """Every operator of a device that computes in a dtype, and in others, each with an input of its own."""
 
-    def __init__(self, device: str, dtype: str) -> None:
+    def __init__(self, device: str, dtype: str, *others: str) -> None:
         super().__init__()
-        infos = [a for a in ALGORITHMS if a.device == device and dtype in a.dtypes]
+        infos = [a for a in ALGORITHMS if a.device == device and {dtype, *others} <= {*a.dtypes}]
         self.calls = {f"{a.operation}_{a.name}": call for a in infos if (call := batched_call(a, dtype))}
         self.layers = nn.ModuleDict({name: Layer(call) for name, call in self.calls.items()})
 

@@ -57,7 +57,7 @@ def test_any_size_is_one_graph(device):
 
 @each_device
 def test_autocast(device):
-    model = EveryOperator(device, "float32")
+    model = EveryOperator(device, "float32", "bfloat16")
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         expected = model(*model.inputs())
         assert_equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*model.inputs()), expected)

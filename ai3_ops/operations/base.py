@@ -275,12 +275,7 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             ctx.needs = ctx.needs_input_grad[2:]
-            if torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0 or _functorch_active():
-                results = backward(ctx, *grads)
-            else:  # nothing to record: autograd's Python rules of what runs here would only take time
-                with torch._C._AutoDispatchBelowAutograd():
-                    results = backward(ctx, *grads)
-            return (None, None, *results, *[None] * count)[: count + 2]
+            return (None, None, *backward(ctx, *grads), *[None] * count)[: count + 2]
 
     apply = cast(Any, Rule).apply
 
