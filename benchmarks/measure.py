@@ -66,7 +66,9 @@ class Layer:
         return sizes
 
     def batch(self, n: int) -> Layer:
-        """The same layer on n images."""
+        """The same layer on n images (a count of elements or rows belongs to one)."""
+        if self.operation in ("linear", "relu"):
+            return Layer(re.sub(r"\b(M|count)=(\d+)", lambda size: f"{size[1]}={n * int(size[2])}", self.line))
         return Layer(re.sub(r"\bN=\d+", f"N={n}", self.line))
 
     def module(self) -> nn.Module:

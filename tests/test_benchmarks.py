@@ -26,6 +26,9 @@ def test_batch():
     layer = measure.conv2d(1, 8, 14, 16).batch(10)
     assert layer.input().shape == (10, 8, 14, 14)
     assert layer.flops == 10 * measure.conv2d(1, 8, 14, 16).flops
+    assert measure.linear(197, 768, 2304).batch(10) == measure.linear(1970, 768, 2304)
+    for layer in LINES:
+        assert layer.batch(1) == layer
 
 
 def test_every_own_method_is_measured_with_its_error():
