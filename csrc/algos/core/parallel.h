@@ -26,8 +26,14 @@ AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
         for (int64_t i = thread; i < count; i += team) body(i, thread);
       });
 #else
-#pragma omp parallel for num_threads(team) schedule(dynamic, 1)
-    for (int64_t i = 0; i < count; i++) body(i, omp_get_thread_num());
+    // First the share of its own number, the same in every call, of which the thread's cache may still hold something; then what
+    // is left, one after the other.
+    int64_t taken = 0;
+#pragma omp parallel num_threads(team)
+    {
+      const int thread = omp_get_thread_num(), present = omp_get_num_threads();
+      for (int64_t i = thread; i < count; i = present + __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) body(i, thread);
+    }
 #endif
     return;
   }
