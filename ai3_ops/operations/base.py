@@ -23,7 +23,6 @@ from ai3_ops import _library, registry
 LIBRARY = torch.library.Library("ai3", "FRAGMENT")
 AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 Dims = Sequence["int | None"]
-_functorch_active = torch._C._are_functorch_transforms_active
 
 
 class Problem(NamedTuple):
@@ -285,7 +284,7 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(keys, args, options)
         args = (*args, *defaults[len(args) : count])
-        if not _functorch_active():
+        if not torch._C._are_functorch_transforms_active():
             return apply(keys, options, *args)
         with enable_single_level_autograd_function():
             return apply(keys, options, *args)

@@ -8,7 +8,7 @@
 namespace ai3::ops {
 namespace {
 
-constexpr int64_t kHugePage = int64_t{2} << 20, kKeptBytes = int64_t{256} << 20;
+constexpr int64_t kKeptBytes = int64_t{256} << 20;
 constexpr int kKeptBlocks = 64;
 
 struct Block {
@@ -24,6 +24,15 @@ int64_t kept_bytes = 0;
 
 }  // namespace
 
+void ask_for_huge_pages([[maybe_unused]] const void* data, [[maybe_unused]] int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+  constexpr auto page = static_cast<uintptr_t>(kHugePage);
+  const auto begin = reinterpret_cast<uintptr_t>(data), first = (begin + page - 1) / page * page,
+             end = (begin + static_cast<uintptr_t>(bytes)) / page * page;
+  if (end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
 Scratch::Scratch(int64_t bytes) {
   if (bytes == 0) return;
   if (const std::unique_lock lock(mutex, std::try_to_lock); lock && kept_blocks > 0) {
@@ -37,7 +46,7 @@ Scratch::Scratch(int64_t bytes) {
   bytes_ = (bytes + unit - 1) / unit * unit;
   data_ = static_cast<char*>(std::aligned_alloc(static_cast<size_t>(unit), static_cast<size_t>(bytes_)));
   if (!data_) throw NotEnoughMemory(bytes);
-  if (unit == kHugePage) madvise(data_, static_cast<size_t>(bytes_), MADV_HUGEPAGE);
+  ask_for_huge_pages(data_, bytes_);
 }
 
 Scratch::~Scratch() {

@@ -15,6 +15,10 @@ struct NotEnoughMemory : std::exception {
   int64_t bytes;
 };
 
+inline constexpr int64_t kHugePage = int64_t{2} << 20;
+// Asks for huge pages in what lies whole in them: in small ones, streaming through megabytes is a TLB miss every 4 KiB.
+void ask_for_huge_pages(const void* data, int64_t bytes);
+
 // 64-byte aligned, not initialized. Any number at once, of any threads: each has its own.
 class Scratch {
  public:

@@ -1,8 +1,6 @@
 // Tensors made and looked at: outputs, what shares memory, packed weights.
 #include "tensors.h"
 
-#include <sys/mman.h>
-
 #include <cstdlib>
 
 #include "../algos/core/level.h"
@@ -103,13 +101,7 @@ uint64_t pack_tag(const Entry& entry, const Sizes& description) {
 Tensor new_pack(const Tensor& weight, int64_t bytes) {
   // Zeroed, padding included, so that two packs of one weight are equal.
   Tensor pack = empty({bytes / static_cast<int64_t>(weight.element_size())}, weight.scalar_type(), weight);
-#ifdef MADV_HUGEPAGE
-  // Packs of many megabytes are streamed through in every call: in small pages that is a TLB miss every 4 KiB.
-  constexpr uintptr_t kHugePage = 2 << 20;
-  const auto begin = reinterpret_cast<uintptr_t>(pack.const_data_ptr()), first = (begin + kHugePage - 1) / kHugePage * kHugePage,
-             end = (begin + static_cast<uintptr_t>(bytes)) / kHugePage * kHugePage;
-  if (pack.is_cpu() && end > first) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-#endif
+  if (pack.is_cpu()) ask_for_huge_pages(pack.const_data_ptr(), bytes);
   return torch::stable::zero_(pack);
 }
 

@@ -285,16 +285,18 @@ void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool chann
 // The word of a packed operator's `activation` argument.
 Activation activation_named(const Entry& entry, const std::string& word);
 
+// Not a rule.
+template <class P>
+bool is_method(const AlgorithmInfo& info) {
+  return !reinterpret_cast<const Algorithm<P>&>(info).traits.choose;
+}
+
 // Packed weights are plain 1-D tensors of the weight's dtype: the algorithm's form (the weight itself where it has none) and a
 // tag of what they were made for, since a pack may outlive the process, in an exported program, and meet another instruction set.
 template <class P>
 bool has_packs(const AlgorithmInfo& info) {
   const auto& t = reinterpret_cast<const Algorithm<P>&>(info).traits;
-  return !t.choose && (t.packed_bytes || t.epilogue);
-}
-template <class P>
-bool is_method(const AlgorithmInfo& info) {
-  return !reinterpret_cast<const Algorithm<P>&>(info).traits.choose;
+  return is_method<P>(info) && (t.packed_bytes || t.epilogue);
 }
 inline constexpr int64_t kTagBytes = 64;
 uint64_t pack_tag(const Entry& entry, const Sizes& description);

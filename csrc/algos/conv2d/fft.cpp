@@ -83,37 +83,28 @@ struct Fourier {
 };
 
 // The tile: the least of 16, 32 and 64 inputs that takes a kernel into its half.
-template <class Body>
-AI3_INLINE auto with_tile(const Conv2dProblem& p, const Body& body) {
-  auto fits = [&](int64_t extent, int64_t most_taps) {
-    const Axis h(1, 1, p.kernel_height, p.stride_h, 0, p.dilation_h, extent, most_taps);
-    const Axis w(1, 1, p.kernel_width, p.stride_w, 0, p.dilation_w, extent, most_taps);
-    return h.branches == h.residues && w.branches == w.residues;
-  };
-  if (fits(16, 8)) return body.template operator()<Fourier<16>>();
-  if (fits(32, 16)) return body.template operator()<Fourier<32>>();
-  return body.template operator()<Fourier<64>>();
-}
+struct TileForKernel {
+  template <class Body>
+  AI3_INLINE static auto with(const Conv2dProblem& p, const Body& body) {
+    auto fits = [&](int64_t extent, int64_t most_taps) {
+      const Axis h(1, 1, p.kernel_height, p.stride_h, 0, p.dilation_h, extent, most_taps);
+      const Axis w(1, 1, p.kernel_width, p.stride_w, 0, p.dilation_w, extent, most_taps);
+      return h.branches == h.residues && w.branches == w.residues;
+    };
+    if (fits(16, 8)) return body.template operator()<Fourier<16>>();
+    if (fits(32, 16)) return body.template operator()<Fourier<32>>();
+    return body.template operator()<Fourier<64>>();
+  }
+};
+using Tiles = ChosenTransformTraits<TileForKernel>;
 
 template <class T>
 void conv2d_fft(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
-  with_tile(p, [&]<class F>() { TransformDomain<F, T>(p).run(buffers, workspace); });
-}
-int64_t fft_workspace(const Conv2dProblem& p) {
-  return with_tile(p, [&]<class F>() { return TransformDomainTraits<F>::workspace(p); });
-}
-int64_t fft_packed_bytes(const Conv2dProblem& p) {
-  return with_tile(p, [&]<class F>() { return TransformDomainTraits<F>::packed_bytes(p); });
-}
-void fft_pack(const Conv2dProblem& p, const void* weight, void* packed) {
-  with_tile(p, [&]<class F>() { TransformDomainTraits<F>::pack(p, weight, packed); });
-}
-Cost fft_cost(const Conv2dProblem& p) {
-  return with_tile(p, [&]<class F>() { return TransformDomainTraits<F>::cost(p); });
+  Tiles::run<T>(p, buffers, workspace);
 }
 
-AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .epilogue = true, .workspace = fft_workspace,
-              .cost = fft_cost, .packed_bytes = fft_packed_bytes, .pack = fft_pack, .gradients = by_patches)
+AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .epilogue = true, .workspace = Tiles::workspace,
+              .cost = Tiles::cost, .packed_bytes = Tiles::packed_bytes, .pack = Tiles::pack, .gradients = by_patches)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -129,16 +129,7 @@ struct TileRows {
   AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next next) const {
-    for (int64_t i = 0; i < k; i++, next.data += next.step) {
-      const Vec<A> b0 = load(panel + i * kPanel<A>), b1 = load(panel + i * kPanel<A> + Vec<A>::width);
-      __builtin_prefetch(next.data, 0, 2), __builtin_prefetch(next.data + 64, 0, 2);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        const Vec<A> a = data[r * stride + i];
-        tile.left[r] = fma(a, b0, tile.left[r]);
-        tile.right[r] = fma(a, b1, tile.right[r]);
-      }
-    }
+    tile.template multiply<2>(StridedRows<A>{data, stride}, panel, k, next);
   }
 };
 
@@ -410,6 +401,27 @@ struct TransformDomainTraits {
   }
   static Cost cost(const Conv2dProblem& p) {
     return with_type(p.dtype, [&]<class T>() { return Domain<T>(p).cost(); });
+  }
+};
+
+// The same where the problem decides on the transform: Choice::with(p, body) calls body.operator()<Transform>().
+template <class Choice>
+struct ChosenTransformTraits {
+  template <class T>
+  static void run(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+    Choice::with(p, [&]<class Transform>() { TransformDomain<Transform, T>(p).run(buffers, workspace); });
+  }
+  static int64_t workspace(const Conv2dProblem& p) {
+    return Choice::with(p, [&]<class Transform>() { return TransformDomainTraits<Transform>::workspace(p); });
+  }
+  static int64_t packed_bytes(const Conv2dProblem& p) {
+    return Choice::with(p, [&]<class Transform>() { return TransformDomainTraits<Transform>::packed_bytes(p); });
+  }
+  static void pack(const Conv2dProblem& p, const void* weight, void* packed) {
+    Choice::with(p, [&]<class Transform>() { TransformDomainTraits<Transform>::pack(p, weight, packed); });
+  }
+  static Cost cost(const Conv2dProblem& p) {
+    return Choice::with(p, [&]<class Transform>() { return TransformDomainTraits<Transform>::cost(p); });
   }
 };
 

@@ -8,38 +8,29 @@ namespace {
 
 using One = ToomCook<1, 1>;
 
-template <class Body>
-AI3_INLINE auto with_form(const Conv2dProblem& p, const Body& body) {
-  switch (p.kernel_height * 8 + p.kernel_width) {
-    case 1 * 8 + 3: return body.template operator()<Nested<One, ToomCook<4, 3>>>();
-    case 3 * 8 + 1: return body.template operator()<Nested<ToomCook<4, 3>, One>>();
-    case 1 * 8 + 7: return body.template operator()<Nested<One, ToomCook<4, 7>>>();
-    case 7 * 8 + 1: return body.template operator()<Nested<ToomCook<4, 7>, One>>();
-    case 5 * 8 + 5: return body.template operator()<Nested<ToomCook<2, 5>, ToomCook<2, 5>>>();
-    default: return body.template operator()<Nested<ToomCook<2, 3>, ToomCook<4, 3>>>();
+struct FormForKernel {
+  template <class Body>
+  AI3_INLINE static auto with(const Conv2dProblem& p, const Body& body) {
+    switch (p.kernel_height * 8 + p.kernel_width) {
+      case 1 * 8 + 3: return body.template operator()<Nested<One, ToomCook<4, 3>>>();
+      case 3 * 8 + 1: return body.template operator()<Nested<ToomCook<4, 3>, One>>();
+      case 1 * 8 + 7: return body.template operator()<Nested<One, ToomCook<4, 7>>>();
+      case 7 * 8 + 1: return body.template operator()<Nested<ToomCook<4, 7>, One>>();
+      case 5 * 8 + 5: return body.template operator()<Nested<ToomCook<2, 5>, ToomCook<2, 5>>>();
+      default: return body.template operator()<Nested<ToomCook<2, 3>, ToomCook<4, 3>>>();
+    }
   }
-}
+};
+using Forms = ChosenTransformTraits<FormForKernel>;
 
 template <class T>
 void conv2d_winograd_general(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
-  with_form(p, [&]<class Form>() { TransformDomain<Form, T>(p).run(buffers, workspace); });
-}
-int64_t general_workspace(const Conv2dProblem& p) {
-  return with_form(p, [&]<class Form>() { return TransformDomainTraits<Form>::workspace(p); });
-}
-int64_t general_packed_bytes(const Conv2dProblem& p) {
-  return with_form(p, [&]<class Form>() { return TransformDomainTraits<Form>::packed_bytes(p); });
-}
-void general_pack(const Conv2dProblem& p, const void* weight, void* packed) {
-  with_form(p, [&]<class Form>() { TransformDomainTraits<Form>::pack(p, weight, packed); });
-}
-Cost general_cost(const Conv2dProblem& p) {
-  return with_form(p, [&]<class Form>() { return TransformDomainTraits<Form>::cost(p); });
+  Forms::run<T>(p, buffers, workspace);
 }
 
 AI3_ALGORITHM(conv2d, winograd_general, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .epilogue = true,
-              .supports = winograd_supports_any, .workspace = general_workspace, .cost = general_cost,
-              .packed_bytes = general_packed_bytes, .pack = general_pack, .gradients = by_patches, .sliced = true)
+              .supports = winograd_supports_any, .workspace = Forms::workspace, .cost = Forms::cost,
+              .packed_bytes = Forms::packed_bytes, .pack = Forms::pack, .gradients = by_patches, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

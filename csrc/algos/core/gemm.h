@@ -76,11 +76,13 @@ struct MicroTile {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) AI3_LEVEL::store(c + r * ldc, left[r]), AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
   }
-  template <class Rows>
-  AI3_INLINE void multiply(const Rows& rows, const A* panel, int64_t k, Next& next) {
+  // The panel may be stored in a narrower type. `locality` is how near to the core what is next is brought, as for
+  // __builtin_prefetch.
+  template <int locality = 3, class Rows, class Stored>
+  AI3_INLINE void multiply(const Rows& rows, const Stored* panel, int64_t k, Next& next) {
     for (int64_t i = 0; i < k; i++, next.data += next.step) {
       const V b0 = AI3_LEVEL::load(panel + i * kPanel<A>), b1 = AI3_LEVEL::load(panel + i * kPanel<A> + V::width);
-      __builtin_prefetch(next.data), __builtin_prefetch(next.data + 64);
+      __builtin_prefetch(next.data, 0, locality), __builtin_prefetch(next.data + 64, 0, locality);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const V a = rows.at(r, i);

@@ -75,11 +75,7 @@ void linear_gemm_backward(const LinearProblem& p, const GradientBuffers& m, Work
 }
 GradientNames linear_gemm_gradients(const LinearProblem&) { return {"gemm", "gemm"}; }
 
-Cost linear_gemm_cost(const LinearProblem& p) {
-  const bool pairs = p.dtype == DType::bf16 && has_pair_products();
-  const double m = static_cast<double>(p.rows), k = static_cast<double>(p.in_features), n = static_cast<double>(p.out_features);
-  return {2 * m * k * n, static_cast<double>(size_of(p.dtype)) * (m * k + m * n) + (pairs ? 2 : 4) * k * n, pairs ? 1.6 : .95};
-}
+Cost linear_gemm_cost(const LinearProblem& p) { return product_cost(p, with_form); }
 
 AI3_ALGORITHM(linear, gemm, .epilogue = true, .workspace = linear_gemm_workspace, .cost = linear_gemm_cost,
               .packed_bytes = linear_gemm_packed_bytes, .pack = linear_gemm_pack, .gradients = linear_gemm_gradients,

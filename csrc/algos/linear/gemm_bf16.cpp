@@ -21,11 +21,7 @@ void linear_gemm_bf16(const LinearProblem& p, const Buffers& m, Workspace& works
   if (p.rows > 0) with_form(p, [&]<class, Form form>() { PackedProduct<float, form>{p}.multiply(m, workspace); });
 }
 
-Cost linear_gemm_bf16_cost(const LinearProblem& p) {
-  const bool pairs = has_pair_products();
-  const double m = static_cast<double>(p.rows), k = static_cast<double>(p.in_features), n = static_cast<double>(p.out_features);
-  return {2 * m * k * n, 4 * (m * k + m * n) + (pairs ? 2 : 4) * k * n, pairs ? 1.6 : .95};
-}
+Cost linear_gemm_bf16_cost(const LinearProblem& p) { return product_cost(p, with_form); }
 
 // The bound: two roundings of 2^-9 a product, and room for sums that cancel.
 AI3_ALGORITHM(linear, gemm_bf16, .accuracy = Accuracy::approximate, .error_bound = 2e-2, .dtypes = dtype_bit(DType::f32),

@@ -117,5 +117,14 @@ void product_pack(const LinearProblem& p, const void* weight, void* packed, cons
   });
 }
 
+template <class With>
+Cost product_cost(const LinearProblem& p, const With& with) {
+  const double m = static_cast<double>(p.rows), k = static_cast<double>(p.in_features), n = static_cast<double>(p.out_features);
+  return with(p, [&]<class T, Form form>() {
+    constexpr bool pairs = form == Form::pairs;
+    return Cost{2 * m * k * n, sizeof(T) * (m * k + m * n) + (pairs ? 2 : 4) * k * n, pairs ? 1.6 : .95};
+  });
+}
+
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
