@@ -157,8 +157,10 @@ struct IndirectRows {
       AI3_INLINE A at(int row, int64_t i) const { return pointers[row][offset + i]; }
     };
     const A* const* pointers = data;
-    for (const A* end = panel + k * kPanel<A>; panel < end; panel += length * kPanel<A>, pointers += stride)
-      tile.multiply(Tap{pointers, offset}, panel, length, next);
+    const A* const end = panel + k * kPanel<A>;
+    if (length <= 0) __builtin_unreachable();
+    do tile.multiply(Tap{pointers, offset}, panel, length, next);
+    while (panel += length * kPanel<A>, pointers += stride, panel < end);
   }
 };
 
@@ -182,6 +184,8 @@ void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A>& t) {
   }
   MicroTile<A, R> tile;
   tile.start(t.start, t.start_stride);
+  // Not a loop of no turns: where its two ways met, GCC would keep the whole tile in memory before and after it.
+  if (k <= 0) return tile.store(t.c, t.ldc);
   rows.multiply(tile, panel, k, t.next);
   tile.store(t.c, t.ldc);
 }
