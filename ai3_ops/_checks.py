@@ -22,6 +22,8 @@ from ai3_ops._cases import (
     DTYPES,
     LAYOUTS,
     Call,
+    Case,
+    allowed,
     bad_calls,
     calls,
     close,
@@ -30,6 +32,8 @@ from ai3_ops._cases import (
     reference,
     require,
     same_bits,
+    tensors,
+    terms,
     tolerance,
 )
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
@@ -47,6 +51,12 @@ def check_values(info: AlgorithmInfo) -> None:
 def assert_within(call: Call, output: Tensor) -> None:
     """The output of a call is what it must be."""
     exact, _ = reference(call.info.operation, call.case, call.dtype, call.fill)
+    bound = tolerance(call.info, call.case, call.dtype, call.fill)
+    assert_near(call, output, exact, bound)
+
+
+def assert_near(call: Call, output: Tensor, exact: Tensor, bound: Tensor) -> None:
+    """The output of a call has the shape, dtype and strides that it must have, and is within the bound."""
     require(output.shape == exact.shape, f"{call}: got shape {tuple(output.shape)}, needs {tuple(exact.shape)}")
     require(output.dtype == call.dtype, f"{call}: got dtype {output.dtype}")
     inputs = [None if t is None else t.to("meta") for t in call.tensors]
@@ -55,7 +65,6 @@ def assert_within(call: Call, output: Tensor) -> None:
         output.stride() == expected.stride() or not output.numel(),
         f"{call}: got strides {output.stride()}, needs {expected.stride()}",
     )
-    bound = tolerance(call.info, call.case, call.dtype, call.fill)
     error = (output.cpu().double() - exact.to(call.dtype).double()).abs()
     if call.info.accuracy != "exact" or call.fill != "integers":
         error = (output.cpu().double() - exact).abs()
@@ -308,6 +317,39 @@ def check_packed(info: AlgorithmInfo) -> None:
             error = raised(packed(x.requires_grad_(), weight, list(w.shape), b, *window).sum().backward)
             require(
                 isinstance(error, RuntimeError) and "inference" in str(error), f"{call}: packed backward: {error!r}"
+            )
+
+
+def check_prologue(info: AlgorithmInfo) -> None:
+    """Where it says so, packed operators give relu(input * scale + shift) convolved, padding after that; NaN stays NaN."""
+    if not info.prologue:
+        return
+    pack, packed = (getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_{kind}") for kind in ("pack", "packed"))
+    aten = OPERATIONS[info.operation].aten
+    for call in itertools.chain(calls(info, "integers"), calls(info, "normal")):
+        x, w, b = call.tensors
+        assert x is not None
+        assert w is not None
+        window = operator_arguments(info, call.case.arguments)
+        wide = torch.float64 if call.dtype == torch.float64 else torch.float32
+        of_channels = Case(((x.shape[-3],), (x.shape[-3],)))
+        scale, shift = (t for t in tensors(of_channels, wide, info.device, call.fill, 1) if t is not None)
+        per_channel = [t.double()[:, None, None] for t in (scale, shift)]
+        product, parameters = x.double() * per_channel[0], [w.double(), None if b is None else b.double()]
+        exact = aten((product + per_channel[1]).relu(), *parameters, *window)
+        magnitudes = [None if t is None else t.abs() for t in (product.abs() + per_channel[1].abs(), *parameters)]
+        k = terms(info.operation, call.case) + 2  # and the two roundings of the input
+        bound = allowed(info, k, call.dtype, call.fill, exact, aten(*magnitudes, *window))
+        weight = pack(w, *window)
+        y = packed(x, weight, list(w.shape), b, *window, None, "none", scale, shift, True)
+        assert_near(call, y, exact, bound)
+        if x.numel() and info.accuracy == "exact" and "expanded" not in call.case.layouts:
+            x[..., 0, 0, 0] = math.nan
+            y = packed(x, weight, list(w.shape), b, *window, None, "none", scale, shift, True)
+            theirs = aten((x.double() * per_channel[0] + per_channel[1]).relu(), *parameters, *window)
+            require(
+                torch.equal(y.isnan(), theirs.isnan()),
+                f"{call}: with NaN in a prologue's input, NaN elsewhere than in ATen",
             )
 
 

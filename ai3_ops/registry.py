@@ -40,12 +40,13 @@ class AlgorithmInfo:
     layout: str = "any"  # the memory layout it computes in; tensors in another one are converted: "any", "nchw", "nhwc"
     packs: bool = False  # has weights in a form of its own, made once by ai3::_<operation>_<name>_pack
     epilogue: bool = False  # its packed operator adds a residual and applies an activation
+    prologue: bool = False  # its packed operator applies scale, shift and relu to the input
     rule: bool = False  # no method of its own: names another algorithm for each problem
     vendor: bool = False  # calls PyTorch's own operators
     backward: str = (
         "aten"  # who computes its gradients: PyTorch ("aten"), or the project's kernels where they do so well ("own")
     )
-    sliced: bool = False  # its packed operator writes straight into a slice of channels of a larger tensor
+    sliced: bool = False  # reads, and its packed operator writes, slices of channels of larger tensors without a copy
     python: bool = dataclasses.field(default=False, compare=False)  # a Python callable
 
     @property

@@ -22,6 +22,28 @@ class Weighted(Operation):
         """The sizes of a problem, as the registry names them, that a packed weight hangs on."""
         raise NotImplementedError
 
+    def check_prologue(
+        self,
+        label: str,
+        algorithm: str,
+        input: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        relu: bool = False,
+    ) -> None:
+        """What a packed operator does to its input: whether the algorithm can, and one number for each channel."""
+        if scale is None and shift is None and not relu:
+            return
+        able = {a.name for a in registry.algorithms(self.name) if a.prologue}
+        needs = "applies no scale, shift or relu to its input; algorithms that support this case: "
+        check(algorithm in able, label, needs + (", ".join(sorted(able)) or "none"))
+        dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+        for tensor, name in ((scale, "input_scale"), (shift, "input_shift")):
+            if tensor is not None:
+                fits = tensor.shape == input.shape[-3:-2] and tensor.dtype == dtype and tensor.device == input.device
+                kind = f"{input.shape[-3]} {str(dtype).removeprefix('torch.')} elements on the input's device"
+                check(fits, label, f"needs {name} of {kind}, got {tuple(tensor.shape)}")
+
     def register_pack(self, op: torch._ops.OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_pack: as many elements, in one dimension, as the registry says."""
 
@@ -47,13 +69,13 @@ class Weighted(Operation):
         ) -> Tensor | None:
             count = len(self.window)
             output = self.fake(algorithm, input, input.new_empty(weight_size), bias, *rest[:count], **options)
-            residual = next(iter(rest[count:]), None)
+            label, residual = f"ai3::{self.name}_{algorithm}", next(iter(rest[count:]), None)
             for tensor, name in ((residual, "residual"), (out, "out")):
                 if tensor is not None:
-                    label = f"ai3::{self.name}_{algorithm}"
                     fits = tensor.shape == output.shape
                     check(fits, label, f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}")
                     base.check_same(label, output, tensor, name)
+            self.check_prologue(label, algorithm, input, *rest[count + 2 :])
             return output if out is None else None
 
         base.register_fake(op, fake)

@@ -123,13 +123,16 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
 
 namespace {
 
-// y's strides where it is a slice of the channels of a larger dense tensor.
-bool slice_strides(const Tensor& y, bool channels_last, Strides4& strides) {
-  const int64_t hw = y.size(2) * y.size(3);
-  strides = {y.stride(0), y.stride(1), y.stride(2), y.stride(3)};
-  const int64_t pixel = channels_last ? y.stride(3) : 1;
-  return channels_last ? strides.c == 1 && pixel >= y.size(1) && strides.h == y.size(3) * pixel && strides.n == hw * pixel
-                       : strides.w == 1 && strides.h == y.size(3) && strides.c == hw && strides.n >= y.size(1) * hw;
+// The prologue's scale or shift as kernels read it: of the type that they accumulate in; `otherwise` everywhere where absent.
+Tensor of_channels(const Entry& asked, const std::optional<Tensor>& given, const Tensor& input, double otherwise,
+                   const char* name) {
+  const ScalarType type = input.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const int64_t channels = input.size(1);
+  if (!given) return torch::stable::fill_(empty({channels}, type, input), otherwise);
+  check(given->dim() == 1 && given->size(0) == channels && given->scalar_type() == type && given->device() == input.device(),
+        asked, "needs ", name, " of ", channels, type == ScalarType::Double ? " float64" : " float32",
+        " elements on the input's device, got ", *given);
+  return as_contiguous(*given);
 }
 
 }  // namespace
@@ -148,10 +151,17 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
     channels_last = slice_strides(*c.output, true, ignored) && !slice_strides(*c.output, false, ignored);
   }
   p.activation = c.activation, p.has_residual = c.residual.has_value();
+  p.has_prologue = c.has_prologue(), p.input_relu = c.input_relu;
   set_strides(p, channels_last);
   const Chosen<Conv2dProblem> chosen(asked, device, p);
   const Traits<Conv2dProblem>& traits = chosen.algorithm->traits;
   if (packed) check_packed(asked, c, traits, p, sizes, pack_description(p));
+  Tensor scale, shift;
+  if (p.has_prologue) {
+    scale = of_channels(asked, c.input_scale, c.input, 1, "input_scale");
+    shift = of_channels(asked, c.input_shift, c.input, 0, "input_shift");
+    if (c.output) check_apart(asked, *c.output, scale, "input_scale"), check_apart(asked, *c.output, shift, "input_shift");
+  }
 
   Tensor output;
   if (traits.tensors && p.batch > 0) {
@@ -173,7 +183,8 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
         const Tensor r = c.residual ? dense(*c.residual, p.y_stride.c == 1) : x;
         run_kernel(chosen, p,
                    {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
-                    c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr()},
+                    c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
+                    p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},
                    x, packed && traits.packed_bytes);
       });
     }
@@ -202,7 +213,8 @@ struct Conv2dOperation {
 };
 
 AI3_WEIGHTED_OPERATORS("conv2d", Conv2dOperation, ", int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1",
-                       ", int[2] stride, int[2] padding, int[2] dilation, int groups")
+                       ", int[2] stride, int[2] padding, int[2] dilation, int groups",
+                       ", Tensor? input_scale=None, Tensor? input_shift=None, bool input_relu=False")
 AI3_OPERATION(
     conv2d,
     "batch in_channels in_height in_width out_channels kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h "

@@ -6,6 +6,8 @@ namespace ai3::ops {
 
 struct Conv2dCall : WeightedCall {
   Sizes stride, padding, dilation;
+  std::optional<Tensor> input_scale, input_shift;
+  bool input_relu = false;
   int64_t groups = 1;
   bool unbatched = false;      // then `input` has got a batch dimension of 1
   bool channels_last = false;  // the memory format that the output must have
@@ -13,6 +15,10 @@ struct Conv2dCall : WeightedCall {
   void take_window(Arguments& in) {
     stride = in.take_list(2), padding = in.take_list(2), dilation = in.take_list(2), groups = in.take<int64_t>();
   }
+  void take_prologue(Arguments& in) {
+    input_scale = in.take<std::optional<Tensor>>(), input_shift = in.take<std::optional<Tensor>>(), input_relu = in.take<bool>();
+  }
+  bool has_prologue() const { return input_scale || input_shift || input_relu; }
 };
 
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c);

@@ -147,7 +147,7 @@ struct LinearOperation {
   static constexpr auto gradients = ops::gradients;
 };
 
-AI3_WEIGHTED_OPERATORS("linear", LinearOperation, "", "")
+AI3_WEIGHTED_OPERATORS("linear", LinearOperation, "", "", "")
 AI3_OPERATION(linear, "rows in_features out_features has_bias", kinds, std::size(kinds), shared, std::size(shared),
               AI3_QUERIES(LinearProblem, problem_from))
 const Operation& LinearOperation::operation() { return linear_operation; }

@@ -169,8 +169,8 @@ std::string describe_traits(const Traits<ElementwiseProblem>& t, bool packs, boo
   std::snprintf(bound, sizeof(bound), "%.3g", t.error_bound);
   return word("accuracy", accuracies[static_cast<int>(t.accuracy)]) + word("layout", layouts[static_cast<int>(t.layout)]) +
          word("backward", t.gradients ? "own" : "aten") + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
-         flag("deterministic", t.deterministic) + flag("epilogue", t.epilogue) + flag("sliced", t.sliced) + flag("packs", packs) +
-         flag("rule", rule) + flag("vendor", tensors);
+         flag("deterministic", t.deterministic) + flag("epilogue", t.epilogue) + flag("prologue", t.prologue) +
+         flag("sliced", t.sliced) + flag("packs", packs) + flag("rule", rule) + flag("vendor", tensors);
 }
 
 }  // namespace ai3::ops

@@ -102,6 +102,8 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
   if constexpr (requires { p.deterministic; })
     if (p.deterministic && !a->traits.deterministic)
       return refuse(reason, "is not deterministic, and a deterministic result was asked for"), nullptr;
+  if constexpr (requires { p.has_prologue; })
+    if (p.has_prologue && !a->traits.prologue) return refuse(reason, "applies no scale, shift or relu to its input"), nullptr;
   if (a->traits.supports && !a->traits.supports(p, reason)) {
     if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
     return nullptr;
@@ -199,7 +201,7 @@ std::string describe(const AlgorithmInfo& info) {
   Traits<ElementwiseProblem> common;
   common.accuracy = t.accuracy, common.error_bound = t.error_bound, common.deterministic = t.deterministic,
   common.layout = t.layout;
-  common.dtypes = t.dtypes, common.epilogue = t.epilogue, common.sliced = t.sliced;
+  common.dtypes = t.dtypes, common.epilogue = t.epilogue, common.prologue = t.prologue, common.sliced = t.sliced;
   if (t.gradients) common.gradients = [](const ElementwiseProblem&) { return GradientNames{}; };
   return describe_traits(common, t.packed_bytes != nullptr, t.choose != nullptr, t.tensors != nullptr);
 }

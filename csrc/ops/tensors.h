@@ -153,6 +153,14 @@ inline bool is_dense(const Tensor& t, bool channels_last) {
     if (t.size(d) != 1 && t.stride(d) != want[d]) return false;
   return true;
 }
+// t's strides where it is a slice of the channels of a larger dense tensor.
+inline bool slice_strides(const Tensor& t, bool channels_last, Strides4& strides) {
+  const int64_t hw = t.size(2) * t.size(3), pixel = channels_last ? t.stride(3) : 1;
+  const int64_t image = channels_last ? hw * pixel : t.size(1) * hw;
+  strides = {t.size(0) == 1 ? image : t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+  return channels_last ? strides.c == 1 && pixel >= t.size(1) && strides.h == t.size(3) * pixel && strides.n == image
+                       : strides.w == 1 && strides.h == t.size(3) && strides.c == hw && strides.n >= image;
+}
 // t itself or a copy, dense in NCHW or NHWC.
 inline Tensor dense(const Tensor& t, bool channels_last) {
   return is_dense(t, channels_last)
@@ -268,14 +276,17 @@ void run_backward(const Chosen<P>& chosen, const P& p, const Tensor& grad, const
 }
 
 // run(x, y) on 4-D tensors as the algorithm wants them, p's strides set: one that reads a single layout gets copies in that
-// layout.
+// layout, one that takes slices gets x as it is.
 template <class P, class Run>
 void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool channels_last), const Tensor& input, Tensor& output,
                bool channels_last, const Run& run) {
   const Layout layout = chosen.algorithm->traits.layout;
   const bool nhwc = layout == Layout::any ? channels_last : layout == Layout::nhwc;
   set_strides(p, nhwc);
-  const Tensor x = dense(input, nhwc);
+  Strides4 slice;
+  const bool sliced = chosen.algorithm->traits.sliced && !is_dense(input, nhwc) && slice_strides(input, nhwc, slice);
+  if (sliced) p.x_stride = slice;
+  const Tensor x = sliced ? input : dense(input, nhwc);
   if (nhwc == channels_last) return run(x, output);
   Tensor y = empty(sizes_of(output), output.scalar_type(), output, nhwc);
   run(x, y);

@@ -14,7 +14,9 @@ struct WeightedCall {
   std::optional<Tensor> output;  // where to write, when it is given; what an algorithm of PyTorch's operators leaves
 
   void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
-  void take_window(Arguments&) {}  // arguments between the tensors and the rest, where the operation has some
+  // Arguments between the tensors and the rest, and a packed operator's for its input, where the operation has some.
+  void take_window(Arguments&) {}
+  void take_prologue(Arguments&) {}
 };
 
 // Checks what only packed calls have. `sizes` are the output's.
@@ -137,6 +139,7 @@ struct WeightedOperators {
     c.take_window(in);
     c.residual = in.take<std::optional<Tensor>>();
     const std::string activation = in.take<std::string>();
+    c.take_prologue(in);
     c.take_options(in);
     check(c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
           c.weight_size);
@@ -157,23 +160,24 @@ struct WeightedOperators {
 };
 
 // The tables of an operation's operators, `kinds` and `shared`. `window` are the arguments that take_window takes, with their
-// defaults, and, without, as gradients have them; each begins with a comma.
+// defaults, and, without, as gradients have them; `prologue` those of take_prologue. Each begins with a comma.
 #define AI3_OPTIONS ", *, bool allow_tf32=False, bool deterministic=False"
 #define AI3_FORWARD(window) "(Tensor input, Tensor weight, Tensor? bias=None" window AI3_OPTIONS
 #define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
 #define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\""
-#define AI3_PACKED(window)                                                    \
+#define AI3_PACKED(window, prologue)                                          \
   "(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None" window \
-  ", Tensor? residual=None, str activation=\"none\"" AI3_OPTIONS
-#define AI3_WEIGHTED_OPERATORS(operation, O, window, gradient_window)                                                         \
+  ", Tensor? residual=None, str activation=\"none\"" prologue AI3_OPTIONS
+#define AI3_WEIGHTED_OPERATORS(operation, O, window, gradient_window, prologue)                                               \
   constexpr OperatorKind kinds[] = {                                                                                          \
       {operation "_", "", AI3_FORWARD(window) ") -> Tensor", WeightedOperators<O>::forward, nullptr},                         \
       {"_" operation "_", "_backward", AI3_GRADIENTS(gradient_window) ") -> (Tensor, Tensor, Tensor)",                        \
        WeightedOperators<O>::backward, nullptr},                                                                              \
       {"_" operation "_", "_pack", "(Tensor weight" window ") -> Tensor", WeightedOperators<O>::pack, has_packs<O::Problem>}, \
-      {"_" operation "_", "_packed", AI3_PACKED(window) ") -> Tensor", WeightedOperators<O>::packed, has_packs<O::Problem>},  \
-      {"_" operation "_", "_packed_out", AI3_PACKED(window) ", Tensor(a!) out) -> ()", WeightedOperators<O>::packed_out,      \
+      {"_" operation "_", "_packed", AI3_PACKED(window, prologue) ") -> Tensor", WeightedOperators<O>::packed,                \
        has_packs<O::Problem>},                                                                                                \
+      {"_" operation "_", "_packed_out", AI3_PACKED(window, prologue) ", Tensor(a!) out) -> ()",                              \
+       WeightedOperators<O>::packed_out, has_packs<O::Problem>},                                                              \
       {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers) -> Tensor",                     \
        WeightedOperators<O>::infer, is_method<O::Problem>, true},                                                             \
   };                                                                                                                          \

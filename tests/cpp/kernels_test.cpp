@@ -85,6 +85,14 @@ class Kernel : public testing::Test {
         done++;
         if (dtype != DType::f32) continue;
         if (t.pack) packs_alike(p);
+        if constexpr (requires { p.has_prologue; })
+          if (t.prologue)
+            for (bool relu : {false, true}) {
+              P fused = p;
+              fused.has_prologue = true, fused.input_relu = relu;
+              check(fused, {relu ? Flush::end : Flush::begin, Values::integers}, 2);
+              if (HasFatalFailure()) return;
+            }
         if constexpr (requires { p.activation; })
           if (t.epilogue)
             for (Activation activation :
@@ -110,7 +118,7 @@ class Kernel : public testing::Test {
     std::vector<double> y(extent(p).output);
     for (size_t i = 0; i < y.size(); i++) y[i] = get(p.dtype, stored.as<char>(), i);
     compare(a_, p, way.values, y,
-            reference(a_.info.operation, p, in.x.values(), in.weight.values(), in.bias.values(), in.residual.values()));
+            reference(a_.info.operation, p, in.convolved(p).data(), in.weight.values(), in.bias.values(), in.residual.values()));
   }
 
   // Packed weights serve every batch and image size.

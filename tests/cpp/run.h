@@ -55,12 +55,29 @@ struct Inputs {
       : x(p.dtype, extent(p).input, way.flush, way.values, 1),
         weight(p.dtype, extent(p).weight, way.flush, way.values, 2),
         bias(p.dtype, extent(p).bias, way.flush, way.values, 3),
-        residual(p.dtype, has_residual(p) ? extent(p).output : 0, way.flush, way.values, 4) {}
+        residual(p.dtype, has_residual(p) ? extent(p).output : 0, way.flush, way.values, 4),
+        scale(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 5),
+        shift(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 6) {}
   static bool has_residual(const P& p) {
     if constexpr (requires { p.has_residual; }) return p.has_residual;
     return false;
   }
-  Data x, weight, bias, residual;
+  static int64_t prologue_channels(const P& p) {
+    if constexpr (requires { p.has_prologue; }) return p.has_prologue ? p.in_channels : 0;
+    return 0;
+  }
+  // What is convolved: x, or what its prologue makes of it.
+  std::vector<double> convolved(const P& p) const {
+    std::vector<double> values = x.doubles;
+    if constexpr (requires { p.has_prologue; })
+      for (size_t i = 0; p.has_prologue && i < values.size(); i++) {
+        const int64_t at = static_cast<int64_t>(i), c = at / p.x_stride.c % p.in_channels;
+        values[i] = values[i] * scale.doubles[c] + shift.doubles[c];
+        if (p.input_relu && values[i] < 0) values[i] = 0;
+      }
+    return values;
+  }
+  Data x, weight, bias, residual, scale, shift;
 };
 
 // Runs an algorithm, with output, workspace and packed weights of its own; `span` elements of output, from the first to the last.
@@ -76,7 +93,8 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   }
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
   const void* weight = a.traits.pack ? packed.as<char>() : in.weight.stored();
-  a.run(p, {in.x.stored(), weight, in.bias.stored(), in.residual.stored(), y.as<char>()}, workspace);
+  a.run(p, {in.x.stored(), weight, in.bias.stored(), in.residual.stored(), y.as<char>(), in.scale.stored(), in.shift.stored()},
+        workspace);
   return y;
 }
 

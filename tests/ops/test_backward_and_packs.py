@@ -146,6 +146,86 @@ def test_conv2d_packed(algorithm, layout):
         run(x, pack, w.shape, b, *window, None, "swish")
 
 
+def packed_conv2d(algorithm, x, w, b=None, window=(1, 1), **options):
+    pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
+    return getattr(ops, f"_conv2d_{algorithm}_packed")(x, pack, w.shape, b, *window, **options)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [n for n in names("conv2d") if ai3_ops.registry.algorithm("conv2d", n, "cpu").prologue]
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [1, 3])
+def test_conv2d_prologue(algorithm, layout, size):
+    """Each part of it alone; enough channels for several parts of them; the network's own operators; an epilogue beside it."""
+    x = data(2, 300, 7, 6).float().contiguous(memory_format=layout)
+    w, b = data(40, 300, size, size).float() / 30, data(40).float()
+    scale, shift = data(300).float(), data(300).float().flip(0)
+    window = (1, size // 2)
+    parts = {"input_scale": scale, "input_shift": shift, "input_relu": True}
+    for absent in [(), ("input_relu",), ("input_scale",), ("input_shift",), ("input_scale", "input_shift")]:
+        given = {k: v for k, v in parts.items() if k not in absent}
+        z = x * given.get("input_scale", torch.ones(300))[:, None, None]
+        z = z + given.get("input_shift", torch.zeros(300))[:, None, None]
+        expected = F.conv2d(z.relu() if "input_relu" in given else z, w, b, *window)
+        torch.testing.assert_close(packed_conv2d(algorithm, x, w, b, window, **given), expected, rtol=1e-4, atol=1e-4)
+    epilogue = {"residual": expected, "activation": "relu"}
+    y = packed_conv2d(algorithm, x, w, b, window, **epilogue, **given)
+    torch.testing.assert_close(y, F.relu(2 * expected), rtol=1e-4, atol=1e-4)
+    assert y.is_contiguous(memory_format=layout)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [n for n in names("conv2d") if ai3_ops.registry.algorithm("conv2d", n, "cpu").prologue]
+)
+def test_conv2d_prologue_passes_opcheck_and_says_what_it_needs(algorithm):
+    x, w, scale = data(1, 4, 5, 5).float(), data(6, 4, 3, 3).float(), data(4).float()
+    pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, 1, 1)
+    op = getattr(ops, f"_conv2d_{algorithm}_packed")
+    arguments = (x, pack, list(w.shape), None, [1], [1], [1], 1, None, "none")
+    torch.library.opcheck(op.default, (*arguments, scale, scale, True))
+    for device in ("cpu", "meta"):
+        given = [t.to(device) if isinstance(t, torch.Tensor) else t for t in arguments]
+        for bad, words in [(scale[:3], "4 float32"), (scale.double(), "4 float32"), (scale[None], "4 float32")]:
+            for name in ("input_scale", "input_shift"):
+                with pytest.raises(RuntimeError, match=f"ai3::conv2d_{algorithm}: needs {name} of {words}"):
+                    op(*given, **{name: bad.to(device)})
+    with pytest.raises(RuntimeError, match="packed weights are for inference"):
+        op(*arguments, scale.requires_grad_()).sum().backward()
+
+
+def test_a_prologue_is_refused_by_name_of_those_who_have_it():
+    x, w = data(1, 4, 5, 5).float(), data(6, 4, 3, 3).float()
+    words = "ai3::conv2d_winograd_f4: applies no scale, shift or relu to its input; algorithms that support.*direct"
+    with pytest.raises(RuntimeError, match=words):
+        packed_conv2d("winograd_f4", x, w, input_relu=True)
+    with pytest.raises(RuntimeError, match=words):
+        packed_conv2d("winograd_f4", x.to("meta"), w.to("meta"), input_relu=True)
+
+
+def test_preactivation_from_and_into_slices():
+    """DenseNet's layer: 1x1 on the normalized channels so far, 3x3, and its channels beside those."""
+    buffer = data(2, 96, 7, 7).float().contiguous(memory_format=torch.channels_last)
+    before, out = buffer.clone(), buffer[:, 64:96]
+    w1, w2, scale, shift = (
+        data(48, 64, 1, 1).float(),
+        data(32, 48, 3, 3).float() / 8,
+        data(64).float(),
+        data(64).flip(0).float(),
+    )
+    pack1, pack2 = ops._conv2d_direct_pack(w1), ops._conv2d_winograd_f4_pack(w2, 1, 1)
+    x = buffer[:, :64]
+    middle = ops._conv2d_direct_packed(
+        x, pack1, w1.shape, activation="relu", input_scale=scale, input_shift=shift, input_relu=True
+    )
+    assert middle.is_contiguous(memory_format=torch.channels_last)
+    ops._conv2d_winograd_f4_packed_out(middle, pack2, w2.shape, None, 1, 1, out=out)
+    normalized = F.relu(before[:, :64] * scale[:, None, None] + shift[:, None, None])
+    expected = F.conv2d(F.relu(F.conv2d(normalized, w1)), w2, None, 1, 1)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-3)
+    assert torch.equal(x, before[:, :64])
+
+
 @pytest.mark.parametrize("algorithm", [n for n in names("linear") if hasattr(ops, f"_linear_{n}_pack")])
 def test_linear_packed(algorithm):
     x, w, b = data(2, 3, 5).float(), data(7, 5).float(), data(7).float()
@@ -224,24 +304,30 @@ def test_out_shares_no_memory_with_what_is_read():
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_out_may_be_other_channels_of_the_input_s_buffer(layout):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", names("conv2d", sliced=True, accuracy="exact", rule=False))
+def test_out_may_be_other_channels_of_the_input_s_buffer(algorithm, dtype, layout):
     """As a concatenation without a copy has it."""
-    generator = torch.Generator().manual_seed(0)
-    buffer = torch.randn(2, 10, 6, 7, generator=generator).contiguous(memory_format=layout)
-    w, b = torch.randn(3, 4, 3, 3, generator=generator), torch.randn(3, generator=generator)
-    pack, before = ops._conv2d_direct_pack(w, 1, 1), buffer.clone()
-    for first, out in [(0, slice(4, 7)), (4, slice(1, 4)), (0, slice(7, 10))]:
+    groups = 4 if algorithm == "depthwise" else 1
+    buffer = data(2, 12, 6, 7).mul(3).round().clamp(-2, 2).to(dtype).contiguous(memory_format=layout)
+    w, b = data(4, 4 // groups, 3, 3).round().clamp(-2, 2).to(dtype), data(4).round().to(dtype)
+    window = (1, 1, 1, groups)
+    pack, before = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window), buffer.clone()
+    run = getattr(ops, f"_conv2d_{algorithm}_packed_out")
+    for first, out in [(0, slice(4, 8)), (5, slice(1, 5)), (0, slice(8, 12)), (8, slice(0, 4))]:
         buffer.copy_(before)
         x = buffer[:, first : first + 4]
-        ops._conv2d_direct_packed_out(x, pack, w.shape, b, 1, 1, out=buffer[:, out])
-        torch.testing.assert_close(
-            buffer[:, out], F.conv2d(before[:, first : first + 4], w, b, 1, 1), rtol=1e-4, atol=1e-4
-        )
-        others = [c for c in range(10) if c not in range(10)[out]]
+        expected = F.conv2d(before[:, first : first + 4].double(), w.double(), b.double(), *window).to(dtype)
+        run(x, pack, w.shape, b, *window, out=buffer[:, out])
+        assert torch.equal(buffer[:, out], expected)
+        others = [c for c in range(12) if c not in range(12)[out]]
         assert torch.equal(buffer[:, others], before[:, others])
-    for out in (slice(3, 6), slice(0, 3), slice(2, 5)):
+        buffer.copy_(before)
+        run(x[1], pack, w.shape, b, *window, out=buffer[1, out])
+        assert torch.equal(buffer[1, out], expected[1])
+    for out in (slice(3, 7), slice(0, 4), slice(2, 6)):
         with pytest.raises(RuntimeError, match="needs an out that shares no memory with input"):
-            ops._conv2d_direct_packed_out(buffer[:, :4], pack, w.shape, b, 1, 1, out=buffer[:, out])
+            run(buffer[:, :4], pack, w.shape, b, *window, out=buffer[:, out])
 
 
 def test_operators_told_by_name_and_out_forms_pass_opcheck():

@@ -4,6 +4,7 @@
 // accumulator's type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes.
 // Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/gemm.h"
+#include "../core/prologue.h"
 #include "backward.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -154,18 +155,10 @@ AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* 
     accumulate<n - 1>(pixels, two, x, w, tile, tile_pixel, start, span);
 }
 
-template <class T>
-AI3_INLINE void widen_row(const T* from, Acc<T>* to, int64_t count) {
-  constexpr int width = Vec<Acc<T>>::width;
-  int64_t i = 0;
-  for (; i + width <= count; i += width) store(to + i, load(from + i));
-  if (i < count) store_partial(to + i, load_partial(from + i, count - i), count - i);
-}
-
-// The same for stored types that must be widened first: the tile's input goes through a small buffer.
+// The same for an input that must be widened or has a prologue: the tile's part of it goes through a small buffer.
 template <class T>
 void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Acc<T>* tile, int64_t tile_pixel,
-                       const Acc<T>* start, const Span& span) {
+                       const Acc<T>* start, const Span& span, const Prologue<Acc<T>>& prologue) {
   using A = Acc<T>;
   alignas(64) A stage[kStageSpan * kStageChannels];
   const bool by_pixel = span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
@@ -174,18 +167,19 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
     for (int64_t s = 0; s < span.columns; s++)
       for (int64_t c0 = 0; c0 < span.channels; c0 += chunk) {
         const T* from = x + r * span.x_row + s * span.x_column + c0 * span.x_channel;
+        const Prologue<A> f = prologue.from(c0);
         Span part = span;
         part.rows = part.columns = 1, part.channels = smaller(chunk, span.channels - c0);
         if (by_pixel) {
-          for (int64_t j = 0; j < pixels; j++) widen_row(from + j * span.x_pixel, stage + j * kStageSpan, part.channels);
+          for (int64_t j = 0; j < pixels; j++) copy_channels(f, from + j * span.x_pixel, part.channels, stage + j * kStageSpan);
           part.x_pixel = kStageSpan;
         } else {
           for (int64_t c = 0; c < part.channels; c++) {
             const T* row = from + c * span.x_channel;
             if (reach <= kStageSpan)
-              widen_row(row, stage + c * kStageSpan, reach);
+              copy_pixels(f.from(c), row, reach, stage + c * kStageSpan);
             else
-              for (int64_t j = 0; j < pixels; j++) stage[c * kStageSpan + j] = widen(row[j * span.x_pixel]);
+              for (int64_t j = 0; j < pixels; j++) stage[c * kStageSpan + j] = f.from(c)(widen(row[j * span.x_pixel]));
           }
           part.x_channel = kStageSpan, part.x_pixel = reach <= kStageSpan ? span.x_pixel : 1;
         }
@@ -230,14 +224,50 @@ Conv2dProblem regrouped(Conv2dProblem p) {
   return p;
 }
 
+// Rows of pixels with a prologue. A slab of them at a time, and a part of its channels, goes through a buffer in the L1 cache. In
+// the meantime the first one asks for the panels, the others for the slab after them.
+template <class T>
+struct PrologueRows {
+  const T* data;
+  int64_t stride;
+  Prologue<T> prologue;
+  AI3_INLINE PrologueRows from(int64_t row) const { return {data + row * stride, stride, prologue}; }
+};
+template <class T>
+void gemm_block(const PrologueRows<T>& a, int64_t rows, const T* panels, int64_t columns, int64_t k, const Output<T>& out) {
+  constexpr int64_t P = kPanel<T>, kStep = P * static_cast<int64_t>(sizeof(T)), kAhead = 4096;
+  constexpr int64_t kApart = kStageSpan + 16;  // so that rows do not collide
+  if (rows <= 0 || columns <= 0) return;
+  alignas(64) T stage[kRows * kApart];
+  const int64_t slabs = ceil_div(rows, kRows), parts = ceil_div(k, kStageSpan), panel_total = ceil_div(columns, P);
+  const int64_t share_bytes = kRows * a.stride * static_cast<int64_t>(sizeof(T)) / (parts * panel_total);
+  for (int64_t s = 0; s < slabs; s++) {
+    const Share r = share(rows, slabs, s);
+    const char* next = reinterpret_cast<const char*>(a.data + (s + 1 < slabs ? r.end : r.begin) * a.stride);
+    for (int64_t i = 0; i < parts; i++) {
+      const Share c = share(k, parts, i);
+      const int64_t count = c.end - c.begin;
+      for (int64_t j = r.begin; j < r.end; j++)
+        copy_channels(a.prologue.from(c.begin), a.data + j * a.stride + c.begin, count, stage + (j - r.begin) * kApart);
+      for (int64_t q = 0; q < panel_total; q++, next += share_bytes) {
+        const T* panel = panels + (q * k + c.begin) * P;
+        multiply_slab<T>(StridedRows<T>{stage, kApart}, r.end - r.begin, panel, smaller(P, columns - q * P), count,
+                         out.from(r.begin, q * P).part(i == 0, i == parts - 1),
+                         s == 0 ? Next{reinterpret_cast<const char*>(panel) + kAhead, kStep} : Next{next, share_bytes / count});
+      }
+    }
+  }
+}
+
 // The same as packed products, one for each group: rows_of(group) are the pixels, `steps` the elements or pairs of their
-// channels.
+// channels, `preparation` what a prologue costs (as gemm_grid counts it).
 template <class T, class RowsOf>
 void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m, const Acc<T>* panels, int64_t steps,
-                     const RowsOf& rows_of) {
+                     const RowsOf& rows_of, double preparation = 0) {
   using A = Acc<T>;
   const int64_t pixels = p.batch * p.out_height * p.out_width;
-  const Grid grid = gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, 0);
+  const Grid grid =
+      gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, preparation);
   for_grid(p.threads, p.groups, grid, [&](int64_t g, int64_t i, int64_t j, int) {
     const Share rows = row_share(pixels, grid.prepared, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
     Output<T> y{static_cast<T*>(m.output), p.y_stride.w};
@@ -254,16 +284,25 @@ bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
   if (!is_pointwise(p) || p.x_stride.c != 1 || p.y_stride.c != 1 || pixels == 1) return false;
   if (p.x_stride.n != pixels * stride || p.y_stride.n != pixels * p.y_stride.w) return false;
   const T* x = static_cast<const T*>(m.input);
+  [[maybe_unused]] const Prologue<Acc<T>> prologue(p, m);
   if constexpr (dtype_of<T> == DType::bf16) {
-    if (!multiplies_pairs(p)) return false;
+    if (!multiplies_pairs(p) || prologue) return false;
     const float* pairs = reinterpret_cast<const float*>(static_cast<const char*>(m.weight) + blocks_bytes(p));
     multiply_pixels<T>(p, b, m, pairs, b.channels / 2, [&](int64_t g) { return PairRows{x + g * b.channels, stride}; });
     return true;
   } else if constexpr (same<T, Acc<T>>) {
-    if (b.block != kPanel<T> || rows_collide<T>(stride)) return false;
-    multiply_pixels<T>(p, b, m, static_cast<const T*>(m.weight), b.channels, [&](int64_t g) {
-      return StridedRows<T>{x + g * b.channels, stride};
-    });
+    if (b.block != kPanel<T> || (rows_collide<T>(stride) && !prologue)) return false;
+    if (prologue)
+      multiply_pixels<T>(
+          p, b, m, static_cast<const T*>(m.weight), b.channels,
+          [&](int64_t g) {
+            return PrologueRows<T>{x + g * b.channels, stride, prologue.from(g * b.channels)};
+          },
+          .25);
+    else
+      multiply_pixels<T>(p, b, m, static_cast<const T*>(m.weight), b.channels, [&](int64_t g) {
+        return StridedRows<T>{x + g * b.channels, stride};
+      });
     return true;
   }
   return false;
@@ -278,6 +317,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const A* w = static_cast<const A*>(m.weight);
   T* y = static_cast<T*>(m.output);
   const Blocking b(problem);
+  const Prologue<A> prologue(problem, m);
   if (multiply_pixels<T>(problem, b, m)) return;
   const Conv2dProblem p = regrouped(problem);
   const int64_t all_pixels = problem.out_height * problem.out_width * (problem.batch / p.batch);  // of what is one image in p
@@ -297,7 +337,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
   auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const T* bi,
-                  int64_t count) {
+                  int64_t count, const Prologue<A>& f) {
     alignas(64) A buffer[kPixels * 2 * width], start[2 * width];
     const bool direct = in_place && count % width == 0, two = count > width;
     for (int64_t q = 0; q < count; q += width)
@@ -330,15 +370,16 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         span.rows = valid.size(), span.columns = end - s;
         // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long
         // loops.
-        if (span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
+        if (!f && span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
         const T* from = xi + (top + valid.begin * p.dilation_h) * p.x_stride.h +
                         (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
         const A* panel_part = weights + valid.begin * span.w_row + s * span.w_column;
         const A* first = started ? nullptr : start;
-        if constexpr (same<T, A>)
-          accumulate<kPixels>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
-        else
-          accumulate_staged<T>(seen.size(), two, from, panel_part, sums + seen.begin * sums_pixel, sums_pixel, first, span);
+        A* const into = sums + seen.begin * sums_pixel;
+        if (!same<T, A> || f)
+          accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, first, span, f);
+        else if constexpr (same<T, A>)
+          accumulate<kPixels>(seen.size(), two, from, panel_part, into, sums_pixel, first, span);
         started = true;
       }
       s = end;
@@ -375,7 +416,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
             const int64_t k = g * b.out_channels + kb * b.block, at = n * p.y_stride.n + k * p.y_stride.c;
             tile(x + n * p.x_stride.n + g * b.channels * p.x_stride.c, y + at, residual ? residual + at : nullptr, row, column,
                  pixels, w + (g * b.blocks + kb) * panel, bias ? bias + k : nullptr,
-                 smaller(b.block, b.out_channels - kb * b.block));
+                 smaller(b.block, b.out_channels - kb * b.block), prologue.from(g * b.channels));
           }
         }
       }
@@ -395,7 +436,7 @@ Cost cost(const Conv2dProblem& p) {
 }
 
 AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .gradients = by_patches,
-              .sliced = true)
+              .prologue = true, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -29,7 +29,6 @@ void conv2d_im2col(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
   const ConvShape s(p);
   const PatchUnits<T> units(p, s);
   const int64_t part = part_units(p, units), group_size = part * units.size * units.stride;
-  const T* x = static_cast<const T*>(m.input);
   A* matrix = workspace.take<A>(p.groups * group_size);
   for (int64_t first = 0; first < units.count; first += part) {
     const int64_t n = units.count - first < part ? units.count - first : part;
@@ -42,9 +41,9 @@ void conv2d_im2col(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
       const int64_t group = i / n, u = i % n;
       if (s.as_rows) {
         const Share rows{u * kRows, (u + 1) * kRows < row_count ? (u + 1) * kRows : row_count};
-        gather_rows(p, s, x, group, rows_of(rows), patches(group, rows.begin), units.stride);
+        gather_rows<T>(p, s, m, group, rows_of(rows), patches(group, rows.begin), units.stride);
       } else {
-        gather_panels(p, s, x, group, {first + u, first + u + 1}, patches(group, u));
+        gather_panels<T>(p, s, m, group, {first + u, first + u + 1}, patches(group, u));
       }
     });
     const Grid grid = gemm_grid<A>(p.threads, p.groups, n, units.size, panel_count<A>(s.filters), s.depth, 0);
@@ -64,7 +63,7 @@ void conv2d_im2col(const Conv2dProblem& p, const Buffers& m, Workspace& workspac
 Cost conv2d_im2col_cost(const Conv2dProblem& p) { return gemm_cost(p, 2, .9); }
 
 AI3_ALGORITHM(conv2d, im2col, .epilogue = true, .workspace = conv2d_im2col_workspace, .cost = conv2d_im2col_cost,
-              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .gradients = by_patches, .sliced = true)
+              .packed_bytes = packed_weight_bytes, .pack = pack_weight, .gradients = by_patches, .prologue = true, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -29,18 +29,17 @@ void conv2d_implicit_gemm(const Conv2dProblem& p, const Buffers& m, Workspace& w
   const PatchUnits<T> units(p, s);
   const Grid grid = grid_of(p, s, units);
   const int64_t size = block_size(units, grid);
-  const T* x = static_cast<const T*>(m.input);
   Acc<T>* blocks = workspace.take<Acc<T>>(p.threads * size);
   for_grid(p.threads, p.groups, grid, [&](int64_t group, int64_t i, int64_t j, int thread) {
     const Share filters = column_share<Acc<T>>(s.filters, grid.streamed, j);
     Acc<T>* block = blocks + thread * size;
     if (s.as_rows) {
       const Share rows = row_share(s.rows, grid.prepared, i);
-      gather_rows(p, s, x, group, rows, block, units.stride);
+      gather_rows<T>(p, s, m, group, rows, block, units.stride);
       multiply_rows<T>(p, s, m, group, rows, block, units.stride, filters);
     } else {
       const Share panels = share(units.count, grid.prepared, i);
-      gather_panels(p, s, x, group, panels, block);
+      gather_panels<T>(p, s, m, group, panels, block);
       multiply_panels<T>(p, s, m, group, panels, block, filters);
     }
   });
@@ -65,7 +64,7 @@ int64_t conv2d_implicit_gemm_backward_workspace(const Conv2dProblem& p, const Gr
 AI3_ALGORITHM(conv2d, implicit_gemm, .epilogue = true, .workspace = conv2d_implicit_gemm_workspace,
               .cost = conv2d_implicit_gemm_cost, .packed_bytes = packed_weight_bytes, .pack = pack_weight,
               .gradients = by_patches, .backward = conv2d_implicit_gemm_backward,
-              .backward_workspace = conv2d_implicit_gemm_backward_workspace, .sliced = true)
+              .backward_workspace = conv2d_implicit_gemm_backward_workspace, .prologue = true, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -4,6 +4,7 @@
 //   y in NCHW: rows are the output channels, columns the pixels of one image, in panels that never cross images.
 #pragma once
 #include "../core/gemm.h"
+#include "../core/prologue.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -61,14 +62,17 @@ AI3_INLINE void clear(A* to, int64_t count) {
 
 // The patches of pixels `rows`, numbered through all images, one row of `depth` elements each.
 template <class T>
-void gather_rows(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t group, Share rows, Acc<T>* to, int64_t stride) {
-  const bool runs = p.x_stride.c == 1 && p.x_stride.w == s.channels && p.dilation_w == 1;  // taps side by side are contiguous
+void gather_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share rows, Acc<T>* to,
+                 int64_t stride) {
+  const Prologue<Acc<T>> prologue = Prologue<Acc<T>>(p, m).from(group * s.channels);
+  // Taps side by side are contiguous, and treated alike.
+  const bool runs = p.x_stride.c == 1 && p.x_stride.w == s.channels && p.dilation_w == 1 && !prologue;
   const int64_t run = p.kernel_width * s.channels;
-  for (int64_t m = rows.begin; m < rows.end; m++, to += stride) {
-    const int64_t pixel = m % s.pixels, h0 = pixel / p.out_width * p.stride_h - p.pad_h,
+  for (int64_t i = rows.begin; i < rows.end; i++, to += stride) {
+    const int64_t pixel = i % s.pixels, h0 = pixel / p.out_width * p.stride_h - p.pad_h,
                   w0 = pixel % p.out_width * p.stride_w - p.pad_w;
     const Range taps = inside(w0, p.dilation_w, p.in_width, p.kernel_width);
-    const T* from = x + m / s.pixels * p.x_stride.n + group * s.channels * p.x_stride.c;
+    const T* from = static_cast<const T*>(m.input) + i / s.pixels * p.x_stride.n + group * s.channels * p.x_stride.c;
     for (int64_t r = 0; r < p.kernel_height; r++) {
       const int64_t h = h0 + r * p.dilation_h;
       Acc<T>* row = to + r * run;
@@ -84,9 +88,9 @@ void gather_rows(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t
         for (int64_t t = taps.begin; t < taps.end; t++) {
           const T* source = from + h * p.x_stride.h + (w0 + t * p.dilation_w) * p.x_stride.w;
           if (p.x_stride.c == 1)
-            copy_widened(source, s.channels, row + t * s.channels);
+            copy_channels(prologue, source, s.channels, row + t * s.channels);
           else
-            for (int64_t c = 0; c < s.channels; c++) row[t * s.channels + c] = widen(source[c * p.x_stride.c]);
+            for (int64_t c = 0; c < s.channels; c++) row[t * s.channels + c] = prologue.from(c)(widen(source[c * p.x_stride.c]));
         }
       }
       clear(row + taps.end * s.channels, (p.kernel_width - taps.end) * s.channels);
@@ -96,12 +100,13 @@ void gather_rows(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t
 
 // The patches as panels [panel][depth][kPanel]; panel q holds pixels of image q / panels_per_image.
 template <class T>
-void gather_panels(const Conv2dProblem& p, const ConvShape& s, const T* x, int64_t group, Share panels, Acc<T>* to) {
+void gather_panels(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share panels, Acc<T>* to) {
   constexpr int64_t P = kPanel<Acc<T>>;
+  const Prologue<Acc<T>> prologue = Prologue<Acc<T>>(p, m).from(group * s.channels);
   const int64_t per_image = panel_count<Acc<T>>(s.pixels), step = p.stride_w * p.x_stride.w;
   for (int64_t q = panels.begin; q < panels.end; q++, to += s.depth * P) {
     const int64_t first = q % per_image * P, count = s.pixels - first < P ? s.pixels - first : P;
-    const T* image = x + q / per_image * p.x_stride.n + group * s.channels * p.x_stride.c;
+    const T* image = static_cast<const T*>(m.input) + q / per_image * p.x_stride.n + group * s.channels * p.x_stride.c;
     // One run of pixels in one output row at a time.
     for (int64_t done = 0, n; done < count; done += n) {
       const int64_t oh = (first + done) / p.out_width, ow = (first + done) % p.out_width;
@@ -115,9 +120,9 @@ void gather_panels(const Conv2dProblem& p, const ConvShape& s, const T* x, int64
         for (int64_t c = 0; c < s.channels; c++, from += p.x_stride.c, row += P) {
           clear(row, in.begin);
           if (step == 1)
-            copy_widened(from, in.end - in.begin, row + in.begin);
+            copy_pixels(prologue.from(c), from, in.end - in.begin, row + in.begin);
           else
-            for (int64_t i = in.begin; i < in.end; i++) row[i] = widen(from[(i - in.begin) * step]);
+            for (int64_t i = in.begin; i < in.end; i++) row[i] = prologue.from(c)(widen(from[(i - in.begin) * step]));
           clear(row + in.end, n - in.end);
         }
       }
@@ -213,7 +218,7 @@ struct NhwcInput {
     parallel_for(p.threads, p.batch * p.in_height, [&](int64_t i, int) {
       const T* from = x + i / p.in_height * p.x_stride.n + i % p.in_height * p.x_stride.h;
       Acc<T>* to = copy + i * width * channels;
-      if (p.x_stride.c == 1) return copy_widened(from, width * channels, to);
+      if (p.x_stride.c == 1 && p.x_stride.w == channels) return copy_widened(from, width * channels, to);
       constexpr int64_t kLine = 16;  // channels at a time: whole cache lines are written
       for (int64_t c0 = 0; c0 < channels; c0 += kLine) {
         const int64_t end = c0 + kLine < channels ? c0 + kLine : channels;

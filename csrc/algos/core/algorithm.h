@@ -21,7 +21,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 2;
+inline constexpr int32_t kAlgorithmAbi = 3;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -71,6 +71,7 @@ AI3_INLINE int64_t workspace_bytes(int64_t count) {
 struct Buffers {
   const void *input, *weight, *bias, *residual;
   void* output;
+  const void *scale = nullptr, *shift = nullptr;  // of the prologue: one of the accumulator's type for each input channel
 };
 
 // What `guess` models a time from.
@@ -135,7 +136,9 @@ struct Traits {
   // the transposed problems. The bias's gradient is wanted only beside the weight's.
   void (*backward)(const Problem&, const GradientBuffers&, Workspace&) = nullptr;
   int64_t (*backward_workspace)(const Problem&, const GradientBuffers&) = nullptr;
-  bool sliced = false;  // also writes into a slice of channels: y's dense strides but for those of a larger number of channels
+  bool prologue = false;  // applies scale, shift and input_relu to what it reads, before padding (core/prologue.h)
+  // Also reads and writes slices of channels: x and y have the dense strides of tensors with more channels.
+  bool sliced = false;
 };
 
 // The registry's record; what it starts with is the same for every operation, so that one list can hold all of them.

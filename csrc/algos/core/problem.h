@@ -22,9 +22,11 @@ struct Conv2dProblem {
   int64_t out_channels, kernel_height, kernel_width;
   int64_t out_height, out_width;
   int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups;
-  Strides4 x_stride, y_stride;  // both dense: NCHW or NHWC (c == 1); the residual has y's; w is contiguous (K, C/groups, R, S)
+  // Both dense, NCHW or NHWC (c == 1), or, for `sliced` algorithms, slices of such; the residual has y's; w is contiguous
+  // (K, C/groups, R, S).
+  Strides4 x_stride, y_stride;
   Activation activation;
-  bool has_bias, has_residual, allow_tf32, deterministic;
+  bool has_bias, has_residual, has_prologue, input_relu, allow_tf32, deterministic;
 };
 
 // y[m][n] = bias[n] + sum over k of x[m][k] * w[n][k]; everything contiguous.
