@@ -176,9 +176,14 @@ struct TransformDomain {
       const int64_t n = bytes / tile_bytes;
       return n < 1 ? 1 : n > most ? most : n;
     };
-    // Fewer than a slab of the micro-kernel would waste it and read the weights too often, unless tiles are very large.
-    const int64_t cached = fitting(512 << 10, 56), least = fitting(16 << 20, 14), small = cached > least ? cached : least;
-    fused = p.threads <= 1 || tiles >= p.threads * small;
+    // Fewer than two slabs of the micro-kernel would read the weights too often, unless tiles are very large.
+    const int64_t cached = fitting(512 << 10, 56), least = fitting(16 << 20, 28), small = cached > least ? cached : least;
+    // A thread with a block of its own reads all weights; one that shares a block, what the others have written of the block.
+    // That is some times slower, and threads wait for each other after each phase.
+    const bool few = tiles < p.threads * (small < 14 ? small : 14), tiny = tiles < p.threads * 8;
+    const double read = static_cast<double>(group_in) * static_cast<double>(p.out_channels) * p.threads,
+                 exchanged = 4. * static_cast<double>(tiles) * static_cast<double>(p.in_channels + p.out_channels);
+    fused = p.threads <= 1 || !few || (!tiny && read <= exchanged);
     const int64_t most = fused ? small : fitting(48 << 20, tiles);
     blocks = ceil_div(tiles, most);
     if (fused && p.threads > 1) blocks = round_up(blocks, p.threads);
@@ -227,33 +232,31 @@ struct TransformDomain {
   }
 
   // ---- the three phases; v and m hold one block ----
-  // Channels [c, c + kWidth) of tile t into row `slot` of v.
-  void transform_input(const T* x, A* v, int64_t t, int64_t slot, int64_t c) const {
-    const int64_t count = p.in_channels - c < kWidth ? p.in_channels - c : kWidth;
+  // Channels [begin, end) of tile t into row `slot` of v. What lies outside the image is 0.
+  void transform_input(const T* x, A* v, int64_t t, int64_t slot, int64_t begin, int64_t end) const {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
-    const T* image = x + t / (w.tiles * h.tiles) * p.x_stride.n + c * p.x_stride.c;
+    const T* image = x + t / (w.tiles * h.tiles) * p.x_stride.n;
     const int64_t step_h = h.spacing * p.x_stride.h, step_w = w.spacing * p.x_stride.w;
-    const bool vectors = count == kWidth && p.x_stride.c == 1;
     for (int64_t branch = 0; branch < branches; branch++) {
       const int64_t ih = h.first_input(oh, branch / w.branches), iw = w.first_input(ow, branch % w.branches);
       int64_t top, bottom, left, right;
       h.inside(ih, kExtentH, top, bottom), w.inside(iw, kExtentW, left, right);
       const T* from = image + ih * p.x_stride.h + iw * p.x_stride.w;
-      A* to = v + slot * row + branch * p.in_channels + c;
-      auto put = [to, apart = stride](int64_t position, V value) { store(to + position * apart, value); };
-      auto outside = [&](int64_t i, int64_t j) { return i < top || i >= bottom || j < left || j >= right; };
-      if (vectors && top == 0 && left == 0 && bottom == kExtentH && right == kExtentW) {
-        Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w); }, put);
-      } else if (vectors) {
-        Transform::forward([&](int64_t i, int64_t j) { return outside(i, j) ? V(A{0}) : load(from + i * step_h + j * step_w); },
-                           put);
-      } else {
-        V tile[kExtentH][kExtentW];
-        for (int64_t i = 0; i < kExtentH; i++)
-          for (int64_t j = 0; j < kExtentW; j++)
-            tile[i][j] = outside(i, j) ? V(A{0}) : load_channels(from + i * step_h + j * step_w, p.x_stride.c, count);
+      A* to = v + slot * row + branch * p.in_channels;
+      int64_t c = begin;
+      if (p.x_stride.c == 1 && top == 0 && left == 0 && bottom == kExtentH && right == kExtentW)
+        for (; c + kWidth <= end; c += kWidth)
+          Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w + c); },
+                             [&](int64_t position, V value) { store(to + position * stride + c, value); });
+      if (c >= end) continue;
+      V tile[kExtentH][kExtentW] = {};
+      for (; c < end; c += kWidth) {
+        const int64_t count = smaller(kWidth, end - c);
+        for (int64_t i = top; i < bottom; i++)
+          for (int64_t j = left; j < right; j++)
+            tile[i][j] = load_channels(from + i * step_h + j * step_w + c * p.x_stride.c, p.x_stride.c, count);
         Transform::forward([&](int64_t i, int64_t j) { return tile[i][j]; },
-                           [&](int64_t position, V value) { store_channels(to + position * stride, 1, count, value); });
+                           [&](int64_t position, V value) { store_channels(to + position * stride + c, 1, count, value); });
       }
     }
   }
@@ -293,38 +296,42 @@ struct TransformDomain {
     }
   }
 
-  // Output channels [k, k + kWidth) of tile t from row `slot` of m.
-  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t k) const {
-    const int64_t count = p.out_channels - k < kWidth ? p.out_channels - k : kWidth;
+  // Output channels [begin, end) of tile t from row `slot` of m.
+  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t begin, int64_t end) const {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
                   step_w = w.phases * p.y_stride.w;
-    const int64_t start = t / (w.tiles * h.tiles) * p.y_stride.n + k * p.y_stride.c + oh * p.y_stride.h + ow * p.y_stride.w;
+    const int64_t start = t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
+    const bool whole = p.y_stride.c == 1 && rows == h.tile && columns == w.tile;
     const T* bias = static_cast<const T*>(buffers.bias);
-    const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + start : nullptr;
-    T* y = static_cast<T*>(buffers.output) + start;
-    const Epilogue<A> epilogue(p.activation, bias ? load_channels(bias + k, 1, count) : V(A{0}));
-    const A* from = m + slot * row + k;
-    auto in = [&](int64_t position) { return load(from + position * stride); };
-    if (count == kWidth && p.y_stride.c == 1 && rows == h.tile && columns == w.tile) {
-      Transform::inverse(
-          in,
-          [&](int64_t i, int64_t j, V value) {
-            value += epilogue.bias;
-            if (residual) value += load(residual + i * step_h + j * step_w);
-            store(y + i * step_h + j * step_w, epilogue(value));
-          },
-          rows, columns);
-    } else {
-      Transform::inverse(
-          in,
-          [&](int64_t i, int64_t j, V value) {
-            if (i >= rows || j >= columns) return;
-            value += epilogue.bias;
-            if (residual) value += load_channels(residual + i * step_h + j * step_w, p.y_stride.c, count);
-            store_channels(y + i * step_h + j * step_w, p.y_stride.c, count, epilogue(value));
-          },
-          rows, columns);
+    Epilogue<A> epilogue(p.activation, V(A{0}));
+    for (int64_t k = begin; k < end; k += kWidth) {
+      const int64_t count = smaller(kWidth, end - k), shift = start + k * p.y_stride.c;
+      if (bias) epilogue.bias = load_channels(bias + k, 1, count);
+      const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + shift : nullptr;
+      T* y = static_cast<T*>(buffers.output) + shift;
+      const A* from = m + slot * row + k;
+      auto in = [&](int64_t position) { return load(from + position * stride); };
+      if (whole && count == kWidth) {
+        Transform::inverse(
+            in,
+            [&](int64_t i, int64_t j, V value) {
+              value += epilogue.bias;
+              if (residual) value += load(residual + i * step_h + j * step_w);
+              store(y + i * step_h + j * step_w, epilogue(value));
+            },
+            rows, columns);
+      } else {
+        Transform::inverse(
+            in,
+            [&](int64_t i, int64_t j, V value) {
+              if (i >= rows || j >= columns) return;
+              value += epilogue.bias;
+              if (residual) value += load_channels(residual + i * step_h + j * step_w, p.y_stride.c, count);
+              store_channels(y + i * step_h + j * step_w, p.y_stride.c, count, epilogue(value));
+            },
+            rows, columns);
+      }
     }
   }
 
@@ -332,36 +339,41 @@ struct TransformDomain {
     const T* x = static_cast<const T*>(buffers.input);
     const Stored* packed = static_cast<const Stored*>(buffers.weight);
     A* const buffer = workspace.take<A>(copies() * block_elements());
-    const int64_t in_vectors = ceil_div(p.in_channels, kWidth), out_vectors = ceil_div(p.out_channels, kWidth);
+    // body(tile, first, last) for the vectors of channels [begin, end), counted through the tiles of a block.
+    auto by_tiles = [](int64_t begin, int64_t end, int64_t channels, const auto& body) {
+      const int64_t vectors = ceil_div(channels, kWidth);
+      for (int64_t tile = begin / vectors; tile * vectors < end; tile++)
+        body(tile, larger(0, begin - tile * vectors) * kWidth, smaller(channels, (end - tile * vectors) * kWidth));
+    };
     auto phases = [&](int64_t b, int thread, const auto& ranges) {
       A *m = buffer + thread * block_elements(), *v = m + v_offset();
       const int64_t first = b * block, n = tiles - first < block ? tiles - first : block;
-      ranges(n * in_vectors,
-             [&](int64_t i) { transform_input(x, v, first + i / in_vectors, i / in_vectors, i % in_vectors * kWidth); });
+      ranges(n * ceil_div(p.in_channels, kWidth), [&](int64_t begin, int64_t end) {
+        by_tiles(begin, end, p.in_channels,
+                 [&](int64_t i, int64_t c, int64_t last) { transform_input(x, v, first + i, i, c, last); });
+      });
       // The block after the next, or the next, is this thread's next one: read ahead while this one is multiplied.
       const int64_t products = kPositions * p.groups * panels,
                     ahead = fused && p.x_stride.c == 1 ? first + p.threads * block : tiles;
       const int64_t left = tiles - ahead < 0 ? 0 : tiles - ahead < block ? tiles - ahead : block;
-      ranges(products, [&](int64_t i) {
-        for (int64_t t = left * i / products; t < left * (i + 1) / products; t++) prefetch_input(x, ahead + t);
-        multiply(v, packed, m, n, i);
+      ranges(products, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+          for (int64_t t = left * i / products; t < left * (i + 1) / products; t++) prefetch_input(x, ahead + t);
+          multiply(v, packed, m, n, i);
+        }
       });
-      ranges(n * out_vectors, [&](int64_t i) {
-        transform_output(m, buffers, first + i / out_vectors, i / out_vectors, i % out_vectors * kWidth);
+      ranges(n * ceil_div(p.out_channels, kWidth), [&](int64_t begin, int64_t end) {
+        by_tiles(begin, end, p.out_channels,
+                 [&](int64_t i, int64_t k, int64_t last) { transform_output(m, buffers, first + i, i, k, last); });
       });
     };
     if (fused) {
-      parallel_for(p.threads, blocks, [&](int64_t b, int thread) {
-        phases(b, thread, [](int64_t count, const auto& body) {
-          for (int64_t i = 0; i < count; i++) body(i);
-        });
-      });
+      parallel_for(p.threads, blocks,
+                   [&](int64_t b, int thread) { phases(b, thread, [](int64_t count, const auto& body) { body(0, count); }); });
     } else {
       for (int64_t b = 0; b < blocks; b++)
         phases(b, 0, [&](int64_t count, const auto& body) {
-          parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) {
-            for (int64_t i = begin; i < end; i++) body(i);
-          });
+          parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) { body(begin, end); });
         });
     }
   }
