@@ -87,9 +87,9 @@ struct ToomCook {
     input<pair>(d, out[first(pair)], out[second(pair)]);
     if constexpr (pair < kPairs) input<V, pair + 1>(d, out);
   }
-  // A^T m.
-  template <class V>
-  AI3_INLINE static void output(const V (&m)[kExtent], V (&out)[M]) {
+  // The first N rows of A^T, with infinity in the last of them, times m.
+  template <class V, int N>
+  AI3_INLINE static void output(const V (&m)[kExtent], V (&out)[N]) {
     V sum[kPairs + 1], difference[kPairs + 1];
 #pragma GCC unroll 8
     for (int i = 0; i < kPairs; i++) sum[i] = m[1 + 2 * i] + m[2 + 2 * i], difference[i] = m[1 + 2 * i] - m[2 + 2 * i];
@@ -97,29 +97,36 @@ struct ToomCook {
 #pragma GCC unroll 8
     for (int i = 0; i < kPairs; i++) out[0] += sum[i];
 #pragma GCC unroll 8
-    for (int r = 1; r < M; r++) {
+    for (int r = 1; r < N; r++) {
       const V* terms = r % 2 ? difference : sum;
-      out[r] = r == M - 1 ? m[kExtent - 1] : V(Scalar<V>{0});
+      out[r] = r == N - 1 ? m[kExtent - 1] : V(Scalar<V>{0});
 #pragma GCC unroll 8
       for (int i = 0; i < kPairs; i++) {
         const Scalar<V> factor = static_cast<Scalar<V>>(power(kPoints<kPairs>[i], r));
-        out[r] = r < M - 1 && i == 0 ? terms[i] * V(factor) : fma(terms[i], factor, out[r]);
+        out[r] = r < N - 1 && i == 0 ? terms[i] * V(factor) : fma(terms[i], factor, out[r]);
       }
     }
   }
-  // G g.
-  AI3_INLINE static void kernel(const Vec<double> (&g)[R], Vec<double> (&out)[kExtent]) {
-    if constexpr (kExtent == 1) {
-      out[0] = g[0];
-    } else {
-      out[0] = g[0] * Vec<double>(1 / derivative(-1)), out[kExtent - 1] = g[R - 1];
-      for (int i = 0; i < kPairs; i++) {
-        const double point = kPoints<kPairs>[i];
-        Vec<double> part[2] = {g[0], g[1] * Vec<double>(point)};  // the even powers of the point and the odd
-        for (int j = 2; j < R; j++) part[j % 2] = fma(g[j], power(point, j), part[j % 2]);
-        for (Vec<double>& v : part) v = v * Vec<double>(1 / derivative(i));
-        out[1 + 2 * i] = part[0] + part[1], out[2 + 2 * i] = part[0] - part[1];
-      }
+  // Its transpose: the values at all points of the polynomial whose coefficients are g. A y, for y of M.
+  template <class V, int N>
+  AI3_INLINE static void values(const V (&g)[N], V (&out)[kExtent]) {
+    out[0] = g[0], out[kExtent - 1] = g[N - 1];
+#pragma GCC unroll 8
+    for (int i = 0; i < kPairs; i++) {
+      const double point = kPoints<kPairs>[i];
+      V part[2] = {g[0], V(Scalar<V>{0})};  // even powers and odd
+#pragma GCC unroll 8
+      for (int j = 1; j < N; j++) part[j % 2] = fma(g[j], static_cast<Scalar<V>>(power(point, j)), part[j % 2]);
+      out[1 + 2 * i] = part[0] + part[1], out[2 + 2 * i] = part[0] - part[1];
+    }
+  }
+  // Times 1 / N'(p), which makes values G g, and output, for N = R, its transpose G^T u.
+  template <class V>
+  AI3_INLINE static void scale(V (&v)[kExtent]) {
+    if constexpr (kExtent > 1) {
+      v[0] = v[0] * V(static_cast<Scalar<V>>(1 / derivative(-1)));
+#pragma GCC unroll 16
+      for (int i = 1; i < kExtent - 1; i++) v[i] = v[i] * V(static_cast<Scalar<V>>(1 / derivative((i - 1) / 2)));
     }
   }
 };
@@ -177,12 +184,46 @@ struct Nested {
     D rows[kExtentH][W::kTaps], line[H::kTaps], column[kExtentH], result[kExtentW];
     for (int j = 0; j < W::kTaps; j++) {
       for (int i = 0; i < H::kTaps; i++) line[i] = in(i, j);
-      H::kernel(line, column);
+      H::values(line, column), H::scale(column);
       for (int i = 0; i < kExtentH; i++) rows[i][j] = column[i];
     }
     for (int i = 0; i < kExtentH; i++) {
-      W::kernel(rows[i], result);
+      W::values(rows[i], result), W::scale(result);
       for (int j = 0; j < kExtentW; j++) out(i * kExtentW + j, result[j]);
+    }
+  }
+  // The transposes of inverse and weights, for the gradient of the weights: A y A^T of a tile of outputs, and G^T u G.
+  template <class V, class Out>
+  AI3_INLINE static void spread(const V (&y)[H::kOutputs][W::kOutputs], const Out& out) {
+    V rows[kExtentH][W::kOutputs], line[H::kOutputs], column[kExtentH], result[kExtentW];
+    for (int j = 0; j < W::kOutputs; j++) {
+#pragma GCC unroll 8
+      for (int i = 0; i < H::kOutputs; i++) line[i] = y[i][j];
+      H::values(line, column);
+#pragma GCC unroll 16
+      for (int i = 0; i < kExtentH; i++) rows[i][j] = column[i];
+    }
+    for (int i = 0; i < kExtentH; i++) {
+      W::values(rows[i], result);
+#pragma GCC unroll 16
+      for (int j = 0; j < kExtentW; j++) out(i * kExtentW + j, result[j]);
+    }
+  }
+  template <class In, class Out>
+  AI3_INLINE static void gather(const In& in, const Out& out) {
+    using V = decltype(in(0));
+    V rows[H::kTaps][kExtentW], line[kExtentH], column[H::kTaps], result[W::kTaps];
+    for (int j = 0; j < kExtentW; j++) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kExtentH; i++) line[i] = in(i * kExtentW + j);
+      H::scale(line), H::output(line, column);
+#pragma GCC unroll 8
+      for (int i = 0; i < H::kTaps; i++) rows[i][j] = column[i];
+    }
+    for (int i = 0; i < H::kTaps; i++) {
+      W::scale(rows[i]), W::output(rows[i], result);
+#pragma GCC unroll 8
+      for (int j = 0; j < W::kTaps; j++) out(i * W::kTaps + j, result[j]);
     }
   }
 };
@@ -210,45 +251,10 @@ inline bool winograd_supports_any(const Conv2dProblem& p, Reason& reason) {
   return winograd_steps(p, "3x3, 5x5, 1x3, 3x1, 1x7 or 7x1", known && p.kernel_width < 8, reason);
 }
 
-// dX is the transposed convolution of dY by F(MxM, 3x3), unless its padding would be negative, or tiles are so few that their
-// weights, which must be transformed for this one use, are not worth it.
-template <int M>
-struct WinogradGradient {
-  using Form = TransformDomainTraits<Winograd<M>>;
-
-  static GradientNames names(const Conv2dProblem& p, const char* name) {
-    constexpr double kTransform = 60;  // a transformed weight takes about the time of this many operations
-    const Conv2dProblem t = transposed(p);
-    GradientNames names = by_patches(p);
-    if (t.pad_h < 0 || t.pad_w < 0) return names;
-    const double weights = static_cast<double>(Form::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
-    const double products = 2 * 9 * static_cast<double>(p.batch * p.out_height * p.out_width) *
-                            static_cast<double>(p.out_channels) * static_cast<double>(p.in_channels / p.groups);
-    if (Form::cost(t).flops + kTransform * weights < products) names.input = name;
-    return names;
-  }
-  static void run(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
-    const Conv2dProblem t = transposed(p);
-    with_type(p.dtype, [&]<class T>() {
-      const typename Form::template Domain<T> domain(t);
-      Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
-      domain.pack(static_cast<const T*>(m.weight), packed, true);
-      domain.run({m.grad_output, packed, nullptr, nullptr, m.grad_input}, workspace);
-    });
-  }
-  static int64_t workspace(const Conv2dProblem& p, const GradientBuffers&) {
-    const Conv2dProblem t = transposed(p);
-    return checked_add(workspace_bytes<char>(Form::packed_bytes(t)), Form::workspace(t));
-  }
-};
-
 #define AI3_WINOGRAD_TRAITS(...)                                                                                      \
   .epilogue = true, .supports = winograd_supports, .workspace = TransformDomainTraits<__VA_ARGS__>::workspace,        \
   .cost = TransformDomainTraits<__VA_ARGS__>::cost, .packed_bytes = TransformDomainTraits<__VA_ARGS__>::packed_bytes, \
   .pack = TransformDomainTraits<__VA_ARGS__>::pack
-#define AI3_WINOGRAD_GRADIENTS(M)                                                                     \
-  .gradients = [](const Conv2dProblem& p) { return WinogradGradient<M>::names(p, "winograd_f" #M); }, \
-  .backward = WinogradGradient<M>::run, .backward_workspace = WinogradGradient<M>::workspace
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,5 +1,5 @@
 // Winograd F(2x2, 3x3): 16 products instead of 36. Its points 0, +-1 and infinity keep small integers exact.
-#include "winograd.h"
+#include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

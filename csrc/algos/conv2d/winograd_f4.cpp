@@ -1,5 +1,5 @@
 // Winograd F(4x4, 3x3): 36 products instead of 144.
-#include "winograd.h"
+#include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

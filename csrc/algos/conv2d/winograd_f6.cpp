@@ -1,5 +1,5 @@
 // Winograd F(6x6, 3x3): 64 products instead of 324. It loses more digits than F(4x4, 3x3), so no rule picks it.
-#include "winograd.h"
+#include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -1,0 +1,177 @@
+// Gradients by F(MxM, 3x3). dX is the transposed convolution of dY. dW is the transpose of the forward algorithm,
+//   dW = G^T [sum over tiles of (B^T x B) . (A dY A^T)] G,
+// one product of (filters x tiles) and (tiles x channels) matrices for each position: the same saving.
+#pragma once
+#include "winograd.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+// Columns of a matrix as rows, times some columns of another one.
+template <class A>
+struct Columns {
+  const A* data;
+  int64_t stride;
+  const A* other;
+  int64_t other_stride;
+  AI3_INLINE Columns from(int64_t row) const { return {data + row, stride, other, other_stride}; }
+  template <int R>
+  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next) const {
+    for (int64_t i = 0; i < k; i++) {
+      const Vec<A> b0 = load(other + i * other_stride), b1 = load(other + i * other_stride + Vec<A>::width);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++) {
+        const Vec<A> a = data[i * stride + r];
+        tile.left[r] = fma(a, b0, tile.left[r]);
+        tile.right[r] = fma(a, b1, tile.right[r]);
+      }
+    }
+  }
+};
+
+// A task owns dW of some filters by some channels of a group. Its sums and a block of transformed tiles stay in the L2 cache. The
+// block does not depend on the threads, so that neither do the sums.
+template <int M, class T>
+struct WinogradWeightGradient {
+  using Form = Winograd<M>;
+  using A = Acc<T>;
+  using V = Vec<A>;
+  static constexpr int64_t kWidth = V::width, P = kPanel<A>, kPositions = Form::kPositions, kTaps = 9,
+                           kSkew = TransformDomain<Form, T>::kSkew, kBlock = 28;
+  const Conv2dProblem& p;
+  TransformDomain<Form, T> domain;
+  int64_t filters = 64, channels = 2 * P;  // of a task
+  int64_t filter_shares, channel_shares;
+  int64_t stride_y, stride_w;  // elements between positions of transformed dY and of the sums
+
+  explicit WinogradWeightGradient(const Conv2dProblem& problem) : p(problem), domain(problem) {
+    auto cut = [&] {
+      filter_shares = ceil_div(domain.group_out, filters), channel_shares = ceil_div(domain.group_in, channels);
+      return p.groups * filter_shares * channel_shares < p.threads;
+    };
+    if (cut()) channels = P;
+    while (cut() && filters > kWidth) filters /= 2;
+    domain.block = smaller(kBlock, domain.tiles), domain.row = channels;
+    domain.stride = domain.block * channels + kSkew;
+    stride_y = domain.block * filters + kSkew, stride_w = filters * channels + kSkew;
+  }
+  int64_t buffer_elements() const { return kPositions * (domain.stride + stride_y + stride_w) + filters; }
+  int64_t workspace() const { return workspace_bytes<A>(checked_mul(p.threads, buffer_elements())); }
+
+  void run(const T* gy, const T* x, T* dw, T* db, Workspace& memory) const {
+    A* buffers = memory.take<A>(p.threads * buffer_elements());
+    parallel_for(p.threads, p.groups * filter_shares * channel_shares, [&](int64_t i, int thread) {
+      const int64_t group = i / channel_shares / filter_shares;
+      const int64_t k = i / channel_shares % filter_shares * filters, c = i % channel_shares * channels;
+      const int64_t ks = smaller(filters, domain.group_out - k), cs = smaller(channels, domain.group_in - c);
+      const int64_t filter = group * domain.group_out + k, channel = group * domain.group_in + c;
+      A *v = buffers + thread * buffer_elements(), *z = v + kPositions * domain.stride, *u = z + kPositions * stride_y;
+      A* bias = db && c == 0 ? u + kPositions * stride_w : nullptr;
+      for (int64_t f = 0; bias && f < filters; f++) bias[f] = 0;
+      for (int64_t first = 0; first < domain.tiles; first += domain.block) {
+        const int64_t n = smaller(domain.block, domain.tiles - first);
+        for (int64_t t = 0; t < n; t++) {
+          domain.transform_input(x, v - channel, first + t, t, channel, channel + cs);
+          transform_gradient(gy + filter * p.y_stride.c, z + t * filters, first + t, ks, bias);
+        }
+        for (int64_t position = 0; position < kPositions; position++)
+          multiply(z + position * stride_y, v + position * domain.stride, u + position * stride_w, n, ks, cs, first > 0);
+      }
+      for (int64_t f = 0; f < ks; f++) {
+        if (bias) narrow(bias[f], db[filter + f]);
+        transform_sums(u + f * channels, cs, dw + ((filter + f) * domain.group_in + c) * kTaps);
+      }
+    });
+  }
+
+  // `count` filters of dY's tile t. What lies outside the output is 0.
+  void transform_gradient(const T* gy, A* z, int64_t t, int64_t count, A* bias) const {
+    const Axis &h = domain.h, &w = domain.w;
+    const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
+    const int64_t rows = h.outputs(oh), columns = w.outputs(ow);
+    const T* from = gy + t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
+    V tile[M][M] = {};
+    for (int64_t f = 0; f < count; f += kWidth) {
+      V sum(A{0});
+      for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) {
+          tile[i][j] = load_channels(from + i * p.y_stride.h + j * p.y_stride.w + f * p.y_stride.c, p.y_stride.c,
+                                     smaller(kWidth, count - f));
+          sum += tile[i][j];
+        }
+      if (bias) store(bias + f, load(bias + f) + sum);
+      Form::spread(tile, [&](int64_t position, V value) { store(z + position * stride_y + f, value); });
+    }
+  }
+  // One position: sums (=, +=) z^T v over n tiles.
+  void multiply(const A* z, const A* v, A* u, int64_t n, int64_t ks, int64_t cs, bool add) const {
+    const int64_t slabs = ceil_div(ks, kRows);
+    for (int64_t c = 0; c < cs; c += P)
+      for (int64_t s = 0; s < slabs; s++) {
+        const Share r = share(ks, slabs, s);
+        Output<A> out{u + r.begin * channels + c, channels};
+        out.add = add;
+        multiply_slab<A>(Columns<A>{z + r.begin, filters, v + c, channels}, r.end - r.begin, nullptr, P, n, out,
+                         {reinterpret_cast<const char*>(z), 0});
+      }
+  }
+  // One filter's sums into its weights.
+  void transform_sums(const A* u, int64_t cs, T* dw) const {
+    for (int64_t c = 0; c < cs; c += kWidth) {
+      alignas(64) A taps[kTaps * kWidth];
+      Form::gather([&](int64_t position) { return load(u + position * stride_w + c); },
+                   [&](int64_t tap, V value) { store(taps + tap * kWidth, value); });
+      for (int64_t lane = 0; lane < smaller(kWidth, cs - c); lane++)
+        for (int64_t tap = 0; tap < kTaps; tap++) narrow(taps[tap * kWidth + lane], dw[(c + lane) * kTaps + tap]);
+    }
+  }
+};
+
+// Who computes what: dX by patches where its padding would be negative, or where tiles are so few that transforming the weights
+// for one use does not pay; dW by patches where so few tiles share one inverse transform.
+template <int M>
+struct WinogradGradient {
+  using Form = TransformDomainTraits<Winograd<M>>;
+
+  static GradientNames names(const Conv2dProblem& p, const char* name) {
+    // The time of a transformed weight, and of a weight's inverse transform, in operations.
+    constexpr double kTransform = 60, kInverse = 500, kOverhead = 1.2;
+    const Conv2dProblem t = transposed(p);
+    GradientNames names = by_patches(p);
+    const double weights = static_cast<double>(Form::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
+    const double filters = static_cast<double>(p.out_channels), group_in = static_cast<double>(p.in_channels / p.groups);
+    const double products = 2 * 9 * static_cast<double>(p.batch * p.out_height * p.out_width) * filters * group_in;
+    if (t.pad_h >= 0 && t.pad_w >= 0 && Form::cost(t).flops + kTransform * weights < products) names.input = name;
+    const TransformDomain<Winograd<M>, float> domain(p);
+    const double columns = static_cast<double>(round_up(p.in_channels / p.groups, kPanel<float>));
+    const double pair = kOverhead * 2 * Winograd<M>::kPositions * static_cast<double>(domain.tiles) + kInverse;
+    if (filters * columns * pair < products) names.weight = name;
+    return names;
+  }
+  static void run(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+    with_type(p.dtype, [&]<class T>() {
+      const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
+      if (m.grad_weight)
+        WinogradWeightGradient<M, T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+      if (!m.grad_input) return;
+      const Conv2dProblem t = transposed(p);
+      const typename Form::template Domain<T> domain(t);
+      Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
+      domain.pack(static_cast<const T*>(m.weight), packed, true);
+      domain.run({gy, packed, nullptr, nullptr, m.grad_input}, workspace);
+    });
+  }
+  static int64_t workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+    const Conv2dProblem t = transposed(p);
+    const int64_t input = m.grad_input ? checked_add(workspace_bytes<char>(Form::packed_bytes(t)), Form::workspace(t)) : 0;
+    return with_type(
+        p.dtype, [&]<class T>() { return checked_add(input, m.grad_weight ? WinogradWeightGradient<M, T>(p).workspace() : 0); });
+  }
+};
+
+#define AI3_WINOGRAD_GRADIENTS(M)                                                                     \
+  .gradients = [](const Conv2dProblem& p) { return WinogradGradient<M>::names(p, "winograd_f" #M); }, \
+  .backward = WinogradGradient<M>::run, .backward_workspace = WinogradGradient<M>::workspace
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
