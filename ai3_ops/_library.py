@@ -47,6 +47,7 @@ if (
         raise ImportError(f"ai3_ops: {failure}")
 _QUERY = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int)
 _ERROR = (ctypes.c_char_p, ctypes.c_int64)
+C.ai3_registry.argtypes = _ERROR
 C.ai3_registry.restype = ctypes.c_char_p
 C.ai3_supports.argtypes = (*_QUERY, *_ERROR)
 C.ai3_resolve.argtypes = (*_QUERY, *_ERROR)
@@ -63,7 +64,10 @@ C.ai3_machine.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_double), ctypes.
 
 def registry() -> dict[str, Any]:
     """The registry as it is now: instruction-set level, operations, their algorithms per device with all properties."""
-    return json.loads(C.ai3_registry())
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    if (text := C.ai3_registry(error, _ERROR_SIZE)) is None:
+        raise RuntimeError(f"ai3: {error.value.decode()}")
+    return json.loads(text)
 
 
 @functools.cache

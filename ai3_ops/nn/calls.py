@@ -339,11 +339,14 @@ class _Weighted(Call):
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """A rule may look at all of it."""
         weight = args[1]
-        return weight.shape, weight.dtype, args[2] is None, args[3:], torch.are_deterministic_algorithms_enabled()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return weight.shape, weight.stride(), weight.dtype, args[2] is None, args[3:], deterministic
 
     def sizes(self, args: tuple[Any, ...]) -> list[int]:
-        """Those of the weight, which a packed one does not say, and the switch."""
-        return [*args[1].shape, torch.are_deterministic_algorithms_enabled()]
+        """What a packed weight does not say, its sizes and memory format, and the switch."""
+        weight = args[1]
+        channels_last = weight.ndim == 4 and base.is_channels_last(weight)
+        return [*weight.shape, channels_last, torch.are_deterministic_algorithms_enabled()]
 
     def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
         """None where a pack would be too large to keep."""
@@ -488,6 +491,10 @@ class Linear(_Switched):
     def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
         """The same."""
         return input, weight, bias
+
+    def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
+        """None for a weight of one dimension, which is not packed."""
+        return super().new_plan(args) if args[1].ndim == 2 else None
 
 
 class MaxPool2d(Call):

@@ -206,6 +206,8 @@ class Operation:
         register_determinism(self.name, algorithm)
         for kind, op in operators.items():
             self.rules[kind](self, op, algorithm)
+        if infer := operator_named(f"_{self.name}_{algorithm}_infer"):  # as if autograd were not there: it is off
+            LIBRARY.impl(infer, torch.library.fallthrough_kernel, "AutogradCPU")
 
     def register_forward(self, op: torch._ops.OpOverload, algorithm: str) -> None:
         """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""

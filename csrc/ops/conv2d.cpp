@@ -39,12 +39,17 @@ Conv2dProblem problem_from(const Query& q) {
   p.out_channels = s[4], p.kernel_height = s[5], p.kernel_width = s[6];
   p.stride_h = s[7], p.stride_w = s[8], p.pad_h = s[9], p.pad_w = s[10], p.dilation_h = s[11], p.dilation_w = s[12];
   p.groups = s[13], p.has_bias = s[14] != 0;
+  check_numel({p.batch, p.in_channels, p.in_height, p.in_width});
+  check_numel({p.out_channels, p.in_channels, p.kernel_height, p.kernel_width});
+  check_each({s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12]});
   const bool channels_last = s[15] != 0;
   auto out = [](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
-    return in < 0 ? -1 : (in + 2 * pad - dilation * (kernel - 1) - 1) / stride + 1;
+    const bool known = in >= 0 && kernel >= 0 && stride >= 0 && pad >= 0 && dilation >= 0;
+    return known ? (in + 2 * pad - dilation * (kernel - 1) - 1) / stride + 1 : -1;
   };
   p.out_height = out(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h);
   p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);
+  check_numel({p.batch, p.out_channels, p.out_height, p.out_width});
   set_strides(p, channels_last), set_threads(p);
   return p;
 }
@@ -102,7 +107,8 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
   p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic;
   check(p.in_channels == checked_mul(weight[1], p.groups), entry, "needs input of ", checked_mul(weight[1], p.groups),
         " channels for weight ", weight, " and groups ", p.groups, ", got ", c.input);
-  check(p.in_height > 0 && p.in_width > 0, entry, "needs input with a height and width of at least 1, got ", c.input);
+  check(p.batch == 0 || (p.in_height > 0 && p.in_width > 0), entry, "needs input with a height and width of at least 1, got ",
+        c.input);
   auto out = [&](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
     const int64_t padded = checked_add(in, 2 * pad), extent = checked_add(checked_mul(dilation, kernel - 1), 1);
     check(padded >= extent && padded != kOverflow, entry, "needs a padded input no smaller than the kernel's extent, got ",
@@ -142,7 +148,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   const bool packed = !c.weight_size.empty();
   Conv2dProblem p = conv2d_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight));
   const Device device = device_of(asked, c.input);
-  bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
+  bool channels_last = suggests_channels_last(c.input) || (packed ? c.weight_channels_last : suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
   if (c.unbatched && c.output) c.output = torch::stable::unsqueeze(*c.output, 0);
   if (c.unbatched && c.residual && c.residual->dim() == 3) c.residual = torch::stable::unsqueeze(*c.residual, 0);

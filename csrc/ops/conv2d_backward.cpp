@@ -84,9 +84,8 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
   check_same(asked, c.input, grad_output, "grad_output");
   Conv2dProblem p = conv2d_problem(asked, c, sizes_of(c.weight));
   const Tensor grad = c.unbatched && grad_output.dim() == 3 ? torch::stable::unsqueeze(grad_output, 0) : grad_output;
-  check(sizes_of(grad) == Sizes{p.batch, p.out_channels, p.out_height, p.out_width}, asked,
-        "needs grad_output of the output's sizes ", to_string({p.batch, p.out_channels, p.out_height, p.out_width}), ", got ",
-        to_string(sizes_of(grad_output)));
+  const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
+  check(sizes_of(grad) == sizes, asked, "needs grad_output of the output's sizes ", sizes, ", got ", grad_output);
   const bool like_weight = suggests_channels_last(c.weight), channels_last = suggests_channels_last(c.input) || like_weight;
   p.x_stride = dense_strides(p.in_channels, p.in_height, p.in_width, channels_last);
   p.y_stride = dense_strides(p.out_channels, p.out_height, p.out_width, channels_last);

@@ -19,7 +19,7 @@ void forward(const Entry& entry, StableIValue* stack) {
   Sizes flat;
   for (int64_t d = 0; d < input.dim(); d++)
     if (d > start && d <= end)
-      flat.back() *= sizes[d];
+      flat.back() = checked_mul(flat.back(), sizes[d]);
     else
       flat.push_back(sizes[d]);
   if (flat.empty()) flat = {1};

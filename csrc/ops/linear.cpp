@@ -13,6 +13,7 @@ LinearProblem problem_from(const Query& q) {
   LinearProblem p{};
   p.dtype = q.dtype;
   p.rows = q.sizes[0], p.in_features = q.sizes[1], p.out_features = q.sizes[2], p.has_bias = q.sizes[3] != 0;
+  check_numel({p.rows, p.in_features}), check_numel({p.in_features, p.out_features}), check_numel({p.rows, p.out_features});
   set_threads(p);
   return p;
 }

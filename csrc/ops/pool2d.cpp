@@ -5,7 +5,7 @@ namespace {
 
 // A window may start in the input or its left padding, never in what ceil_mode adds on the right.
 int64_t pooled(int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation, bool ceil_mode) {
-  if (in < 0) return -1;
+  if (in < 0 || kernel < 0 || stride < 0 || pad < 0 || dilation < 0) return -1;
   const int64_t room = in + 2 * pad - dilation * (kernel - 1) - 1;
   if (room < 0 && !(ceil_mode && room + stride > 0)) return 0;
   const int64_t out = (room + (ceil_mode ? stride - 1 : 0)) / stride + 1;
@@ -86,7 +86,11 @@ Pool2dProblem pool2d_from(const Query& q) {
   p.batch = s[0], p.channels = s[1], p.in_height = s[2], p.in_width = s[3];
   p.kernel_height = s[4], p.kernel_width = s[5], p.stride_h = s[6], p.stride_w = s[7], p.pad_h = s[8], p.pad_w = s[9];
   p.dilation_h = s[10], p.dilation_w = s[11], p.ceil_mode = s[12] != 0, p.count_include_pad = s[13] != 0, p.divisor = s[14];
-  set_outputs(p), set_strides(p, s[15] != 0);
+  check_numel({p.batch, p.channels, p.in_height, p.in_width});
+  check_each({s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11]});
+  set_outputs(p);
+  check_numel({p.batch, p.channels, p.out_height, p.out_width});
+  set_strides(p, s[15] != 0);
   return p;
 }
 
@@ -96,6 +100,8 @@ Pool2dProblem adaptive_pool2d_from(const Query& q) {
   Pool2dProblem p{};
   p.dtype = q.dtype, p.threads = threads();
   p.batch = s[0], p.channels = s[1], p.in_height = s[2], p.in_width = s[3], p.out_height = s[4], p.out_width = s[5];
+  check_numel({p.batch, p.channels, p.in_height, p.in_width});
+  check_numel({p.batch, p.channels, p.out_height, p.out_width});
   set_strides(p, s[6] != 0);
   return p;
 }

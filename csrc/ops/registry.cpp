@@ -44,7 +44,7 @@ const Operation* operation_named(const char* name) {
 
 // A boxed kernel is not told its operator's name, so each operator gets a function of its own from a pool.
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
-constexpr int kSlots = 160, kKindsAtMost = 6, kSharedAtMost = 8;
+constexpr int kSlots = 160, kSharedAtMost = 8;
 const Entry* slots[kSlots];
 const SharedOperator* shared_slots[kSharedAtMost];
 int used_slots = 0, used_shared_slots = 0;
@@ -78,16 +78,15 @@ constexpr auto shared_pool = []<int... i>(std::integer_sequence<int, i...>) {
 (std::make_integer_sequence<int, kSharedAtMost>());
 
 // One function serves all devices: it looks at its arguments, and refuses readably where there is no kernel for theirs.
-void define(const std::string& name, const std::string& signature, Boxed function, bool inference = false) {
+void define(const std::string& name, const std::string& signature, Boxed function) {
   using torch::stable::detail::StableLibrary;
   // Never destroyed: destroying a library takes its operators back.
   static auto& definitions = *new StableLibrary(StableLibrary::Kind::FRAGMENT, "ai3", nullptr, __FILE__, __LINE__);
   static auto& cpu = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CPU", __FILE__, __LINE__);
   static auto& cuda = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CUDA", __FILE__, __LINE__);
-  static auto& autograd = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "AutogradCPU", __FILE__, __LINE__);
   definitions.def((name + signature).c_str());
   cpu.impl(name.c_str(), function);
-  (inference ? autograd : cuda).impl(name.c_str(), function);
+  cuda.impl(name.c_str(), function);
 }
 void define_shared(const Operation& operation) {
   for (const SharedOperator* o = operation.shared; o != operation.shared + operation.shared_count; o++) {
@@ -111,8 +110,8 @@ void check_name(const Operation& operation, const char* name) {
     }
 }
 
-// Registers an algorithm for one device, or replaces it there. Operators stay once they are defined: those of a kind that a
-// replacement does not have refuse their calls.
+// Registers an algorithm for one device, or replaces it there. Operators stay once they are defined: where a replacement does not
+// pack, those for packed weights take weights as they are, tagged, and where it fuses nothing, they refuse that.
 void add(const AlgorithmInfo& info, bool replace) {
   if (info.abi != kAlgorithmAbi)
     throw std::runtime_error(std::string("ai3: ") + info.operation + " algorithm '" + info.name +
@@ -134,9 +133,8 @@ void add(const AlgorithmInfo& info, bool replace) {
   for (int kind = 0; kind < operation->kind_count; kind++) {
     const OperatorKind& k = operation->kinds[kind];
     if (entry->defined >> kind & 1 || (k.wanted && !k.wanted(info))) continue;
-    define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)],
-           k.inference);
-    entry->defined |= 1u << kind;
+    define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
+    entry->defined.fetch_or(1u << kind);
   }
   // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
   entry->implementations[static_cast<int>(info.device)].store(&info, std::memory_order_release);
@@ -211,6 +209,30 @@ struct Asked {
     return *chosen;
   }
 };
+const char* registry_as_json() {
+  static thread_local std::string json;
+  json = std::string("{\"level\":\"") + level() + "\",\"operations\":{";
+  bool first_operation = true;
+  for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++) {
+    json += std::string(first_operation ? "\"" : ",\"") + (*o)->name + "\":{\"sizes\":\"" + (*o)->sizes + "\",\"algorithms\":{";
+    first_operation = false;
+    bool first = true;
+    for (const Entry* e : entries(**o)) {
+      json += (first ? "\"" : ",\"") + e->name + "\":{";
+      first = false;
+      bool first_device = true;
+      for (Device d : {Device::cpu, Device::cuda})
+        if (const AlgorithmInfo* info = e->on(d)) {
+          json += std::string(first_device ? "\"" : ",\"") + ops::name_of(d) + "\":{" + (*o)->describe(*info) + "}";
+          first_device = false;
+        }
+      json += "}";
+    }
+    json += "}}";
+  }
+  json += "}}";
+  return json.c_str();
+}
 }  // namespace
 
 // The C interface, for Python (ctypes), for _C_cuda and for C++ programs. Every function returns 0 on failure and writes the
@@ -273,29 +295,8 @@ AI3_EXPORT int ai3_machine(int threads, double* flops, double* bytes, char* erro
 }
 // JSON: {"level": ..., "levels": [...], "operations": {name: {"sizes": [...], "algorithms": {name: {"CPU": {...}, "CUDA":
 // {...}}}}}}. Valid until the next call from the same thread.
-AI3_EXPORT const char* ai3_registry() {
-  static thread_local std::string json;
-  json = std::string("{\"level\":\"") + level() + "\",\"operations\":{";
-  bool first_operation = true;
-  for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++) {
-    json += std::string(first_operation ? "\"" : ",\"") + (*o)->name + "\":{\"sizes\":\"" + (*o)->sizes + "\",\"algorithms\":{";
-    first_operation = false;
-    bool first = true;
-    for (const Entry* e : entries(**o)) {
-      json += (first ? "\"" : ",\"") + e->name + "\":{";
-      first = false;
-      bool first_device = true;
-      for (Device d : {Device::cpu, Device::cuda})
-        if (const AlgorithmInfo* info = e->on(d)) {
-          json += std::string(first_device ? "\"" : ",\"") + ops::name_of(d) + "\":{" + (*o)->describe(*info) + "}";
-          first_device = false;
-        }
-      json += "}";
-    }
-    json += "}}";
-  }
-  json += "}}";
-  return json.c_str();
+AI3_EXPORT const char* ai3_registry(char* error, int64_t size) {
+  return guarded(error, size, [] { return registry_as_json(); });
 }
 }  // extern "C"
 

@@ -21,7 +21,7 @@ struct OperatorKind {
   const char* signature;  // arguments and results of the schema
   void (*call)(const Entry&, StableIValue* stack);
   bool (*wanted)(const AlgorithmInfo&);  // null: every algorithm gets it
-  bool inference = false;                // for CPU tensors outside of autograd alone
+  bool inference = false;                // refuses calls with gradients enabled
 };
 // An operator of the operation itself, which is told the algorithms by name.
 struct SharedOperator {
@@ -55,10 +55,12 @@ struct Operation {
   int64_t (*packed_bytes)(const Entry&, Device, const Query&);          // bytes of what the pack operator returns
   std::string (*describe)(const AlgorithmInfo&);                        // JSON members of its traits
 };
+inline constexpr int kKindsAtMost = 6;
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
 #define AI3_OPERATION(name_, ...)                                                                                    \
   constinit ::ai3::ops::OperationState name_##_state;                                                                \
-  constinit const ::ai3::ops::Operation name_##_operation = {#name_, &name_##_state, __VA_ARGS__};                   \
+  constexpr ::ai3::ops::Operation name_##_operation = {#name_, &name_##_state, __VA_ARGS__};                         \
+  static_assert(name_##_operation.kind_count <= ::ai3::ops::kKindsAtMost);                                           \
   [[gnu::section("ai3_operations"), gnu::used]] static const ::ai3::ops::Operation* const name_##_operation_record = \
       &name_##_operation;
 
@@ -66,8 +68,8 @@ struct Operation {
 struct Entry {
   const Operation* operation;
   std::string name;
-  int slot;          // of its operators' functions
-  uint32_t defined;  // bit k: has an operator of kind k
+  int slot;                       // of its operators' functions
+  std::atomic<uint32_t> defined;  // bit k: has an operator of kind k
   const Entry* next;
   std::atomic<const AlgorithmInfo*> implementations[2];
 
@@ -92,9 +94,10 @@ std::vector<const Entry*> entries(const Operation& operation);
 AI3_INLINE const char* name_of(Device d) { return d == Device::cpu ? "CPU" : "CUDA"; }
 
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
-// cannot.
+// cannot. `depth` rules have asked.
+inline constexpr int kRulesAtMost = 8;
 template <class P>
-const Entry* select(const Entry& entry, Device device, const P& p, Reason& reason) {
+const Entry* select(const Entry& entry, Device device, const P& p, Reason& reason, int depth = 0) {
   reason.text[0] = '\0';
   const auto* a = entry.algorithm<P>(device);
   if (!a) return refuse(reason, "has no %s kernel", name_of(device)), nullptr;
@@ -109,20 +112,22 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
     return nullptr;
   }
   if (!a->traits.choose) return &entry;
+  if (depth == kRulesAtMost) return refuse(reason, "follows rules that name one another"), nullptr;
   struct Context {
     const Operation* operation;
     Device device;
+    int depth;
     const Entry* find(const P& p, const char* name) const {
       const Entry* e = ops::find(*operation, name);
       Reason ignored;
-      return e ? select(*e, device, p, ignored) : nullptr;
+      return e ? select(*e, device, p, ignored, depth) : nullptr;
     }
-  } context{entry.operation, device};
+  } context{entry.operation, device, depth + 1};
   if (entry.name == "default")
     if (const Entry* preferred = entry.operation->state->preferred.load(std::memory_order_acquire);
         preferred && preferred != &entry) {
       Reason ignored;
-      if (const Entry* chosen = select(*preferred, device, p, ignored)) return chosen;
+      if (const Entry* chosen = select(*preferred, device, p, ignored, depth + 1)) return chosen;
     }
   const Candidates<P> candidates{
       &context,

@@ -62,10 +62,11 @@ Scratch::~Scratch() {
 
 }  // namespace ai3::ops
 
-// Gives the memory that is kept back to the system; returns how many bytes that was.
+// Gives the memory that is kept back to the system; returns how many bytes that was: 0, too, where another thread is at it.
 extern "C" AI3_EXPORT int64_t ai3_release_workspace() {
   using namespace ai3::ops;
-  const std::lock_guard lock(mutex);
+  const std::unique_lock lock(mutex, std::try_to_lock);
+  if (!lock) return 0;
   const int64_t released = kept_bytes;
   while (kept_blocks > 0) std::free(kept[--kept_blocks].data);
   kept_bytes = 0;

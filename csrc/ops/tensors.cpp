@@ -35,6 +35,17 @@ Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool chan
   return Tensor(made);
 }
 
+void check_numel(std::initializer_list<int64_t> sizes) {
+  int64_t bytes = 8;
+  for (int64_t s : sizes) bytes = checked_mul(bytes, std::max<int64_t>(s, 1));
+  if (bytes == kOverflow) throw std::runtime_error("a tensor of sizes " + to_string(Sizes(sizes)) + " is too large");
+}
+void check_each(std::initializer_list<int64_t> numbers) {
+  for (int64_t n : numbers)
+    if (n < -1 || n > INT32_MAX)
+      throw std::runtime_error("needs values up to " + std::to_string(INT32_MAX) + ", got " + std::to_string(n));
+}
+
 namespace {
 
 // Where a tensor's elements are, in bytes from its first one.
@@ -80,6 +91,9 @@ Activation activation_named(const Entry& entry, const std::string& word) {
   fail(entry, "needs an activation of ", known, ", got '", word, "'");
 }
 
+// Raised when an algorithm packs in another form than before: a program that was exported then packs again.
+constexpr uint64_t kPackVersion = 1;
+
 // FNV-1a of everything that a pack's form may depend on; the numbers in one step each.
 uint64_t pack_tag(const Entry& entry, const Sizes& description) {
   constexpr uint64_t prime = 0x100000001b3u;
@@ -91,10 +105,12 @@ uint64_t pack_tag(const Entry& entry, const Sizes& description) {
   if (info) mix(info->level);
   mix(level().c_str());  // a user's algorithm says "user" whatever it was compiled for
   mix(entry.name.c_str());
-  for (int64_t value : description) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * prime;
+  auto mix_number = [&](uint64_t value) {
+    hash = (hash ^ value) * prime;
     hash ^= hash >> 32;
-  }
+  };
+  mix_number(kPackVersion << 1 | level_has_pair_products());
+  for (int64_t value : description) mix_number(static_cast<uint64_t>(value));
   return hash & 0xbfffbfffbfffbfffu;  // no element type reads NaN or infinity in it, so that packs compare as tensors
 }
 

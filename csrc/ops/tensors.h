@@ -186,6 +186,11 @@ inline int64_t checked_numel(const Entry& entry, const Sizes& sizes, int64_t ele
   return n / element_size;
 }
 
+// The same for the sizes of a query, of which -1 is unknown.
+void check_numel(std::initializer_list<int64_t> sizes);
+// The window's numbers in a query, within what check_each lets pass.
+void check_each(std::initializer_list<int64_t> numbers);
+
 // Calls an operator of PyTorch's; `arguments` are converted in order. The stack holds the results.
 template <class... A>
 auto call_dispatcher(const char* name, const char* overload, const A&... arguments) {

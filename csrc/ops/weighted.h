@@ -8,6 +8,7 @@ namespace ai3::ops {
 struct WeightedCall {
   Tensor input, weight;  // the weight is a packed one where weight_size is given
   Sizes weight_size;
+  bool weight_channels_last = false;  // of a packed one: the memory format that the weight had
   std::optional<Tensor> bias, residual;
   Activation activation = Activation::none;
   bool allow_tf32 = false, deterministic = false;
@@ -128,7 +129,7 @@ struct WeightedOperators {
     Arguments in(stack, true);
     Call c = forward_call(in);
     c.weight_size = in.take_list(O::weight_rank);
-    c.deterministic = in.take<bool>();
+    c.weight_channels_last = in.take<bool>(), c.deterministic = in.take<bool>();
     if (!(entry.defined & 1u << kPackKind)) c.weight_size.clear();
     give(stack, 0, O::run(entry, c));
   }

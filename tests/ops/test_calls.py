@@ -131,3 +131,57 @@ def test_scripting_is_refused_readably():
     with pytest.raises(RuntimeError, match="cannot compile a swapped module"):
         torch.jit.script(model)
     torch.jit.script(ai3_ops.unswap(model))
+
+
+# Tensors whose values are not what lies in memory, which the dispatcher resolves before a kernel reads them.
+LAZY = {
+    "negated view": lambda: torch._neg_view(torch.randn(3, 5)),
+    "imaginary part": lambda: torch.randn(3, 5, dtype=torch.complex64).conj().imag,
+    "zero tensor": lambda: torch._efficientzerotensor((3, 5)),
+}
+
+
+@pytest.mark.parametrize("lazy", LAZY)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize(("module", "algorithm"), [(nn.ReLU(), "direct"), (nn.Linear(5, 7), "gemm")])
+def test_values_that_the_dispatcher_resolves(lazy, mode, module, algorithm):
+    swapped = ai3_ops.swap(module, {"*": algorithm})
+    with mode():
+        x = LAZY[lazy]()
+        torch.testing.assert_close(swapped(x), module(x.clone()))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+@pytest.mark.parametrize("algorithm", ["gemm", "onednn", "default"])
+def test_linear_with_a_weight_of_one_dimension(algorithm, mode):
+    class Score(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5))
+
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    module, x = Score(), torch.randn(3, 5)
+    swapped = ai3_ops.swap(module, {"linear": algorithm}, x, strict=True)
+    with mode():
+        torch.testing.assert_close(swapped(x), module(x))
+    assert ai3_ops.explain(swapped).layers[0].used != "torch"
+
+
+@pytest.mark.parametrize("algorithm", [a.name for a in ai3_ops.algorithms("conv2d", "cpu")])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_the_weights_memory_format_is_the_outputs(algorithm, kernel):
+    """Also once the weight is packed, and when the format changes afterwards."""
+    if kernel == 1 and algorithm.startswith("winograd"):
+        pytest.skip("needs a kernel of more than one tap")
+    groups = 8 if algorithm == "depthwise" else 1
+    module, x = nn.Conv2d(8, 8, kernel, groups=groups), torch.randn(1, 8, 9, 7)
+    swapped = ai3_ops.swap(module, algorithm, x, strict=True)
+    for layout in (torch.channels_last, torch.contiguous_format, torch.channels_last):
+        module.to(memory_format=layout), swapped.to(memory_format=layout)
+        with torch.inference_mode():
+            for _ in range(2):
+                y, expected = swapped(x), module(x)
+                assert y.stride() == expected.stride()
+                torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import ai3_ops  # noqa: F401  (defines torch.ops.ai3)
+import ai3_ops
+from ai3_ops import _library
 
 ops = torch.ops.ai3
 LAYOUTS = {
@@ -135,3 +141,66 @@ def test_kernels_run_on_the_device_of_their_tensors(algorithm):
         assert torch.cuda.current_device() == 0
     assert y.device == torch.device("cuda:1")
     torch.testing.assert_close(y.cpu(), F.conv2d(x, w), rtol=1e-3, atol=1e-3)
+
+
+HUGE = [-1, 1, 2, 3, 7, 64, 1000, 2**16, 2**31 - 1, 2**31, 2**32, 2**40, 2**61, 2**62, 2**63 - 1]
+
+
+@pytest.mark.parametrize("operation", sorted(ai3_ops.registry.OPERATIONS))
+def test_queries_of_any_sizes_are_answered_or_refused(operation):
+    """What would overflow is refused, never multiplied: a size that wraps could end the process or ask for too little."""
+    random, names = Random(0), _library.size_names(operation)
+    algorithms = [a.name for a in ai3_ops.algorithms(operation, "cpu") if not a.python]
+    answered = refused = 0
+    for _ in range(3000):
+        sizes = [random.choice(HUGE) if random.random() < random.choice([0.1, 0.5, 1]) else 3 for _ in names]
+        algorithm, dtype = random.choice(algorithms), random.choice(list(_library.DTYPES))
+        for ask in (_library.supports, _library.workspace, _library.packed_bytes):
+            try:
+                answer = ask(operation, algorithm, "cpu", dtype, sizes)
+            except RuntimeError:
+                refused += 1
+            else:
+                answered += 1
+                assert ask is _library.supports or answer >= 0
+    assert answered
+    assert refused or len(names) == 1
+
+
+@pytest.mark.parametrize("algorithm", [a.name for a in ai3_ops.algorithms("conv2d", "cpu")])
+def test_sizes_that_overflow_are_refused(algorithm):
+    sizes = {"batch": 2**40, "in_channels": 3, "in_height": 2**30, "in_width": 2**30, "out_channels": 3}
+    sizes |= dict.fromkeys(("kernel_height", "kernel_width"), 3)
+    sizes |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w", "groups"), 1) | {"pad_h": 0, "pad_w": 0}
+    with pytest.raises(RuntimeError, match="too large"):
+        ai3_ops.registry.workspace_sizes("conv2d", algorithm, "cpu", torch.float32, **sizes)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 0, 4), (0, 3, 4, 0)])
+def test_conv2d_of_no_images_of_no_size(shape):
+    x, w = data(*shape), data(5, 3, 3, 3)
+    same(ops.conv2d_direct(x, w, None, 1, 2), F.conv2d(x, w, None, 1, 2))
+
+
+def test_the_c_interface_returns_failures():
+    """A program without Python's wrapper sees why; no exception leaves a C function."""
+    library = Path(ai3_ops.__file__).parent / "_C.so"
+    program = f"""
+import ctypes, torch
+torch.ops.load_library({str(library)!r})
+library, error = ctypes.CDLL({str(library)!r}), ctypes.create_string_buffer(200)
+library.ai3_registry.restype = ctypes.c_char_p
+print(library.ai3_registry(error, 200), error.value.decode())
+"""
+    environment = {**os.environ, "AI3_OPS_ISA": "bogus"}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("None ai3: AI3_OPS_ISA=bogus is not usable here; usable: ")
+
+
+@pytest.mark.parametrize("name", ["winograd", "winograd_f2", "winograd_f4", "winograd_f6", "winograd_general"])
+def test_a_window_that_is_not_known_is_not_refused(name):
+    ask = ai3_ops.registry.supports_sizes
+    assert ask("conv2d", name, "cpu", torch.float32, in_channels=4) == (True, "")
+    assert not ask("conv2d", name, "cpu", torch.float32, in_channels=4, kernel_width=4)[0]
+    assert not ask("conv2d", name, "cpu", torch.float32, in_channels=4, stride_w=2)[0]

@@ -21,7 +21,7 @@ const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
     if (!traits.cost || traits.accuracy == Accuracy::approximate || traits.error_bound > kErrorBound) return;
     const Cost c = traits.cost(p);
     const double compute = c.flops / c.efficiency, memory = c.bytes * balance, time = compute > memory ? compute : memory;
-    if (time < least || (time == least && __builtin_strcmp(name, best) < 0)) best = name, least = time;
+    if (time < least || (best && time == least && __builtin_strcmp(name, best) < 0)) best = name, least = time;
   });
   return best;
 }

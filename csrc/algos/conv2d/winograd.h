@@ -231,8 +231,10 @@ struct Nested {
 template <int M>
 using Winograd = Nested<ToomCook<M, 3>, ToomCook<M, 3>>;
 
+// A size is what it must be, or not known yet.
+AI3_INLINE bool may_be(int64_t size, int64_t wanted) { return size == wanted || size < 0; }
 inline bool winograd_steps(const Conv2dProblem& p, const char* kernels, bool kernel, Reason& reason) {
-  if (kernel && p.stride_h == 1 && p.stride_w == 1 && p.dilation_h == 1 && p.dilation_w == 1) return true;
+  if (kernel && may_be(p.stride_h, 1) && may_be(p.stride_w, 1) && may_be(p.dilation_h, 1) && may_be(p.dilation_w, 1)) return true;
   return refuse(
       reason,
       "needs a %s kernel with stride 1 and dilation 1, got kernel (%lld, %lld), stride (%lld, %lld), dilation (%lld, %lld)",
@@ -241,14 +243,14 @@ inline bool winograd_steps(const Conv2dProblem& p, const char* kernels, bool ker
       static_cast<long long>(p.dilation_w));
 }
 inline bool winograd_supports(const Conv2dProblem& p, Reason& reason) {
-  return winograd_steps(p, "3x3", p.kernel_height == 3 && p.kernel_width == 3, reason);
+  return winograd_steps(p, "3x3", may_be(p.kernel_height, 3) && may_be(p.kernel_width, 3), reason);
 }
 // Every kernel size that some form takes.
 inline bool winograd_supports_any(const Conv2dProblem& p, Reason& reason) {
-  const int64_t kernel = p.kernel_height * 8 + p.kernel_width;
+  constexpr int64_t kernels[][2] = {{3, 3}, {5, 5}, {1, 3}, {3, 1}, {1, 7}, {7, 1}};
   bool known = false;
-  for (int64_t size : {3 * 8 + 3, 5 * 8 + 5, 1 * 8 + 3, 3 * 8 + 1, 1 * 8 + 7, 7 * 8 + 1}) known |= kernel == size;
-  return winograd_steps(p, "3x3, 5x5, 1x3, 3x1, 1x7 or 7x1", known && p.kernel_width < 8, reason);
+  for (const auto& size : kernels) known |= may_be(p.kernel_height, size[0]) && may_be(p.kernel_width, size[1]);
+  return winograd_steps(p, "3x3, 5x5, 1x3, 3x1, 1x7 or 7x1", known, reason);
 }
 
 #define AI3_WINOGRAD_TRAITS(...)                                                                                      \

@@ -46,6 +46,15 @@ inline const std::string& level() {
   return chosen;
 }
 
+// Whether its kernels multiply pairs of bfloat16 (has_pair_products in gemm.h), which forms of packed weights hang on.
+inline bool level_has_pair_products() {
+#if defined(__x86_64__)
+  return level() == "avx512" && __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 inline Machine measure_machine(int threads) {
   for (auto p = __start_ai3_probes; p != __stop_ai3_probes; p++)
     if (level() == p->level) return p->measure(threads);
