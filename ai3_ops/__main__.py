@@ -111,8 +111,8 @@ def explain_network(arguments: argparse.Namespace, console: Console) -> int:
 
     net = network(arguments.model, arguments.weights)
     x = torch.randn(1, 3, net.size, net.size, generator=torch.Generator().manual_seed(0))
+    swapped = ai3_ops.swap(net.model, arguments.selectors, x)
     with torch.inference_mode():
-        swapped = ai3_ops.swap(net.model, arguments.selectors, x)
         swapped(x)
     report = ai3_ops.explain(swapped)
     if arguments.json:

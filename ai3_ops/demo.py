@@ -166,12 +166,24 @@ class Run:
         return ((self.outputs.double() - reference).abs().max() / reference.abs().max()).item()
 
 
+def for_digits(selectors: Any) -> tuple[Any, list[str]]:
+    """What of the selectors speaks of any network, and so of the one for digits; and what speaks of the other's layers."""
+    if isinstance(selectors, list):
+        return "torch", ["a list"]
+    if not isinstance(selectors, dict):
+        return selectors, []
+    general = {*registry.operations(), "*"}
+    taken = {k: v for k, v in selectors.items() if k in general and not isinstance(v, list)}
+    return taken, [k for k in selectors if k not in taken]
+
+
 def prepare(net: Network, digits: Digits, selectors: Any, x: Tensor) -> list[Run]:
     """PyTorch in both memory layouts, what the selectors say, and each conv2d algorithm by itself."""
     device = x.device
 
     def swapped(model: nn.Module, choice: Any, example: Tensor) -> nn.Module:
-        with warnings.catch_warnings(), torch.inference_mode():
+        # Not under inference_mode: the copy's weights would be inference tensors, whose packs cannot be kept.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # says how many layers stay PyTorch's; the tables say which
             result = ai3_ops.swap(model, choice, example)
             return result.to(memory_format=torch.channels_last)
@@ -186,7 +198,12 @@ def prepare(net: Network, digits: Digits, selectors: Any, x: Tensor) -> list[Run
             digits.model,
             "all",
         ),
-        Run("selected", swapped(net.model, selectors, example), swapped(digits.model, selectors, digit), ""),
+        Run(
+            "selected",
+            swapped(net.model, selectors, example),
+            swapped(digits.model, for_digits(selectors)[0], digit),
+            "",
+        ),
     ]
     runs[2].layers = _share(runs[2].model, None)
     for a in registry.algorithms("conv2d", device):
@@ -279,7 +296,7 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
-    for package, module in (("scikit-learn", "sklearn"), ("matplotlib", "matplotlib"), ("pillow", "PIL")):
+    for module, package in doctor.DEMO_PACKAGES.items():
         try:
             __import__(module)
         except ImportError:
@@ -292,10 +309,12 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     with _progress(console, DIGITS_EPOCHS) as step:
         digits = train_digits(lambda: step("training on digits"))
     digits.model.to(arguments.device)
+    _, left = for_digits(arguments.selectors)
+    without = f"; selectors that speak of {net.name}'s layers ({', '.join(left)}) leave it alone" if left else ""
     _print_facts(
         {
             "network": f"{net.name}, {net.origin}; scikit-learn's {len(photos)} photographs at {net.size}x{net.size}",
-            "digits": f"a convolutional network trained here; {len(digits.labels)} digits that it has not seen",
+            "digits": f"a convolutional network trained here; {len(digits.labels)} digits that it has not seen{without}",
         },
         console,
     )
@@ -387,13 +406,23 @@ def draw(
     """Saves the picture: inputs, latency and error of each algorithm, and what computes each layer."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    style: dict[Any, Any] = {"font.family": "DejaVu Sans", "font.size": 9, "text.color": TEXT, "axes.labelcolor": TEXT}
+    with matplotlib.rc_context(style):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _figure(net, runs, reference, digits, pictures, tolerance).savefig(path)
+
+
+TEXT = "#2b2f36"  # the color of the picture's words
+
+
+def _figure(
+    net: Network, runs: list[Run], reference: Tensor, digits: Digits, pictures: list[Any], tolerance: float
+) -> Any:
+    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    ours, theirs, chosen, text = "#3b6fb6", "#8a8f98", "#d9822b", "#2b2f36"
-    plt.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9, "text.color": text, "axes.labelcolor": text})
-    figure = plt.figure(
+    ours, theirs, chosen = "#3b6fb6", "#8a8f98", "#d9822b"
+    figure = Figure(
         figsize=(14, 8.2), dpi=110, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
     )
     figure.suptitle(
@@ -460,7 +489,7 @@ def draw(
             textcoords="offset points",
             ha="right" if long else "left",
             va="center",
-            color="white" if long else text,
+            color="white" if long else TEXT,
         )
     axes.set_xlim(0, limit)
     axes.axvline(latencies[0], color=theirs, lw=1, ls=":")
@@ -488,9 +517,7 @@ def draw(
     for axes in figure.axes:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+    return figure
 
 
 def level() -> str:

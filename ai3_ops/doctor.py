@@ -17,6 +17,8 @@ from rich.table import Table
 
 from ai3_ops import _library, registry
 
+# What the extra `demo` of pyproject.toml installs, by the modules' names.
+DEMO_PACKAGES = {"torchvision": "torchvision", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "pillow"}
 _OPENMP = re.compile(r"/(lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$")
 
 
@@ -172,9 +174,9 @@ def main(console: Console | None = None) -> int:
         table.add_row(name, value)
     console.print(table, highlight=False)
     missing = [f"CUDA: {advice}"] if advice else []
-    for module, purpose in (("torchvision", "demo and explain"), ("sklearn", "demo"), ("matplotlib", "demo")):
+    for module, package in DEMO_PACKAGES.items():
         if importlib.util.find_spec(module) is None:  # not imported: scikit-learn brings an OpenMP runtime of its own
-            package = {"sklearn": "scikit-learn"}.get(module, module)
+            purpose = "demo and explain" if module == "torchvision" else "demo"
             missing.append(f"{package} for {purpose}: pip install 'ai3_ops[demo]'")
     for line in missing:
         console.print(f"missing: {line}", style="yellow", markup=False, highlight=False)

@@ -1,0 +1,170 @@
+"""The main job, `python -m ai3_ops demo`: what it swaps, measures and prints."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+for package in ("torchvision", "sklearn", "matplotlib", "PIL"):
+    pytest.importorskip(package, reason="needs ai3_ops[demo]")
+import matplotlib  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+import ai3_ops  # noqa: E402
+from ai3_ops import demo  # noqa: E402
+from ai3_ops.__main__ import main  # noqa: E402
+
+
+def small():
+    """A network and one for digits, as the demo has them, in no time."""
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)]
+    net = demo.Network("small", nn.Sequential(*layers).eval(), "random weights", 16, [0.0] * 3, [1.0] * 3, None)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10)).eval()
+    return net, demo.Digits(model, torch.rand(6, 1, 8, 8), torch.arange(6)), torch.rand(2, 3, 16, 16)
+
+
+def selected(selectors):
+    net, digits, x = small()
+    runs = demo.prepare(net, digits, selectors, x)
+    demo.measure(runs, x, digits, 1, lambda _: None)
+    return runs[2]
+
+
+def used(model):
+    return [layer.used for layer in ai3_ops.explain(model).layers]
+
+
+def test_timed_calls_find_their_packs():
+    """Latencies are those of a model in use, whose weights are packed once."""
+    net, digits, x = small()
+    runs = {run.label: run for run in demo.prepare(net, digits, {"conv2d": "im2col", "linear": "gemm"}, x)}
+    demo.measure(list(runs.values()), x, digits, 1, lambda _: None)
+    swapped = runs["selected"].model
+    assert not any(p.is_inference() for p in swapped.parameters())
+    assert all(swapped[i]._ai3.pack is not None for i in (0, 2, 5))
+    for a in ai3_ops.algorithms("conv2d", "cpu"):
+        if a.packs and not a.rule and a.name in runs:
+            assert runs[a.name].model[2]._ai3.pack is not None, a.name
+
+
+def test_selectors_that_name_layers_speak_of_the_network_alone():
+    run = selected({"0": "direct", "re:2": "im2col", "conv2d": "smm"})
+    assert used(run.model)[:3] == ["direct", "torch", "im2col"]
+    assert used(run.digits)[0] == "smm"
+    run = selected(["direct", "im2col"])
+    assert used(run.model)[0] == "direct"
+    assert set(used(run.digits)) == {"torch"}
+    run = selected({"conv2d": ["direct", "im2col"], "linear": "gemm"})
+    assert used(run.digits) == ["torch", "torch", "gemm"]
+    assert used(selected("direct").digits)[0] == "direct"
+    assert used(selected({"*": "gemm"}).digits) == ["gemm", "torch", "gemm"]
+
+
+def test_what_the_digits_do_not_take_is_said():
+    assert demo.for_digits({"0": "direct", "conv2d": "smm"}) == ({"conv2d": "smm"}, ["0"])
+    assert demo.for_digits("winograd") == ("winograd", [])
+    assert demo.for_digits(["direct"]) == ("torch", ["a list"])
+
+
+def test_digits_are_learned_and_stay_learned():
+    """Accuracy before and after are real numbers: a convolutional network names nearly all digits."""
+    digits = demo.train_digits()
+    assert len(digits.labels) == 599
+    net, _, x = small()
+    runs = demo.prepare(net, digits, "default", x)
+    demo.measure(runs, x, digits, 1, lambda _: None)
+    before = runs[0].accuracy(digits)
+    assert before > 0.95
+    for run in runs:
+        assert abs(run.accuracy(digits) - before) <= (0.01 if run.approximate else 0.002), run.label
+    guessed = demo.Run("ones", net.model, digits.model, "", predictions=torch.ones(599, dtype=torch.long))
+    assert guessed.accuracy(digits) < 0.2
+
+
+def test_weights_are_those_given_else_those_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    random = demo.network("squeezenet1_1")
+    assert (random.origin, random.categories) == ("seeded random weights", None)
+    again = demo.network("squeezenet1_1")
+    assert torch.equal(random.model.classifier[1].weight, again.model.classifier[1].weight)
+    state = {key: torch.full_like(value, 0.25) for key, value in random.model.state_dict().items()}
+    torch.save(state, tmp_path / "mine.pth")
+    given = demo.network("squeezenet1_1", tmp_path / "mine.pth")
+    assert given.origin == f"weights from {tmp_path / 'mine.pth'}"
+    assert len(given.categories) == 1000
+
+    from torchvision import models
+
+    name = models.get_model_weights("squeezenet1_1").DEFAULT.url.rsplit("/", 1)[-1]
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "mine.pth").rename(tmp_path / "checkpoints" / name)
+    cached = demo.network("squeezenet1_1")
+    assert cached.origin == "pretrained weights from torch's cache"
+    for net in (given, cached):
+        assert all((value == 0.25).all() for value in net.model.state_dict().values())
+    torch.save({"other": torch.ones(1)}, tmp_path / "other.pth")
+    with pytest.raises(ValueError, match=r"does not fit squeezenet1_1: \d+ keys differ"):
+        demo.network("squeezenet1_1", tmp_path / "other.pth")
+
+
+def test_progress_bar():
+    out = io.StringIO()
+    with demo._progress(Console(file=out, force_terminal=True, width=80, _environ={}), 4) as step:
+        for i in range(4):
+            step(f"turn {i}")
+    shown = re.sub(r"\x1b\[[0-9;?]*\w", "", out.getvalue())
+    assert "turn 3" in shown
+    assert "100 %" in shown
+    assert "━" in shown
+
+
+def shown(capsys, *arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        status = main(["demo", "--model", "squeezenet1_1", "--repeats", "1", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def test_demo(tmp_path, monkeypatch, capsys):
+    """Layers by name, as its own example on the command line has them, on a network in full size."""
+    monkeypatch.setattr(demo, "DIGITS_EPOCHS", 3)
+    bars = []
+    progress = demo._progress
+    monkeypatch.setattr(demo, "_progress", lambda console, total: bars.append(total) or progress(console, total))
+    settings = dict(matplotlib.rcParams)
+    picture = tmp_path / "demo.png"
+    selectors = '{"features.0": "direct", "conv2d": "implicit_gemm"}'
+    status, out = shown(capsys, "--output", picture, "--selectors", selectors)
+    assert status == 0, out
+    for word in ("processor", "instruction set", "threads", "GPU", "versions", "random weights"):
+        assert word in out
+    assert "direct was asked for" in out
+    assert "selectors that speak of squeezenet1_1's layers (features.0) leave it alone" in out
+    assert "All outputs agree" in out
+    assert len(bars) == 2
+    table = out[out.index("Each algorithm beside the other") :]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+    found = {label: cells for label, *cells in rows}
+    assert {"PyTorch", "PyTorch, channels last", "selected", "direct", "im2col", "winograd_f4"} <= set(found)
+    assert found["selected"][0].startswith("26 of ")
+    for name, (_, latency, speed, error, accuracy, agrees) in found.items():
+        assert float(latency.removesuffix(" ms")) > 0, name
+        assert float(speed.removesuffix("x")) > 0, name
+        assert float(error) < 1e-2, name
+        assert float(accuracy.removesuffix("%")) > 85, name
+        assert agrees in ("yes", "approximate"), name
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert dict(matplotlib.rcParams) == settings
+
+
+def test_demo_fails_when_outputs_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "DIGITS_EPOCHS", 1)
+    monkeypatch.setattr(demo, "network", lambda *_: small()[0])
+    status, out = shown(capsys, "--output", tmp_path / "demo.png", "--tolerance", "0")
+    assert status == 1
+    assert "Outputs differ" in out
