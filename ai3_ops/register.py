@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -25,7 +25,9 @@ from ai3_ops import _flags, _library, operations, registry
 
 _INCLUDE = Path(__file__).resolve().parent / "include"
 _SHOWN_LINES = 24  # of a compiler's messages
+_BUILT_IN = frozenset((a.operation, a.name) for a in registry.registered())
 _lock = threading.RLock()
+_Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
 # Passes on the ELF section that AI3_ALGORITHM writes to. Weak: a header without the macro has no such section.
 _UNIT = """\
@@ -50,6 +52,31 @@ class _Info(ctypes.Structure):  # ai3::AlgorithmInfo
     )
 
 
+@overload
+def register(
+    operation: str,
+    name: str,
+    source: str | os.PathLike[str] | Callable[..., torch.Tensor],
+    *,
+    default: bool = False,
+    replace: bool = False,
+    exact: bool = True,
+    deterministic: bool = True,
+) -> torch._ops.OpOverloadPacket: ...
+
+
+@overload
+def register(
+    operation: str,
+    name: str,
+    *,
+    default: bool = False,
+    replace: bool = False,
+    exact: bool = True,
+    deterministic: bool = True,
+) -> Callable[[_Function], _Function]: ...
+
+
 def register(
     operation: str,
     name: str,
@@ -70,7 +97,8 @@ def register(
             instruction set and cached; only a header named here is ever built. Or a callable that takes the operator's
             tensors and arguments in the order of its schema. Without it, `register` is a decorator for such a callable.
         default: the operation's `default` runs it wherever it supports the case.
-        replace: takes the place of an algorithm of that name, also in models that are swapped already.
+        replace: takes the place of one that was registered under that name, a header of a header and a callable of a
+            callable, also in models that are swapped already. The names of built-in algorithms stay theirs.
         exact: of a callable: rounds only as a sum of products does. A header says it in its macro (`.accuracy`).
         deterministic: of a callable: bitwise the same result every time. A header says it in its macro.
 
@@ -93,7 +121,7 @@ def register(
 
         return decorator
     with _lock:
-        _check_name(operation, name, replace)
+        _check_name(operation, name, replace, callable(source))
         if callable(source):
             _check_signature(operation, name, source)
             if default:
@@ -121,15 +149,24 @@ def set_default(operation: str, name: str | None) -> None:
     registry.changed()
 
 
-def _check_name(operation: str, name: str, replace: bool) -> None:
+def _check_name(operation: str, name: str, replace: bool, python: bool) -> None:
     if operation not in registry.operations():
         raise ValueError(f"ai3_ops.register: no operation {operation!r}; there are: {', '.join(registry.operations())}")
     if not (name.isascii() and name.isidentifier()):
         raise ValueError(f"ai3_ops.register: {name!r} cannot name an algorithm: letters, digits and underscores only")
-    if not replace and hasattr(torch.ops.ai3, f"{operation}_{name}"):
-        raise ValueError(
-            f"ai3_ops.register: {operation} has an algorithm {name!r} already; replace=True puts this one in its place"
-        )
+    taken = next((a for a in registry.registered() if (a.operation, a.name) == (operation, name)), None)
+    if taken is None:
+        return
+    why = ""
+    if (operation, name) in _BUILT_IN:
+        why = ", which is built in; choose another name"
+    elif not replace:
+        why = "; replace=True puts this one in its place"
+    elif taken.python != python:
+        kinds = ("a Python callable", "a header") if taken.python else ("a header", "a Python callable")
+        why = f", {kinds[0]} that {kinds[1]} cannot replace; choose another name"
+    if why:
+        raise ValueError(f"ai3_ops.register: {operation} has an algorithm {name!r} already{why}")
 
 
 def _check_signature(operation: str, name: str, function: Callable[..., torch.Tensor]) -> None:

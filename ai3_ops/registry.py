@@ -79,6 +79,12 @@ def add_python_algorithm(
     if defined and (key not in _python or not replace):
         kind = "" if key in _python else " in C++, which a Python callable cannot replace"
         raise ValueError(f"{operation} has an algorithm {name!r} already{kind}")
+    shared = f"_{operation}_{name}_backward"
+    if not defined and hasattr(torch.ops.ai3, shared):  # it would be taken for the callable's own
+        raise ValueError(
+            f"{operation} can have no algorithm {name!r}: ai3::{shared} is an operator of the operation itself; "
+            "choose another name"
+        )
     _functions[key] = function
     accuracy = "exact" if exact else "approximate"
     _python[key] = AlgorithmInfo(operation, name, "cpu", accuracy, 0.0, deterministic, DTYPE_NAMES, python=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -86,6 +87,17 @@ def test_worked_example(tmp_path, monkeypatch):
         exec(compile(text, f"{PAGE.name}, Python block {number + 1}", "exec"), scope)
 
 
+@pytest.mark.skipif(not PAGE.exists(), reason="the docs are not beside the tests")
+def test_the_page_has_every_trait():
+    header = (Path(ai3_ops.__file__).parent / "include/ai3/algorithm.h").read_text()
+    (struct,) = re.findall(r"struct Traits \{\n(.*?)\n\};", header, re.DOTALL)
+    fields = re.findall(r"(\w+)\)?(?:\([^)]*\))? = [^;]*;", struct)
+    assert {"accuracy", "error_bound", "supports", "backward_workspace", "sliced"} <= set(fields)
+    built_in = {"choose", "tensors"}  # of rules and of what calls PyTorch's operators, which no header can do
+    rows = " ".join(re.findall(r"^\| (`\..*?) \|", PAGE.read_text(), re.MULTILINE))
+    assert set(re.findall(r"`\.(\w+)", rows)) == set(fields) - built_in
+
+
 def test_header_becomes_an_operator(header):
     op = register_function("conv2d", "user_operator", header(scaled("user_operator")))
     assert op is torch.ops.ai3.conv2d_user_operator
@@ -117,6 +129,9 @@ def test_a_shared_operators_name_is_refused_and_leaves_nothing(header):
     with pytest.raises(RuntimeError, match=r"conv2d can have no algorithm 'mixed': .*choose another name"):
         register_function("conv2d", "mixed", header(scaled("mixed")))
     assert "mixed" not in [a.name for a in ai3_ops.algorithms("conv2d")]
+    with pytest.raises(ValueError, match=r"conv2d can have no algorithm 'mixed': .*choose another name"):
+        register_function("conv2d", "mixed", lambda x, w, b, *rest: torch.conv2d(x, w, b, *rest))
+    assert "mixed" not in [a.name for a in ai3_ops.algorithms("conv2d")]
     assert not hasattr(torch.ops.ai3, "conv2d_mixed")
 
 
@@ -125,11 +140,30 @@ def test_a_taken_name_is_refused_unless_replaced(header):
     op = register_function("conv2d", "user_replaced", path)
     with pytest.raises(ValueError, match="conv2d has an algorithm 'user_replaced' already; replace=True"):
         register_function("conv2d", "user_replaced", path)
-    with pytest.raises(ValueError, match="'direct' already"):
-        register_function("conv2d", "direct", path)
     path.write_text(scaled("user_replaced", 2))
     assert register_function("conv2d", "user_replaced", path, replace=True) is op
     assert torch.equal(op(X, W), 2 * X * 5)
+
+
+def test_a_built_in_name_stays_the_built_in_method_s(header):
+    for replace in (False, True):
+        for source in (header(scaled("direct", 7)), lambda x, w, b, *rest: torch.conv2d(x, w, b, *rest)):
+            with pytest.raises(ValueError, match="conv2d has an algorithm 'direct' already, which is built in"):
+                register_function("conv2d", "direct", source, replace=replace)
+    assert torch.equal(torch.ops.ai3.conv2d_direct(X, W), X * 5)
+
+
+def test_headers_and_callables_do_not_replace_each_other(header, capfd):
+    path = header(scaled("user_kind"))
+    op = register_function("conv2d", "user_kind", path)
+    with pytest.raises(ValueError, match="'user_kind' already, a header that a Python callable cannot replace"):
+        register_function("conv2d", "user_kind", lambda *arguments: X, replace=True)
+    register_function("conv2d", "user_called", lambda x, w, b, *rest: torch.conv2d(x, w, b, *rest))
+    with pytest.raises(ValueError, match="'user_called' already, a Python callable that a header cannot replace"):
+        register_function("conv2d", "user_called", header(scaled("user_called")), replace=True)
+    assert torch.equal(op(X, W), 5 * X)
+    assert torch.equal(torch.ops.ai3.conv2d_user_called(X, W), 5 * X)
+    assert not capfd.readouterr().err
 
 
 def test_what_is_no_operation_or_no_name():
@@ -206,6 +240,23 @@ def test_the_cache_follows_everything_that_the_result_depends_on(header, cache, 
     monkeypatch.setattr(torch, "__version__", "0.0")
     register_function("conv2d", "user_cached", path, replace=True)
     assert len(list(cache.glob("*/*.so"))) == 3
+
+    compiler, flags = module._compiler(), module._flags.COMMON
+    other = header(f'#!/bin/sh\n[ "$1" = --version ] && echo "gcc 0.0" || exec {compiler[0]} "$@"\n', "other-compiler")
+    other.chmod(0o755)
+    monkeypatch.setenv("CXX", str(other))
+    register_function("conv2d", "user_cached", path, replace=True)
+    assert len(list(cache.glob("*/*.so"))) == 4
+    other.write_text(other.read_text().replace("gcc 0.0", "gcc 0.1"))  # the same path after an upgrade
+    module._flags_for.cache_clear()
+    register_function("conv2d", "user_cached", path, replace=True)
+    assert len(list(cache.glob("*/*.so"))) == 5
+
+    monkeypatch.setattr(module._flags, "COMMON", [*flags, "-fno-unroll-loops"])
+    module._flags_for.cache_clear()
+    register_function("conv2d", "user_cached", path, replace=True)
+    assert len(list(cache.glob("*/*.so"))) == 6
+    module._flags_for.cache_clear()
     assert [p.name for p in cache.glob("*/*") if p.name not in ("lock", "conv2d_user_cached.so")] == []
 
 
@@ -238,8 +289,6 @@ def test_a_process_that_was_killed_leaves_no_lock(header, cache):
 
 
 def test_default_runs_it_where_it_can(header):
-    if "default" not in {a.name for a in ai3_ops.algorithms("conv2d")}:
-        pytest.skip("conv2d has no rule yet")
     before = ai3_ops.resolve("conv2d", "default", X, W)
     register_function("conv2d", "user_default", header(scaled("user_default")), default=True)
     try:
@@ -424,10 +473,14 @@ AI3_ALGORITHM(relu, sketch)
 """
 
 
-@pytest.mark.full
-@pytest.mark.skipif(not (ROOT / "csrc").exists() or not shutil.which("ninja"), reason="needs the sources and ninja")
-def test_a_built_in_algorithm_is_one_new_file(tmp_path, monkeypatch):
-    """No list is edited: the build, the registry, the tester find it. Other kernels are left out for speed."""
+needs_sources = pytest.mark.skipif(
+    not (ROOT / "csrc").exists() or not shutil.which("ninja"), reason="needs the sources and ninja"
+)
+
+
+@pytest.fixture
+def sketched(tmp_path, monkeypatch):
+    """The sources with a new algorithm in one new file, configured; other kernels are left out for speed."""
     for part in ("ai3_ops", "cmake", "csrc/ops", "csrc/algos/core", "csrc/algos/relu"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "include", "__pycache__"))
     for file in ("CMakeLists.txt", "sources.py"):
@@ -435,17 +488,33 @@ def test_a_built_in_algorithm_is_one_new_file(tmp_path, monkeypatch):
     (tmp_path / "csrc/algos/relu/sketch.cpp").write_text(SKETCH)
     monkeypatch.chdir(tmp_path)
     build = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
-    for command in (build, ["cmake", "--build", tmp_path / "build", "--target", "_C"]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run(build, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return tmp_path
+
+
+@needs_sources
+def test_a_new_file_is_built_for_every_level(sketched):
+    """What it then is in the registry and under the tester, `make test-full` builds."""
+    commands = json.loads((sketched / "build/compile_commands.json").read_text())
+    built = [re.search(r"AI3_LEVEL=(\w+)", c["command"]).group(1) for c in commands if c["file"].endswith("sketch.cpp")]
+    assert sorted(built) == sorted(module._flags.levels())
+
+
+@pytest.mark.full
+@needs_sources
+def test_a_built_in_algorithm_is_one_new_file(sketched):
+    """No list is edited: the build, the registry, the tester find it."""
+    done = subprocess.run(["cmake", "--build", "build", "--target", "_C"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
     done = run(
         """
         import ai3_ops
         (info,) = [a for a in ai3_ops.algorithms("relu", "cpu") if a.name == "sketch"]
         print(ai3_ops.__file__, ai3_ops.check("relu", "sketch"))
         """,
-        PYTHONPATH=str(tmp_path),
+        PYTHONPATH=str(sketched),
     )
     assert done.returncode == 0, done.stderr
-    assert str(tmp_path) in done.stdout
+    assert str(sketched) in done.stdout
     assert "ai3::relu_sketch" in done.stdout
