@@ -78,8 +78,10 @@ wheel-test: .venv/.wheel-test
 ifdef FILTER
 bench: build
 	cmake -S . -B $(BUILD) -DAI3_BUILD_BENCHMARKS=ON
+	cmake --build $(BUILD) --target help | grep '^ai3_bench:' > /dev/null || \
+	  { echo "make: needs Google Benchmark, which is neither installed nor can be downloaded" >&2; exit 1; }
 	cmake --build $(BUILD) --parallel $(JOBS)
-	if [ -x $(BUILD)/ai3_bench ]; then $(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS); fi
+	$(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS)
 else
 bench: build
 	OMP_WAIT_POLICY=active .venv/bin/python -m benchmarks.layers $(BENCH_ARGS)
