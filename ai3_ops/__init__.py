@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
-from ai3_ops.check import check
-from ai3_ops.explain import explain
+from ai3_ops.check import CheckReport, check
+from ai3_ops.explain import Report, explain
 from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports
 from ai3_ops.selectors import Algorithm, prefer
@@ -13,6 +13,8 @@ from ai3_ops.swap import swap, unswap
 __all__ = [
     "Algorithm",
     "AlgorithmInfo",
+    "CheckReport",
+    "Report",
     "algorithms",
     "check",
     "explain",

@@ -278,8 +278,10 @@ def close(actual: Tensor, expected: Tensor, limit: float, what: str) -> None:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal values, NaN included, in the same places."""
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    """Equal values in the same places, the zeros' signs too; any NaN is like any other."""
+    if a.shape != b.shape or a.dtype != b.dtype or not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
+        return False
+    return not a.is_floating_point() or bool(((a.signbit() == b.signbit()) | a.isnan()).all())
 
 
 def calls(info: AlgorithmInfo, fill: str = "normal", dtypes: tuple[str, ...] | None = None) -> Iterator[Call]:

@@ -105,6 +105,22 @@ def check_nonfinite(info: AlgorithmInfo) -> None:
                 require(not spread.any(), f"{call}: with {value} in the input, infinities elsewhere than in ATen")
 
 
+def check_zeros(info: AlgorithmInfo) -> None:
+    """Of zeros of either sign come zeros of the signs that ATen's have."""
+    rules = OPERATIONS[info.operation]
+    for call in few_calls(info, 3, "float32" if "float32" in info.dtypes else None):
+        inputs = call.tensors
+        assert inputs[0] is not None
+        zeros = torch.zeros_like(inputs[0], memory_format=torch.contiguous_format)
+        for step in (2, 1):
+            zeros.view(-1)[::step] = -0.0
+            if len(inputs) > 1 and step == 1:
+                continue  # the sign of a sum of -0 alone says whether it began with 0 or with the first product
+            values = [zeros, *inputs[1:2], *[None] * len(inputs[2:])]
+            ours, theirs = call.operator(*values), rules.aten(*values, *call.case.arguments)
+            require(same_bits(ours, theirs), f"{call}: of zeros come zeros of other signs than ATen's")
+
+
 def check_support(info: AlgorithmInfo) -> None:
     """`supports` and the operator agree; a refusal is the documented sentence, and the algorithms it names can do the case."""
     name = f"ai3::{info.operation}_{info.name}"
@@ -399,8 +415,9 @@ def check_vmap(info: AlgorithmInfo) -> None:
                 warnings.simplefilter("error")
                 try:
                     got = (torch.vmap(ours, dims)(*args), *torch.vmap(loss, dims)(*args))
-                except RuntimeError as error:  # folded into groups or channels that the method does not have
-                    require("algorithms that support this case" in str(error), f"{call}: vmap over {choice}: {error}")
+                except RuntimeError as error:  # weights folded into groups or channels that the method does not have
+                    refused = any(choice[1:]) and "algorithms that support this case" in str(error)
+                    require(refused, f"{call}: vmap over {choice}: {error}")
                     continue
             parts = [(ours(*sample(i)), *loss(*sample(i))) for i in range(3)]
             limit = 1e-6 if call.dtype == torch.float64 and info.accuracy == "exact" else 3e-2

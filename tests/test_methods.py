@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from tester import each_algorithm
 
 import ai3_ops
-from ai3_ops import registry
+from ai3_ops import _flags, _library, registry
+from ai3_ops._cases import few_calls
 
 F32 = torch.float32
 # conv2d's own kernels.
@@ -33,6 +36,77 @@ def integers(*shape):
 
 def test_smm_packs_and_copies_nothing():
     assert workspace("smm") == 0
+
+
+def test_direct_reads_the_image_where_it_lies():
+    """Its memory is that of the packed weights, whatever the image; both implicit GEMMs have blocks or pointers of patches."""
+    weights = 4 * 64 * 9 * 64
+    for size in (56, 112):
+        assert workspace("direct", channels=64, size=size, outputs=64) <= weights + 4096
+        for implicit in ("implicit_gemm", "implicit_precomp_gemm"):
+            assert workspace(implicit, channels=64, size=size, outputs=64) > weights + 2**18
+
+
+LEVELS = list(_flags.levels())  # best first
+
+# Which of PyTorch's operators a call runs; allocating is what every operator does.
+ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided"}
+VENDORS = {
+    ("conv2d", "gemm"): "aten::bmm",
+    ("conv2d", "onednn"): "aten::mkldnn_convolution",
+    ("linear", "onednn"): "mkldnn::",
+}
+
+
+@each_algorithm
+def test_own_methods_call_none_of_pytorch_s_operators(info):
+    """For pools, relu and linear too, whose results alone could be ATen's."""
+    call = few_calls(info, 1, "float32" if "float32" in info.dtypes else None, large=True)[0]
+    inputs = call.tensors
+    with torch.inference_mode(), torch.profiler.profile() as profile:
+        call.operator(*inputs)
+    called = {event.name for event in profile.events()} - ALLOCATES
+    if info.vendor:
+        assert any(name.startswith(VENDORS[info.operation, info.name]) for name in called), called
+    elif info.device == "cpu":
+        assert called == {f"ai3::{info.operation}_{info.name}"}
+
+
+def test_linear_gemm_packs_its_weight():
+    p = registry.OPERATIONS["linear"].problem("test", torch.empty(16, 128), torch.empty(256, 128))
+    assert registry.workspace_sizes("linear", "gemm", "cpu", F32, **p.sizes) >= 4 * 128 * 256
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_level_is_chosen_at_run_time(level):
+    """AI3_OPS_ISA takes a lower level than the processor's; its results are right, and one that is not here is an error."""
+    program = (
+        "import ai3_ops, torch\n"
+        "from ai3_ops import _library, doctor\n"
+        "x, w = torch.ones(1, 8, 9, 9), torch.ones(8, 8, 3, 3)\n"
+        "assert (torch.ops.ai3.conv2d_direct(x, w) == 72).all()\n"
+        "assert doctor.self_test() == []\n"
+        "print(_library.registry()['level'], doctor.machine()['instruction set'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "AI3_OPS_ISA": level}
+    )
+    if done.returncode:
+        assert f"AI3_OPS_ISA={level} is not usable here" in done.stderr
+        assert LEVELS.index(level) < LEVELS.index(_library.registry()["level"])
+    else:
+        assert done.stdout.split() == [level, level, "(AI3_OPS_ISA)"]
+
+
+def test_an_unknown_level_is_an_error():
+    done = subprocess.run(
+        [sys.executable, "-c", "import ai3_ops"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "AI3_OPS_ISA": "sse9"},
+    )
+    assert done.returncode == 1
+    assert "ImportError: ai3_ops: ai3: AI3_OPS_ISA=sse9 is not usable here; usable: " in done.stderr
 
 
 # What each operation must have on the CPU.

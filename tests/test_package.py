@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 
 import ai3_ops
 
@@ -28,16 +29,17 @@ def test_headers_are_copies_of_the_kernels():
         assert (PACKAGE / "include/ai3" / header.name).read_bytes() == header.read_bytes()
 
 
-def test_libraries_depend_on_no_python_and_no_path():
-    for library in PACKAGE.glob("*.so"):
-        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
-        assert "libpython" not in dynamic
-        assert "RPATH" not in dynamic
-        assert "RUNPATH" not in dynamic
-        symbols = subprocess.run(
-            ["nm", "-D", "--undefined-only", library], capture_output=True, text=True, check=True
-        ).stdout
-        assert not re.findall(r"\bPy[A-Z_]\w*", symbols)
+def test_what_the_package_offers():
+    """No name that nothing stands behind: tuning, plans and what comes with them are not there, not even as stubs."""
+    assert all(hasattr(ai3_ops, name) for name in ai3_ops.__all__)
+    later = {"tune", "Plan", "optimize", "attention_mask", "register_transformers"}
+    assert not later & set(dir(ai3_ops))
+    assert not later & set(ai3_ops.__all__)
+    assert not [name for name in ("tune", "optimize", "plan", "transformers") if (PACKAGE / f"{name}.py").exists()]
+    assert "ai3" not in torch._dynamo.list_backends(exclude_tags=())
+    with pytest.raises(ValueError, match="tune, in a later version"):
+        ai3_ops.swap(torch.nn.ReLU(), "auto")
+    assert isinstance(ai3_ops.explain(torch.nn.ReLU()), ai3_ops.Report)
 
 
 def test_metadata():

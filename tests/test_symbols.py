@@ -54,11 +54,21 @@ def test_no_function_is_shared_between_levels():
 
 
 def test_library_uses_only_the_stable_abi():
-    undefined = [name for _, name in symbols("-D", "--undefined-only", LIBRARY)]
-    assert any(name.startswith("aoti_torch_") for name in undefined)
-    unstable = [name for name in undefined if re.match(r"_ZN?K?(T[VIS])?N?K?(2at|3c10|5torch|6caffe2)", name)]
-    assert not unstable, "symbols of LibTorch's C++ interface"
-    assert not [name for name in undefined if re.match(r"_?Py[A-Z_]", name)], "symbols of Python"
+    for library in LIBRARY.parent.glob("*.so"):
+        undefined = [name for _, name in symbols("-D", "--undefined-only", library)]
+        assert any(name.startswith("aoti_torch_") for name in undefined)
+        unstable = [name for name in undefined if re.match(r"_ZN?K?(T[VIS])?N?K?(2at|3c10|5torch|6caffe2)", name)]
+        assert not unstable, "symbols of LibTorch's C++ interface"
+        assert not [name for name in undefined if re.match(r"_?Py[A-Z_]", name)], "symbols of Python"
+
+
+def test_libraries_bring_no_python_and_no_path():
+    for library in LIBRARY.parent.glob("*.so"):
+        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        assert "NEEDED" in dynamic
+        assert "libpython" not in dynamic
+        assert "RPATH" not in dynamic
+        assert "RUNPATH" not in dynamic
 
 
 def test_library_exports_only_its_c_interface():
