@@ -1,6 +1,7 @@
 // Indirect convolution (Dukhan, "The Indirect Convolution Algorithm", 2019): an indirection buffer, computed first, says for each
 // tap and output pixel where the channels of its input pixel begin (or that they are zero), and the product reads A through it.
-// Nothing is gathered: the buffer is 1 / (4 * channels) of a float im2col matrix of one image, and serves all images and groups.
+// Nothing is gathered: with 8 bytes for a tap and a pixel the buffer is 2 / channels of a float im2col matrix of one image, and
+// it serves all images and groups. Input that is not float or double in NHWC is copied once.
 #include "backward.h"
 #include "patches.h"
 
