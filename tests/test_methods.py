@@ -15,8 +15,11 @@ from ai3_ops import _flags, _library, registry
 from ai3_ops._cases import few_calls
 
 F32 = torch.float32
-# conv2d's own kernels.
-OWN = [a for a in ai3_ops.algorithms("conv2d", "cpu") if not (a.vendor or a.rule or a.python)]
+
+
+def own(operation):
+    """The operation's own kernels."""
+    return [a for a in ai3_ops.algorithms(operation, "cpu") if not (a.vendor or a.rule or a.python)]
 
 
 def workspace(name, channels=16, size=20, outputs=16, kernel=3):
@@ -113,7 +116,7 @@ def test_an_unknown_level_is_an_error():
 NAMES = {
     "conv2d": "direct smm im2col kn2row implicit_gemm implicit_precomp_gemm gemm winograd winograd_f2 winograd_f4 "
     "winograd_f6 winograd_general winograd_f4_bf16 fft depthwise onednn guess default",
-    "linear": "gemm onednn default",
+    "linear": "gemm onednn gemm_bf16 default",
     **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu", "flatten"), "direct default"),
 }
 
@@ -172,7 +175,7 @@ def test_transforms_round_as_only_they_do():
     assert 0 < fft < 1e-4
 
 
-@pytest.mark.parametrize("name", [a.name for a in OWN if a.accuracy == "exact"])
+@pytest.mark.parametrize("name", [a.name for a in own("conv2d") if a.accuracy == "exact"])
 def test_sums_of_products_are_exact_on_integers(name):
     groups = 16 if name == "depthwise" else 1
     x, w = integers(1, 16, 14, 14), integers(16, 16 // groups, 3, 3)
@@ -180,7 +183,20 @@ def test_sums_of_products_are_exact_on_integers(name):
     assert torch.equal(getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, groups=groups).double(), exact)
 
 
-def logged(names: list[str], switch: str) -> str:
+def test_gemm_bf16_rounds_its_operands_and_nothing_else():
+    """Of integers that need more bits than a bfloat16 has; sums of their products are exact in float32."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randint(-1000, 1000, s, generator=generator).float() for s in ((33, 16), (37, 16)))
+    y = torch.ops.ai3.linear_gemm_bf16(x, w).double()
+    assert torch.equal(y, x.bfloat16().double() @ w.bfloat16().double().T)
+    assert not torch.equal(y, x.double() @ w.double().T)
+    assert torch.equal(torch.ops.ai3.linear_gemm(x, w).double(), x.double() @ w.double().T)
+
+
+CALL = {"conv2d": "run(x, w[:, : 16 // groups], groups=groups)", "linear": "run(x[0, 0], x[0, 1])"}
+
+
+def logged(names: list[str], switch: str, operation: str = "conv2d") -> str:
     """What oneDNN or MKL prints about one call of each."""
     program = (
         "import torch, ai3_ops\n"
@@ -189,7 +205,8 @@ def logged(names: list[str], switch: str) -> str:
         f"    for name in {names}:\n"
         f"        with {switch}:\n"
         "            groups = 16 if name == 'depthwise' else 1\n"
-        "            getattr(torch.ops.ai3, 'conv2d_' + name)(x, w[:, : 16 // groups], groups=groups)\n"
+        f"            run = getattr(torch.ops.ai3, '{operation}_' + name)\n"
+        f"            {CALL[operation]}\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -203,13 +220,15 @@ MKL = "torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON)"
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 def test_onednn_says_that_it_ran():
     assert "exec,cpu,convolution" in logged(["onednn"], ONEDNN)
+    assert "exec,cpu,inner_product" in logged(["onednn"], ONEDNN, "linear")
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
 def test_own_kernels_call_no_library():
-    names = [a.name for a in OWN]
-    assert "exec,cpu" not in logged(names, ONEDNN)
-    assert "GEMM" not in logged(names, MKL)
+    for operation in ("conv2d", "linear"):
+        names = [a.name for a in own(operation)]
+        assert "exec,cpu" not in logged(names, ONEDNN, operation)
+        assert "GEMM" not in logged(names, MKL, operation)
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch without MKL")

@@ -1,6 +1,7 @@
 // Every algorithm of every level on many awkward problems, each run twice: with guard pages right behind every buffer, and right
 // before. Reading or writing one element too many is a fault; what comes out must be bitwise the same both times, on one thread
-// and on three, and never what lay in the memory before (NaN). Values are the matter of kernels_test.cpp.
+// and on three, and never what lay in the memory before (NaN). Values are the matter of kernels_test.cpp. Kernels for gradients
+// likewise.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -152,7 +153,10 @@ class Guards : public testing::Test {
   bool check(P p, DType dtype) {
     Reason reason;
     p.dtype = dtype;
-    if (!usable_layout(a_, p) || !supported(a_, p, reason)) return true;
+    if constexpr (requires { p.has_bias; })
+      for (bool of_weight : {false, true})
+        if (supported(a_, p, reason) && has_backward(a_, p, of_weight)) compare_gradients(p, of_weight);
+    if (!usable_layout(a_, p) || !supported(a_, p, reason)) return !HasFailure();
     compare(p);
     if constexpr (requires { p.y_stride, p.out_channels; })
       if (a_.traits.sliced && dtype == DType::f32) slice(p);
@@ -177,6 +181,20 @@ class Guards : public testing::Test {
     for (int64_t i = 0; i < count; i++)
       ASSERT_FALSE(std::isnan(get(p.dtype, end.data(), i))) << "element " << i << " is NaN in " << describe(a_, p);
     EXPECT_TRUE(end == begin || !a_.traits.deterministic) << "depends on addresses or threads: " << describe(a_, p);
+  }
+
+  void compare_gradients(P p, bool of_weight) {
+    auto gradient = [&](Flush flush, int threads) {
+      p.threads = threads;
+      std::snprintf(current_case, sizeof(current_case), "gradient of %s", describe(a_, p).c_str());
+      const Data grad(p.dtype, extent(p).output, flush, Values::integers, 5);
+      return run_backward(a_, p, Inputs<P>(p, {flush, Values::integers}), grad, of_weight, flush);
+    };
+    const auto end = gradient(Flush::end, 1), begin = gradient(Flush::begin, 3);
+    for (size_t i = 0; i < end.size() / size_of(p.dtype); i++)
+      ASSERT_FALSE(std::isnan(get(p.dtype, end.data(), static_cast<int64_t>(i))))
+          << "element " << i << " is NaN in the gradient of " << describe(a_, p);
+    EXPECT_TRUE(end == begin || !a_.traits.deterministic) << "depends on addresses or threads: gradient of " << describe(a_, p);
   }
 
   // Into channels of a larger tensor: the same values there, and nothing between them.

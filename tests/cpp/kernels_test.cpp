@@ -48,6 +48,13 @@ void compare(const Algorithm<P>& a, const P& p, Values values, const std::vector
 
 // What is not known when only the layer is: the batch and the image.
 void forget_shape(Conv2dProblem& p) { p.batch = p.in_height = p.in_width = p.out_height = p.out_width = -1; }
+// Nor more than that it is a convolution of so many channels.
+void forget_window(Conv2dProblem& p) {
+  forget_shape(p);
+  p.kernel_height = p.kernel_width = p.stride_h = p.stride_w = p.pad_h = p.pad_w = p.dilation_h = p.dilation_w = -1;
+}
+template <class P>
+void forget_window(P&) {}
 void forget_shape(LinearProblem& p) { p.rows = -1; }
 void forget_shape(Pool2dProblem& p) { p.batch = p.in_height = p.in_width = p.out_height = p.out_width = -1; }
 void forget_shape(ElementwiseProblem& p) { p.count = -1; }
@@ -78,6 +85,8 @@ class Kernel : public testing::Test {
         P unknown = p;
         forget_shape(unknown);
         EXPECT_TRUE(supported(a_, unknown, reason)) << "refuses where sizes are unknown: " << reason.text;
+        forget_window(unknown);
+        EXPECT_TRUE(supported(a_, unknown, reason)) << "refuses where the window is unknown: " << reason.text;
         for (const Way& way : {Way{Flush::end, Values::integers}, Way{Flush::begin, Values::reals}}) {
           check(p, way, way.flush == Flush::begin ? 3 : 1);
           if (HasFatalFailure()) return;

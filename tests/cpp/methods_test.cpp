@@ -6,21 +6,21 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <set>
 #include <string>
+#include <type_traits>
 #include <vector>
 
-#include "problems.h"
-#include "support.h"
+#include "run.h"
 
 namespace {
 using namespace ai3;
 
-int64_t count(const Algorithm<Conv2dProblem>& a, const Conv2dProblem& p) {
+template <class P>
+int64_t count(const Algorithm<P>& a, const P& p) {
   const auto& t = a.traits;
-  const int64_t elements[] = {p.batch * p.in_channels * p.in_height * p.in_width,
-                              p.out_channels * (p.in_channels / p.groups) * p.kernel_height * p.kernel_width,
-                              p.batch * p.out_channels * p.out_height * p.out_width};
-  std::vector<float> x(elements[0], 1), w(elements[1], 1), y(elements[2]);
+  const Extent elements = extent(p);
+  std::vector<float> x(elements.input, 1), w(elements.weight, 1), y(elements.output);
   const int64_t bytes = t.workspace ? t.workspace(p) : 0;
   const Guarded scratch(bytes, Flush::end), packed(t.packed_bytes ? round_up(t.packed_bytes(p), 64) : 0, Flush::end);
   if (t.pack) t.pack(p, w.data(), packed.as<char>());
@@ -32,20 +32,21 @@ int64_t count(const Algorithm<Conv2dProblem>& a, const Conv2dProblem& p) {
 
 constexpr int64_t kChannels = 16;
 
-// Multiplications of the product phase for each pair of input and output channels.
-double per_channel_pair(const Algorithm<Conv2dProblem>& a, problems::Conv c) {
-  auto f = [&](int64_t in, int64_t out) {
-    c.c = in, c.k = out;
-    return static_cast<double>(count(a, problems::conv2d(c, a.traits.layout != Layout::nchw, false)));
-  };
+// Multiplications of the product phase for each pair of input and output channels; f(in, out) are all of them.
+template <class F>
+double per_channel_pair(const F& f) {
   const int64_t n = kChannels;
-  return (f(2 * n, 2 * n) - f(2 * n, n) - f(n, 2 * n) + f(n, n)) / static_cast<double>(n * n);
+  return static_cast<double>(f(2 * n, 2 * n) - f(2 * n, n) - f(n, 2 * n) + f(n, n)) / static_cast<double>(n * n);
 }
 
 // Sizes that tiles of 2, 3, 4, 6, 7, 12, 14, 21, 28 or 42 divide, so that no method computes a remainder in vain.
 constexpr int64_t kHeight = 12, kWidth = 84, kPixels = kHeight * kWidth;
 constexpr problems::Conv kNoPadding = {1, 0, kHeight + 2, kWidth + 2, 0, 3, 3, 1, 1, 0, 0, 1, 1, 1};
 constexpr problems::Conv kPadded = {1, 0, kHeight, kWidth, 0, 3, 3, 1, 1, 1, 1, 1, 1, 1};
+// As kNoPadding, for another kernel.
+constexpr problems::Conv kernel_of(int64_t r, int64_t s) {
+  return {1, 0, kHeight + r - 1, kWidth + s - 1, 0, r, s, 1, 1, 0, 0, 1, 1, 1};
+}
 constexpr problems::Conv kLargeKernel = {1, 0, 24, 24, 0, 11, 11, 1, 1, 5, 5, 1, 1, 1};
 
 struct Promise {
@@ -73,7 +74,12 @@ const std::multimap<std::string, Promise> promises = {
     {"winograd_f4", {"36 for 144: 4 times fewer", kNoPadding, kDirect * 36 / 144, 1.02 * kDirect * 36 / 144}},
     {"winograd_f6", {"64 for 324: 5.06 times fewer", kNoPadding, kDirect * 64 / 324, 1.02 * kDirect * 64 / 324}},
     {"winograd_f4_bf16", {"36 for 144: 4 times fewer", kNoPadding, kDirect * 36 / 144, 1.02 * kDirect * 36 / 144}},
-    {"winograd_general", {"24 for 72: 3 times fewer", kNoPadding, kDirect * 24 / 72, 1.02 * kDirect * 24 / 72}},
+    {"winograd_general", {"F(2x4, 3x3), 24 for 72", kNoPadding, kDirect * 24 / 72, 1.02 * kDirect * 24 / 72}},
+    {"winograd_general", {"F(2x2, 5x5), 36 for 100", kernel_of(5, 5), kPixels * 9, 1.02 * kPixels * 9}},
+    {"winograd_general", {"F(4, 3), 6 for 12", kernel_of(1, 3), kPixels * 1.5, 1.02 * kPixels * 1.5}},
+    {"winograd_general", {"F(4, 3), 6 for 12", kernel_of(3, 1), kPixels * 1.5, 1.02 * kPixels * 1.5}},
+    {"winograd_general", {"F(4, 7), 10 for 28", kernel_of(1, 7), kPixels * 2.5, 1.02 * kPixels * 2.5}},
+    {"winograd_general", {"F(4, 7), 10 for 28", kernel_of(7, 1), kPixels * 2.5, 1.02 * kPixels * 2.5}},
     {"winograd_f2", {"padding costs nothing more", kPadded, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
     {"fft", {"below direct for large kernels", kLargeKernel, 0, kLargeDirect / 4}},
 };
@@ -84,12 +90,45 @@ TEST_P(Counting, MultiplicationsAreThoseOfTheMethod) {
   const auto& [name, promise] = GetParam();
   const AlgorithmInfo* info = algorithm("counting", "conv2d", name);
   ASSERT_NE(info, nullptr) << "no conv2d algorithm " << name;
-  const double found = per_channel_pair(reinterpret_cast<const Algorithm<Conv2dProblem>&>(*info), promise.problem);
+  const auto& a = reinterpret_cast<const Algorithm<Conv2dProblem>&>(*info);
+  const double found = per_channel_pair([&](int64_t in, int64_t out) {
+    problems::Conv c = promise.problem;
+    c.c = in, c.k = out;
+    return count(a, problems::conv2d(c, a.traits.layout != Layout::nchw, false));
+  });
   EXPECT_GE(found, promise.least) << promise.why;
   EXPECT_LE(found, promise.most) << promise.why;
 }
 INSTANTIATE_TEST_SUITE_P(, Counting, testing::ValuesIn(promises.begin(), promises.end()),
                          [](const auto& info) { return std::to_string(info.index) + "_" + info.param.first; });
+
+class CountingLinear : public testing::TestWithParam<std::string> {};
+
+TEST_P(CountingLinear, EachProductOnce) {
+  const AlgorithmInfo* info = algorithm("counting", "linear", GetParam());
+  ASSERT_NE(info, nullptr);
+  LinearProblem p{};
+  p.dtype = DType::f32, p.threads = 1, p.rows = kWidth;
+  const double found = per_channel_pair([&](int64_t in, int64_t out) {
+    p.in_features = in, p.out_features = out;
+    return count(reinterpret_cast<const Algorithm<LinearProblem>&>(*info), p);
+  });
+  EXPECT_EQ(found, kWidth);
+}
+const std::set<std::string> linear_promises = {"gemm", "gemm_bf16"};
+INSTANTIATE_TEST_SUITE_P(, CountingLinear, testing::ValuesIn(linear_promises), [](const auto& info) { return info.param; });
+
+TEST(CountingAll, EveryMethodHasAPromise) {
+  each_kernel([]<class P>(const Algorithm<P>& a) {
+    const std::string name = a.info.name;
+    if (a.info.level != std::string("counting")) return;
+    if constexpr (std::is_same_v<P, Conv2dProblem>) {
+      EXPECT_TRUE(promises.count(name) || name == "depthwise") << "nothing says what multiplications conv2d_" << name << " takes";
+    } else if constexpr (std::is_same_v<P, LinearProblem>) {
+      EXPECT_TRUE(linear_promises.count(name)) << "nothing says what multiplications linear_" << name << " takes";
+    }
+  });
+}
 
 TEST(CountingDepthwise, EachProductOnce) {
   const AlgorithmInfo* info = algorithm("counting", "conv2d", "depthwise");

@@ -98,6 +98,36 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   return y;
 }
 
+// Runs an algorithm's kernel for the gradient of the input, or of weight and bias. The stored elements of the latter two.
+template <class P>
+std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, const Data& grad, bool of_weight, Flush flush) {
+  p.has_bias = true;
+  const Extent count = extent(p);
+  const Guarded gradient((of_weight ? count.weight : count.input) * size_of(p.dtype), flush),
+      bias((of_weight ? count.bias : 0) * size_of(p.dtype), flush);
+  p.has_bias = false;
+  GradientBuffers m{grad.stored(), in.x.stored(), in.weight.stored(), nullptr, nullptr, nullptr};
+  (of_weight ? m.grad_weight : m.grad_input) = gradient.as<char>();
+  if (of_weight) m.grad_bias = bias.as<char>();
+  const int64_t bytes = a.traits.backward_workspace ? a.traits.backward_workspace(p, m) : 0;
+  EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
+  const Guarded scratch(bytes, flush);
+  Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+  a.traits.backward(p, m, workspace);
+  std::vector<char> result(gradient.as<char>(),
+                           gradient.as<char>() + (of_weight ? count.weight : count.input) * size_of(p.dtype));
+  if (of_weight) result.insert(result.end(), bias.as<char>(), bias.as<char>() + count.bias * size_of(p.dtype));
+  return result;
+}
+// Whether it has a kernel for the gradient of input or weight: then it names itself for it.
+template <class P>
+bool has_backward(const Algorithm<P>& a, const P& p, bool of_weight) {
+  if (!a.traits.backward) return false;
+  const GradientNames names = a.traits.gradients(p);
+  const char* name = of_weight ? names.weight : names.input;
+  return name && std::string(name) == a.info.name;
+}
+
 template <class P>
 bool supported(const Algorithm<P>& a, const P& p, Reason& reason) {
   return (a.traits.dtypes & dtype_bit(p.dtype)) && (!a.traits.supports || a.traits.supports(p, reason));

@@ -20,24 +20,34 @@ class Threads : public testing::Test {
     for (P p : problems::all(static_cast<P*>(nullptr), a_.info.operation)) {
       Reason reason;
       p.threads = 2;
-      if (!usable_layout(a_, p) || !supported(a_, p, reason)) continue;
+      if (!supported(a_, p, reason)) continue;
       const Inputs<P> in(p, {Flush::end, Values::reals});
-      auto output = [&] {
-        const int64_t count = extent(p).output;
-        const Guarded y = run(a_, p, in, Flush::end, count);
-        return std::vector<char>(y.as<char>(), y.as<char>() + count * size_of(p.dtype));
-      };
-      const std::vector<char> alone = output();
-      std::vector<char> together[4];
-      {
-        std::vector<std::jthread> callers;
-        for (auto& y : together) callers.emplace_back([&] { y = output(); });
+      if (usable_layout(a_, p))
+        at_once(p, [&] {
+          const int64_t count = extent(p).output;
+          const Guarded y = run(a_, p, in, Flush::end, count);
+          return std::vector<char>(y.as<char>(), y.as<char>() + count * size_of(p.dtype));
+        });
+      if constexpr (requires { p.has_bias; }) {
+        const Data grad(p.dtype, extent(p).output, Flush::end, Values::reals, 5);
+        for (bool of_weight : {false, true})
+          if (has_backward(a_, p, of_weight)) at_once(p, [&] { return run_backward(a_, p, in, grad, of_weight, Flush::end); });
       }
-      for (const auto& y : together) ASSERT_TRUE(y == alone || !a_.traits.deterministic) << describe(a_, p);
     }
   }
 
  private:
+  template <class Output>
+  void at_once(const P& p, const Output& output) {
+    const std::vector<char> alone = output();
+    std::vector<char> together[4];
+    {
+      std::vector<std::jthread> callers;
+      for (auto& y : together) callers.emplace_back([&] { y = output(); });
+    }
+    for (const auto& y : together) ASSERT_TRUE(y == alone || !a_.traits.deterministic) << describe(a_, p);
+  }
+
   const Algorithm<P>& a_;
 };
 
