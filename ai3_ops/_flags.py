@@ -1,8 +1,9 @@
-"""Compiler flags of the kernels: for sources.py (which runs this file) and for users' algorithms (ai3_ops.register)."""
+"""Compiler flags of the kernels: for CMakeLists.txt (which runs this file) and for users' algorithms (ai3_ops.register)."""
 
 from __future__ import annotations
 
 import platform
+import sys
 
 COMMON = ["-fvisibility=hidden", "-ffp-contract=fast", "-Wall", "-Wextra"]
 
@@ -15,3 +16,8 @@ def levels() -> dict[str, list[str]]:
         **({"avx512": avx512.split(), "avx2": ["-mavx2", "-mfma", "-mf16c"]} if x86 else {}),
         "portable": [],
     }
+
+
+if __name__ == "__main__":  # one semicolon-separated list
+    lists = {"common": COMMON, "levels": list(levels())} | {f"flags:{name}": flags for name, flags in levels().items()}
+    print(";".join(lists.get(sys.argv[1], [])))

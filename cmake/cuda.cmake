@@ -14,8 +14,8 @@ if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
 endif()
 
-# TORCH_CUDA_ARCH_LIST as torch's own extensions read it: "8.0 9.0+PTX". By default code for every generation since Ampere, and
-# PTX of the newest two for what comes later.
+# TORCH_CUDA_ARCH_LIST as torch's own extensions read it: "8.0 9.0+PTX". By default code for Ampere, Ada, Hopper and,
+# where nvcc knows it, Blackwell as in workstations (12.0); for what is not there (10.0) or comes later, PTX of the newest two.
 if(DEFINED ENV{TORCH_CUDA_ARCH_LIST} AND NOT "$ENV{TORCH_CUDA_ARCH_LIST}" STREQUAL "")
   string(REGEX MATCHALL "[^ ;,]+" asked "$ENV{TORCH_CUDA_ARCH_LIST}")
   set(AI3_CUDA_ARCHITECTURES)

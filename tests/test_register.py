@@ -125,6 +125,31 @@ def test_a_refusal_without_words_gets_some(header):
         op(X, W.expand(1, 1, 2, 2))
 
 
+def test_guess_survives_a_cost_that_is_infinite(header):
+    cost = "inline ai3::Cost user_endless_cost(const ai3::Conv2dProblem&) { return {1, 1, 0}; }"
+    supports = ".supports = user_endless_supports"
+    text = scaled("user_endless", include=cost).replace(supports, supports + ", .cost = user_endless_cost")
+    register_function("conv2d", "user_endless", header(text))
+    assert ai3_ops.resolve("conv2d", "guess", X, W) != "user_endless"
+
+
+def test_rules_that_name_one_another_choose_nothing(header):
+    rule = """
+    #include <ai3/algorithm.h>
+    inline const char* next_of_{name}(const ai3::Conv2dProblem& p, const ai3::Candidates<ai3::Conv2dProblem>& usable) {{
+      return usable(p, "{other}") ? "{other}" : nullptr;
+    }}
+    AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, {name}, .choose = next_of_{name})
+    """
+    for name, other in (("user_ping", "user_pong"), ("user_pong", "user_ping")):
+        register_function("conv2d", name, header(rule.format(name=name, other=other), f"{name}.h"))
+    for name in ("user_ping", "user_pong"):
+        assert ai3_ops.supports("conv2d", name, X, W) == (
+            False,
+            "no algorithm that its rule may choose supports this case",
+        )
+
+
 def test_a_shared_operators_name_is_refused_and_leaves_nothing(header):
     with pytest.raises(RuntimeError, match=r"conv2d can have no algorithm 'mixed': .*choose another name"):
         register_function("conv2d", "mixed", header(scaled("mixed")))
@@ -483,8 +508,7 @@ def sketched(tmp_path, monkeypatch):
     """The sources with a new algorithm in one new file, configured; other kernels are left out for speed."""
     for part in ("ai3_ops", "cmake", "csrc/ops", "csrc/algos/core", "csrc/algos/relu"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "include", "__pycache__"))
-    for file in ("CMakeLists.txt", "sources.py"):
-        shutil.copy(ROOT / file, tmp_path)
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
     (tmp_path / "csrc/algos/relu/sketch.cpp").write_text(SKETCH)
     monkeypatch.chdir(tmp_path)
     build = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]
