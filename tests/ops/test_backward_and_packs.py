@@ -379,12 +379,25 @@ WIDE = [
     ((2, 32, 4, 4), (16, 32, 4, 4), 1, 0, 1, 1),
     ((1, 16, 3, 300), (8, 16, 1, 7), 1, (0, 3), 1, 1),
 ]
+# Depthwise: part of a vector of channels; multipliers; kernels with a form of their own and without; slices of rows.
+DEEP = [
+    ((2, 40, 9, 8), (40, 1, 3, 3), 1, 1, 1, 40),
+    ((1, 17, 40, 41), (17, 1, 3, 3), 2, 1, 1, 17),
+    ((3, 16, 14, 15), (16, 1, 5, 5), 2, (2, 3), 1, 16),
+    ((1, 33, 9, 9), (33, 1, 7, 7), 1, 3, 1, 33),
+    ((2, 12, 13, 12), (24, 1, 3, 5), (2, 1), (4, 0), (1, 2), 12),
+    ((1, 20, 11, 17), (60, 1, 2, 4), (3, 4), (0, 5), (2, 2), 20),
+    ((1, 3, 5, 4), (3, 1, 1, 1), 2, 1, 1, 3),
+    ((1, 16, 12, 100), (16, 1, 3, 3), 1, 0, (2, 3), 16),
+]
+OWN = [("implicit_gemm", g, layout) for g in WIDE for layout in (torch.contiguous_format, torch.channels_last)]
 
 
-@pytest.mark.parametrize("geometry", WIDE)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("algorithm", "geometry", "layout"), OWN + [("depthwise", g, torch.channels_last) for g in DEEP]
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_by_patches(geometry, layout, dtype):
+def test_own_gradients(algorithm, geometry, layout, dtype):
     """Exact on small integers whatever the dtype, and bitwise the same for every number of threads."""
     xs, ws, *window = geometry
     x, w = (t.mul(3).round().clamp(-2, 2).to(dtype).contiguous(memory_format=layout) for t in (data(*xs), data(*ws)))
@@ -392,13 +405,14 @@ def test_gradients_by_patches(geometry, layout, dtype):
     grad = torch.randint(-1, 2, y.shape, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected = [e.to(dtype) for e in aten_gradients(x.double(), w.double(), grad.double(), *window)]
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    backward = getattr(ops, f"_conv2d_{algorithm}_backward")
     threads, first = torch.get_num_threads(), None
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            for g, e in zip(ops._conv2d_implicit_gemm_backward(grad, x, w, *window, [True] * 3), expected, strict=True):
+            for g, e in zip(backward(grad, x, w, *window, [True] * 3), expected, strict=True):
                 assert torch.equal(g, e)
-            found = ops._conv2d_implicit_gemm_backward(noise, x, w, *window, [True] * 3)
+            found = backward(noise, x, w, *window, [True] * 3)
             first = first or found
             assert all(map(torch.equal, found, first))
     finally:

@@ -5,6 +5,7 @@
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
+#include "backward.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -13,6 +14,7 @@ constexpr int kPixels = 7;     // NHWC: pixels of a register tile; the maps of m
 constexpr int kFewPixels = 4;  // of a tile for the rest of a row
 constexpr int kHeight = AI3_VECTOR_BYTES == 64 ? 2 : 1;  // its rows: 14 sums, 14 weights of a 7x7 kernel, one input
 constexpr int kVectors = 4;                              // NCHW: vectors of a row's segment
+constexpr int64_t kCached = 16 << 20;                    // bytes of input and output that caches may hold from call to call
 
 bool supports(const Conv2dProblem& p, Reason& reason) {
   if (p.groups == p.in_channels || p.groups < 0 || p.in_channels < 0) return true;
@@ -20,18 +22,30 @@ bool supports(const Conv2dProblem& p, Reason& reason) {
                 static_cast<long long>(p.in_channels));
 }
 
+double outputs(const Conv2dProblem& p) {
+  return static_cast<double>(p.batch * p.out_channels) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
+}
+// Of input and output.
+double bytes(const Conv2dProblem& p) {
+  const double image =
+      static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width);
+  return (image + outputs(p)) * static_cast<double>(size_of(p.dtype));
+}
+
 int64_t packed_bytes(const Conv2dProblem& p) {
   return checked_product({p.out_channels, p.kernel_height, p.kernel_width, p.dtype == DType::f64 ? 8 : 4});
 }
-void pack(const Conv2dProblem& p, const void* weight, void* packed) {
+// Turned by 180 degrees for the gradient of the input.
+template <class T>
+void pack_taps(const Conv2dProblem& p, const T* w, bool turned, Acc<T>* out) {
   const int64_t window = p.kernel_height * p.kernel_width, multiplier = p.out_channels / p.in_channels;
-  with_type(p.dtype, [&]<class T>() {
-    const T* w = static_cast<const T*>(weight);
-    Acc<T>* out = static_cast<Acc<T>*>(packed);
-    for (int64_t m = 0; m < multiplier; m++)
-      for (int64_t rs = 0; rs < window; rs++)
-        for (int64_t c = 0; c < p.in_channels; c++) *out++ = widen(w[(c * multiplier + m) * window + rs]);
-  });
+  for (int64_t m = 0; m < multiplier; m++)
+    for (int64_t rs = 0; rs < window; rs++)
+      for (int64_t c = 0; c < p.in_channels; c++)
+        *out++ = widen(w[(c * multiplier + m) * window + (turned ? window - 1 - rs : rs)]);
+}
+void pack(const Conv2dProblem& p, const void* weight, void* packed) {
+  with_type(p.dtype, [&]<class T>() { pack_taps(p, static_cast<const T*>(weight), false, static_cast<Acc<T>*>(packed)); });
 }
 
 template <class T>
@@ -41,6 +55,7 @@ struct Call {
   const Acc<T>* w;
   T* y;
   int64_t multiplier;
+  bool from_memory;  // input and output are larger than the caches
 
   // The first n lanes of v go to y[at], y[at + step], ...
   AI3_INLINE void put(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
@@ -80,7 +95,20 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
     const int64_t to = n * p.y_stride.n + row * p.y_stride.h + column * p.y_stride.w + m;
     const int first = static_cast<int>(smaller(reach, larger(0, -left))),
               last = static_cast<int>(larger(0, smaller(reach, p.in_width - left)));
+    // From memory, the rows that the tile below adds are asked for now, and the lines that it writes.
+    const bool ahead = columns > 0 && call.from_memory && row + 2 * height <= p.out_height;
+    const T* below = image + ((height - 1) * p.stride_h + p.kernel_height) * p.x_stride.h;
     auto vector = [&]<bool whole>(int64_t c, int64_t lanes) {
+      if (ahead) {
+        for (int64_t h = 0; h < height * p.stride_h; h++)
+#pragma GCC unroll 16
+          for (int i = 0; i < pixels * stride; i++) __builtin_prefetch(below + h * p.x_stride.h + i * x_column + c, 0, 2);
+#pragma GCC unroll 2
+        for (int h = height; h < 2 * height; h++)
+#pragma GCC unroll 8
+          for (int j = 0; j < pixels; j++)
+            __builtin_prefetch(call.y + to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier, 1, 2);
+      }
       auto lanes_at = [&](const auto* from) { return whole ? load(from) : load_partial(from, lanes); };
       Vec<A> sum[height][pixels];
       const Vec<A> start = !call.bias        ? Vec<A>(A(0))
@@ -198,6 +226,19 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, Ac
                sum[q]);
 }
 
+// Few rows are cut into blocks of channels, so that threads get equal shares.
+struct ChannelBlocks {
+  int64_t channels, width, vectors, count;
+  ChannelBlocks(int64_t c, int64_t vector_width, int threads, int64_t rows)
+      : channels(c),
+        width(vector_width),
+        vectors(ceil_div(c, width)),
+        count(larger(1, smaller(vectors, ceil_div(16 * threads, larger(1, rows))))) {}
+  Range operator[](int64_t i) const {
+    return {vectors * i / count * width, smaller(channels, vectors * (i + 1) / count * width)};
+  }
+};
+
 template <class T>
 void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   constexpr int64_t width = Vec<Acc<T>>::width;
@@ -207,7 +248,8 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      static_cast<const T*>(m.residual),
                      static_cast<const Acc<T>*>(m.weight),
                      static_cast<T*>(m.output),
-                     p.out_channels / p.in_channels};
+                     p.out_channels / p.in_channels,
+                     bytes(p) > static_cast<double>(kCached)};
   const int64_t window = p.kernel_height * p.kernel_width;
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
   RowsOf<T> bands_form = form_for<T, kHeight, kPixels>(p), row_form = form_for<T, 1, kPixels>(p),
@@ -217,16 +259,15 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   const bool reach_back = bands_form && p.out_width > kPixels && rest > kFewPixels;
   const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
   if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0>, rest_form = rows_of<T, 1, 1, 0, 0>;
-  // NHWC: few rows are cut into blocks of channels, so that threads get equal shares.
-  const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels), vectors = ceil_div(p.in_channels, width);
-  const int64_t blocks = nhwc ? smaller(vectors, ceil_div(16 * p.threads, larger(1, planes * bands))) : 1;
+  const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
+  const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, planes * bands);
+  const int64_t blocks = nhwc ? channel_blocks.count : 1;
   const int64_t work = height * window * p.out_width * (nhwc ? p.out_channels / blocks : 1);
   parallel_ranges(p.threads, planes * bands * blocks, ceil_div(1 << 16, work), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = i / blocks % bands * height, plane = i / blocks / bands;
       if (nhwc) {
-        const int64_t block = i % blocks, first = vectors * block / blocks * width,
-                      last = smaller(p.in_channels, vectors * (block + 1) / blocks * width);
+        const auto [first, last] = channel_blocks[i % blocks];
         for (int64_t f = 0; f < call.multiplier; f++)
           if (row + height <= p.out_height) {
             bands_form(call, plane, f, first, last, row, 0, columns);
@@ -250,17 +291,235 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   });
 }
 
+// ---- gradients, NHWC ---------------------------------------------------------------------------------------------------------
+
+// The taps of one dimension that reach an element `position` places behind the padded edge: first, first + step, ...; the first
+// meets dY's element `at`, each further one the element `back` before.
+struct Taps {
+  int64_t first = 0, step = 1, at, back;
+  Taps(int64_t position, int64_t dilation, int64_t stride, int64_t kernel) {
+    while (step * dilation % stride) step++;
+    while (first < kernel && (position - first * dilation) % stride) first++;
+    at = (position - first * dilation) / stride, back = step * dilation / stride;
+  }
+};
+
+// A row of dX, channels [begin, end): each output that saw an element gives its gradient times the weight between them.
+template <class T>
+void input_gradient_row(const Conv2dProblem& p, const T* gy, const Acc<T>* w, T* dx, int64_t row, int64_t begin, int64_t end) {
+  using A = Acc<T>;
+  constexpr int64_t width = Vec<A>::width;
+  const int64_t multiplier = p.out_channels / p.in_channels, window = p.kernel_height * p.kernel_width;
+  const Taps rows(row + p.pad_h, p.dilation_h, p.stride_h, p.kernel_height);
+  for (int64_t phase = 0; phase < smaller(p.stride_w, p.in_width); phase++) {  // columns that the same taps reach
+    const Taps columns(phase + p.pad_w, p.dilation_w, p.stride_w, p.kernel_width);
+    const int64_t count = ceil_div(p.in_width - phase, p.stride_w);
+    for (int64_t tile = 0; tile < count; tile += kPixels) {
+      const int64_t pixels = smaller(kPixels, count - tile);
+      T* to = dx + row * p.x_stride.h + (phase + tile * p.stride_w) * p.x_stride.w;
+      for (int64_t c = begin; c < end; c += width) {
+        const int64_t lanes = smaller(width, end - c);
+        const bool whole = lanes == width;
+        Vec<A> sum[kPixels];
+#pragma GCC unroll 8
+        for (int j = 0; j < kPixels; j++) sum[j] = A(0);
+        for (int64_t r = rows.first, h = rows.at; r < p.kernel_height; r += rows.step, h -= rows.back) {
+          if (h < 0 || h >= p.out_height) continue;
+          for (int64_t s = columns.first, v = columns.at + tile; s < p.kernel_width; s += columns.step, v -= columns.back) {
+            const Range seen = inside(v, 1, p.out_width, pixels);
+            for (int64_t m = 0; m < multiplier; m++) {
+              const A* at = w + (m * window + r * p.kernel_width + s) * p.in_channels + c;
+              const Vec<A> weights = whole ? load(at) : load_partial(at, lanes);
+              const T* from = gy + h * p.y_stride.h + v * p.y_stride.w + c * multiplier + m;
+#pragma GCC unroll 8
+              for (int j = 0; j < kPixels; j++)
+                if (j >= seen.begin && j < seen.end) {
+                  const T* pixel = from + j * p.y_stride.w;
+                  const bool plain = whole && multiplier == 1;
+                  sum[j] = fma(plain ? load(pixel) : load_strided(pixel, multiplier, {0, lanes}), weights, sum[j]);
+                }
+            }
+          }
+        }
+#pragma GCC unroll 8
+        for (int j = 0; j < kPixels; j++)
+          if (j < pixels) {
+            T* pixel = to + j * p.stride_w * p.x_stride.w + c;
+            whole ? store(pixel, sum[j]) : store_partial(pixel, sum[j], lanes);
+          }
+      }
+    }
+  }
+}
+
+template <class T>
+void input_gradient(const Conv2dProblem& p, const T* gy, const T* w, T* dx, Workspace& workspace) {
+  const bool turned = p.out_channels == p.in_channels && p.stride_h == 1 && p.stride_w == 1;
+  Acc<T>* packed = workspace.take<Acc<T>>(packed_bytes(p) / static_cast<int64_t>(sizeof(Acc<T>)));
+  pack_taps(p, w, turned, packed);
+  if (turned) return conv2d_depthwise<T>(transposed(p), {gy, packed, nullptr, nullptr, dx}, workspace);
+  const ChannelBlocks blocks(p.in_channels, Vec<Acc<T>>::width, p.threads, p.batch * p.in_height);
+  parallel_ranges(p.threads, p.batch * p.in_height * blocks.count, 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t row = i / blocks.count % p.in_height, n = i / blocks.count / p.in_height;
+      const Range channels = blocks[i % blocks.count];
+      input_gradient_row(p, gy + n * p.y_stride.n, packed, dx + n * p.x_stride.n, row, channels.begin, channels.end);
+    }
+  });
+}
+
+// A row of dY against the row of x below a row of the kernel: one vector of channels' sums, a vector for each of its columns.
+// A number of columns that is known keeps them in registers, and each element of dY is loaded once.
+template <class T, int columns>
+void weight_gradient_row(const Conv2dProblem& p, const T* gy, const T* x, int64_t lanes, Acc<T>* sums) {
+  using A = Acc<T>;
+  constexpr int64_t width = Vec<A>::width;
+  const int64_t multiplier = p.out_channels / p.in_channels, step = p.dilation_w * p.x_stride.w;
+  auto seen = [&](int64_t s) { return inside(s * p.dilation_w - p.pad_w, p.stride_w, p.in_width, p.out_width); };
+  auto run = [&]<bool whole>() {
+    auto grad_at = [&](int64_t j) {
+      const T* from = gy + j * p.y_stride.w;
+      return whole ? load(from) : load_strided(from, multiplier, {0, lanes});
+    };
+    auto input_at = [&](int64_t j, int64_t s) {
+      const T* from = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + s * step;
+      return whole ? load(from) : load_partial(from, lanes);
+    };
+    if constexpr (columns > 0) {
+      Range range[columns];
+      Vec<A> sum[columns];
+      Range every = {0, p.out_width}, any = {p.out_width, 0};
+#pragma GCC unroll 8
+      for (int s = 0; s < columns; s++) {
+        range[s] = seen(s), sum[s] = load(sums + s * width);
+        every = {larger(every.begin, range[s].begin), smaller(every.end, range[s].end)};
+        any = {smaller(any.begin, range[s].begin), larger(any.end, range[s].end)};
+      }
+      for (int64_t j = any.begin; j < any.end; j++) {
+        const Vec<A> grad = grad_at(j);
+        if (j >= every.begin && j < every.end) {
+#pragma GCC unroll 8
+          for (int s = 0; s < columns; s++) sum[s] = fma(input_at(j, s), grad, sum[s]);
+        } else {
+#pragma GCC unroll 8
+          for (int s = 0; s < columns; s++)
+            if (j >= range[s].begin && j < range[s].end) sum[s] = fma(input_at(j, s), grad, sum[s]);
+        }
+      }
+#pragma GCC unroll 8
+      for (int s = 0; s < columns; s++) store(sums + s * width, sum[s]);
+    } else {
+      for (int64_t s = 0; s < p.kernel_width; s++) {
+        const Range range = seen(s);
+        Vec<A> sum = load(sums + s * width);
+        for (int64_t j = range.begin; j < range.end; j++) sum = fma(input_at(j, s), grad_at(j), sum);
+        store(sums + s * width, sum);
+      }
+    }
+  };
+  lanes == width&& multiplier == 1 ? run.template operator()<true>() : run.template operator()<false>();
+}
+
+// dW is summed over slices of dY's rows, in each slice row by row, then over the slices. How many there are depends on the
+// problem alone, so that threads don't change the order.
+template <class T>
+struct WeightGradient {
+  using A = Acc<T>;
+  static constexpr int64_t width = Vec<A>::width;
+  const Conv2dProblem& p;
+  const int64_t multiplier = p.out_channels / p.in_channels, window = p.kernel_height * p.kernel_width;
+  const int64_t vectors = ceil_div(p.in_channels, width), rows = p.batch * p.out_height;
+  const int64_t slices = larger(1, smaller(smaller(8, rows), rows* p.out_width / 512));
+  const int64_t block = (window + 1) * width;  // a vector of channels: the sums of each tap, and of dY alone
+
+  int64_t elements() const { return checked_product({slices, multiplier, vectors, block}); }
+  int64_t workspace() const { return workspace_bytes<A>(elements()); }
+
+  void run(const T* gy, const T* x, T* dw, T* db, Workspace& workspace) const {
+    A* sums = workspace.take<A>(elements());
+    const ChannelBlocks blocks(p.in_channels, width, p.threads, slices);
+    parallel_for(p.threads, slices * blocks.count, [&](int64_t i, int) {
+      const int64_t slice = i / blocks.count;
+      add_up(gy, x, {slice * rows / slices, (slice + 1) * rows / slices}, blocks[i % blocks.count], db,
+             sums + slice * multiplier * vectors * block);
+    });
+    parallel_ranges(p.threads, multiplier * vectors, 16, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t m = i / vectors, c = i % vectors * width, lanes = smaller(width, p.in_channels - c);
+        for (int64_t tap = 0; tap <= window; tap++) {
+          Vec<A> sum = A(0);
+          for (int64_t slice = 0; slice < slices; slice++)
+            sum += load(sums + (slice * multiplier * vectors + i) * block + tap * width);
+          for (int l = 0; l < lanes; l++) {
+            const int64_t k = (c + l) * multiplier + m;
+            if (tap < window)
+              narrow(sum[l], dw[k * window + tap]);
+            else if (db)
+              narrow(sum[l], db[k]);
+          }
+        }
+      }
+    });
+  }
+
+  // Bands of rows stay in the L2 cache for all channels.
+  void add_up(const T* gy, const T* x, Range slice, Range channels, bool with_bias, A* sums) const {
+    const int64_t row_bytes = (p.in_width + p.out_width) * p.in_channels * static_cast<int64_t>(sizeof(T));
+    const int64_t band = larger(1, (256 << 10) / larger(1, row_bytes));
+    const auto row_form = p.kernel_width == 3   ? weight_gradient_row<T, 3>
+                          : p.kernel_width == 5 ? weight_gradient_row<T, 5>
+                          : p.kernel_width == 7 ? weight_gradient_row<T, 7>
+                                                : weight_gradient_row<T, 0>;
+    for (int64_t first = slice.begin; first < slice.end; first += band)
+      for (int64_t m = 0; m < multiplier; m++)
+        for (int64_t c = channels.begin; c < channels.end; c += width) {
+          A* to = sums + (m * vectors + c / width) * block;
+          if (first == slice.begin)
+            for (int64_t tap = 0; tap <= window; tap++) store(to + tap * width, Vec<A>(A(0)));
+          const int64_t lanes = smaller(width, p.in_channels - c);
+          for (int64_t row = first; row < smaller(slice.end, first + band); row++) {
+            const int64_t n = row / p.out_height, oh = row % p.out_height, top = oh * p.stride_h - p.pad_h;
+            const T* grad = gy + n * p.y_stride.n + oh * p.y_stride.h + c * multiplier + m;
+            const Range seen = inside(top, p.dilation_h, p.in_height, p.kernel_height);
+            for (int64_t r = seen.begin; r < seen.end; r++)
+              row_form(p, grad, x + n * p.x_stride.n + (top + r * p.dilation_h) * p.x_stride.h + c, lanes,
+                       to + r * p.kernel_width * width);
+            if (with_bias) {
+              Vec<A> even = load(to + window * width), odd = A(0);
+              for (int64_t j = 0; j < p.out_width; j++)
+                (j % 2 ? odd : even) += load_strided(grad + j * p.y_stride.w, multiplier, {0, lanes});
+              store(to + window * width, even + odd);
+            }
+          }
+        }
+  }
+};
+
+// In NCHW, PyTorch's operators compute them.
+GradientNames gradients(const Conv2dProblem& p) {
+  const char* name = p.x_stride.c == 1 && p.y_stride.c == 1 ? "depthwise" : nullptr;
+  return {name, name};
+}
+int64_t backward_workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+  return with_type(p.dtype, [&]<class T>() {
+    const int64_t input = m.grad_input ? workspace_bytes<char>(packed_bytes(p)) : 0;
+    return checked_add(input, m.grad_weight ? WeightGradient<T>{p}.workspace() : 0);
+  });
+}
+void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  with_type(p.dtype, [&]<class T>() {
+    const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight);
+    if (m.grad_input) input_gradient(p, gy, w, static_cast<T*>(m.grad_input), workspace);
+    if (m.grad_weight) WeightGradient<T>{p}.run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+  });
+}
+
 Cost cost(const Conv2dProblem& p) {
-  const double outputs =
-      static_cast<double>(p.batch * p.out_channels) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
-  const double image =
-      static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width);
-  return {2 * outputs * static_cast<double>(p.kernel_height * p.kernel_width),
-          (image + outputs) * static_cast<double>(size_of(p.dtype)), .3};
+  return {2 * outputs(p) * static_cast<double>(p.kernel_height * p.kernel_width), bytes(p), .3};
 }
 
 AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .cost = cost, .packed_bytes = packed_bytes, .pack = pack,
-              .sliced = true)
+              .gradients = gradients, .backward = backward, .backward_workspace = backward_workspace, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
