@@ -101,35 +101,31 @@ struct Span {
   int64_t w_row, w_column, w_channel;
 };
 
-// tile[j][0 .. v vectors) += sum over the span of x[j] * w, for n pixels; it starts from `start`, the same for each pixel, if
-// given.
+// Where the sums of a tile start: values `pixel` apart, 0 where they are the same for all pixels.
+template <class A>
+struct Start {
+  const A* data;
+  int64_t pixel;
+};
+// tile[j][0 .. v vectors) = start[j] + sum over the span of x[j] * w, for n pixels. No loop of the span is empty, and nothing
+// else needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack.
 template <class A, int n, int v>
-[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
+[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, Start<A> start, const Span& span) {
   constexpr int width = Vec<A>::width;
   Vec<A> sum[n][v];
-  if (start) {
-    Vec<A> first[v];
-#pragma GCC unroll 2
-    for (int q = 0; q < v; q++) first[q] = load(start + q * width);
 #pragma GCC unroll 16
-    for (int j = 0; j < n; j++)
+  for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-      for (int q = 0; q < v; q++) {
-        sum[j][q] = first[q];
-        __builtin_prefetch(tile + j * tile_pixel + q * width, 1);  // lines that are only written arrive in the meantime
-      }
-  } else {
-#pragma GCC unroll 16
-    for (int j = 0; j < n; j++)
-#pragma GCC unroll 2
-      for (int q = 0; q < v; q++) sum[j][q] = load(tile + j * tile_pixel + q * width);
-  }
+    for (int q = 0; q < v; q++) sum[j][q] = load(start.data + j * start.pixel + q * width);
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
-  for (int64_t r = 0; r < span.rows; r++)
-    for (int64_t s = 0; s < span.columns; s++) {
-      const A* xc = x + r * span.x_row + s * span.x_column;
-      const A* wc = w + r * span.w_row + s * span.w_column;
-      for (int64_t c = 0; c < span.channels; c++, xc += x_channel, wc += w_channel) {
+  int64_t r = span.rows;
+  do {
+    int64_t s = span.columns;
+    const A *xs = x, *ws = w;
+    do {
+      int64_t c = span.channels;
+      const A *xc = xs, *wc = ws;
+      do {
         Vec<A> weights[v];
 #pragma GCC unroll 2
         for (int q = 0; q < v; q++) weights[q] = load(wc + q * width);
@@ -139,15 +135,19 @@ template <class A, int n, int v>
 #pragma GCC unroll 2
           for (int q = 0; q < v; q++) sum[j][q] = fma(weights[q], pixel, sum[j][q]);
         }
-      }
-    }
+        xc += x_channel, wc += w_channel;
+      } while (--c);
+      xs += span.x_column, ws += span.w_column;
+    } while (--s);
+    x += span.x_row, w += span.w_row;
+  } while (--r);
 #pragma GCC unroll 16
   for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
     for (int q = 0; q < v; q++) store(tile + j * tile_pixel + q * width, sum[j][q]);
 }
 template <int n, class A>
-AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start,
+AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, Start<A> start,
                            const Span& span) {
   if (pixels == n)
     (two ? accumulate<A, n, 2> : accumulate<A, n, 1>)(x, w, tile, tile_pixel, start, span);
@@ -158,7 +158,7 @@ AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* 
 // The same for an input that must be widened or has a prologue: the tile's part of it goes through a small buffer.
 template <class T>
 void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Acc<T>* tile, int64_t tile_pixel,
-                       const Acc<T>* start, const Span& span, const Prologue<Acc<T>>& prologue) {
+                       Start<Acc<T>> start, const Span& span, const Prologue<Acc<T>>& prologue) {
   using A = Acc<T>;
   alignas(64) A stage[kStageSpan * kStageChannels];
   const bool by_pixel = span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
@@ -185,7 +185,7 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
         }
         accumulate<kPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile, tile_pixel,
                             start, part);
-        start = nullptr;
+        start = {tile, tile_pixel};
       }
 }
 
@@ -340,23 +340,31 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
                   int64_t count, const Prologue<A>& f) {
     alignas(64) A buffer[kPixels * 2 * width], start[2 * width];
     const bool direct = in_place && count % width == 0, two = count > width;
-    for (int64_t q = 0; q < count; q += width)
-      store(start + q, !bi ? Vec<A>(A(0)) : count - q < width ? load_partial(bi + q, count - q) : load(bi + q));
+    const A* first = start;
+    if constexpr (same<T, A>)
+      if (bi && count % width == 0) first = bi;
+    if (first == start)
+      for (int64_t q = 0; q < count; q += width)
+        store(start + q, !bi ? Vec<A>(A(0)) : count - q < width ? load_partial(bi + q, count - q) : load(bi + q));
     T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
     A* sums = buffer;
     int64_t sums_pixel = 2 * width;
     if constexpr (same<T, A>)
-      if (direct) sums = out, sums_pixel = p.y_stride.w;
+      if (direct) {
+        sums = out, sums_pixel = p.y_stride.w;
+        for (int64_t j = 0; j < pixels; j++)  // lines that are only written arrive in the meantime
+          __builtin_prefetch(out + j * sums_pixel, 1), __builtin_prefetch(out + j * sums_pixel + count - 1, 1);
+      }
     // The part of the kernel that lies inside the image: rows `valid` for all pixels; columns differ from pixel to pixel.
     const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
     const Range valid = inside(top, p.dilation_h, p.in_height, p.kernel_height);
     bool started = false;
     auto fill = [&] {
       for (int64_t j = 0; j < pixels; j++)
-        for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(start + q));
+        for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(first + q));
       started = true;
     };
-    for (int64_t s = 0; s < p.kernel_width && valid.size() > 0;) {
+    for (int64_t s = 0; s < p.kernel_width && valid.size() > 0 && b.channels > 0;) {
       // The pixels that see kernel column s inside the image see the following columns there too, up to `end`.
       auto seeing = [&](int64_t column_s) { return inside(left + column_s * p.dilation_w, p.stride_w, p.in_width, pixels); };
       const Range seen = seeing(s);
@@ -374,12 +382,12 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         const T* from = xi + (top + valid.begin * p.dilation_h) * p.x_stride.h +
                         (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
         const A* panel_part = weights + valid.begin * span.w_row + s * span.w_column;
-        const A* first = started ? nullptr : start;
         A* const into = sums + seen.begin * sums_pixel;
+        const Start<A> from_sums = started ? Start<A>{into, sums_pixel} : Start<A>{first, 0};
         if (!same<T, A> || f)
-          accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, first, span, f);
+          accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span, f);
         else if constexpr (same<T, A>)
-          accumulate<kPixels>(seen.size(), two, from, panel_part, into, sums_pixel, first, span);
+          accumulate<kPixels>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span);
         started = true;
       }
       s = end;
