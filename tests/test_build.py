@@ -222,17 +222,16 @@ MEASURED = "".join(f"conv2d/{n}/N1_C64_H56_K64_k3s1p1/real_time 9 ns 9 ns 1 FLOP
 
 
 @pytest.mark.parametrize(
-    ("tests", "measured", "environment", "verdict"),
+    ("tests", "measured", "verdict"),
     [
-        (2 * TESTS, MEASURED, {}, ""),
-        (TESTS, MEASURED, {}, "the C++ tests were left out"),
-        (2 * TESTS, "", {}, "conv2d/winograd_f4/f32/nhwc/N1_C64_H56_K64_k3s1p1 was not measured"),
-        (2 * TESTS, MEASURED.replace("peak=0.5/s", ""), {}, "was not measured"),
-        (2 * TESTS, MEASURED + "x ERROR OCCURRED: 'differs'\n", {}, "a benchmark's result is wrong"),
-        (2 * TESTS, MEASURED, {"MINUTES": "-1"}, "took more than -1 minutes"),
+        (2 * TESTS, MEASURED, ""),
+        (TESTS, MEASURED, "the C++ tests were left out"),
+        (2 * TESTS, "", "conv2d/winograd_f4/f32/nhwc/N1_C64_H56_K64_k3s1p1 was not measured"),
+        (2 * TESTS, MEASURED.replace("peak=0.5/s", ""), "was not measured"),
+        (2 * TESTS, MEASURED + "x ERROR OCCURRED: 'differs'\n", "a benchmark's result is wrong"),
     ],
 )
-def test_ci_fails_for_what_is_left_out(tests, measured, environment, verdict, tmp_path):
+def test_ci_fails_for_what_is_left_out(tests, measured, verdict, tmp_path):
     """The summary shows the wheel's missing cells; a `make` that only prints stands for the work."""
     for folder in ("bin", ".ci", "ai3_ops"):
         (tmp_path / folder).mkdir()
@@ -246,7 +245,7 @@ def test_ci_fails_for_what_is_left_out(tests, measured, environment, verdict, tm
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [tmp_path / ".ci/run"],
-        env={**os.environ, "PATH": path, **environment},
+        env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         timeout=60,
