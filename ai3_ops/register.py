@@ -146,6 +146,7 @@ def set_default(operation: str, name: str | None) -> None:
     error = ctypes.create_string_buffer(4096)
     if not _library.C.ai3_set_default(operation.encode(), (name or "").encode(), error, len(error)):
         raise RuntimeError(error.value.decode())
+    registry.preferred[operation] = name
     registry.changed()
 
 

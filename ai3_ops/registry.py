@@ -23,6 +23,7 @@ DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _library.DTYP
 _loading = threading.RLock()
 _entry_points_loaded = False
 _generation = 0
+preferred: dict[str, str | None] = {}  # by operation, what a user made its `default` run
 OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
 
 
@@ -140,6 +141,13 @@ def registered() -> list[AlgorithmInfo]:
     devices = [d for d in _library.DEVICES if d == "cpu" or torch.cuda.is_available()]
     found += [dataclasses.replace(info, device=d) for info in _python.values() for d in devices]
     return sorted(found, key=lambda a: (a.operation, a.name, a.device))
+
+
+def approximate_default(operation: str, rule: str) -> str | None:
+    """The algorithm that a user made the operation's `default` run, if `rule` is that and it approximates."""
+    name = preferred.get(operation) if rule == "default" else None
+    found = (a for a in registered() if (a.operation, a.name, a.accuracy) == (operation, name, "approximate"))
+    return name if any(found) else None
 
 
 def load_entry_points() -> None:

@@ -42,6 +42,9 @@ class Algorithm:
             registry.algorithm(operation, name)
         operator, options = registry.algorithm(operation, self.name).operator, dict(self.parameters)
         if any(self.backward):
+            for name in self.names:
+                if registry.algorithm(operation, name).python:
+                    raise ValueError(f"{operation} {name!r} is a Python callable, which cannot be part of {self}")
             mixed = getattr(torch.ops.ai3, f"_{operation}_mixed", None)
             if mixed is None:
                 raise ValueError(f"{operation} has no choice of backward algorithms, got {self}")
@@ -191,6 +194,8 @@ def _matches(
             found[i] = (_CALL, 0)
         elif key in place.modules:
             found[i] = (_MODULE, 0)
+        elif key == "":
+            found[i] = (_PARENT, -1)
         elif any(name.startswith(f"{key}.") for name in place.modules):
             found[i] = (_PARENT, key.count("."))
     if not found and key not in module_names:
@@ -246,9 +251,10 @@ def _ask(function: Callable[..., Any], place: Place) -> Any:
     parameters = inspect.signature(function).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     required = sum(p.default is p.empty for p in positional)
-    if required == 1 and len(positional) == 1:
+    any_number = any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    if required == 1 and not any_number:  # further ones keep their defaults, as in lambda m, name=name: name
         return function(place.module)
-    if not any(p.kind == p.VAR_POSITIONAL for p in parameters) and (required > 2 or len(positional) < 2):
+    if not any_number and (required > 2 or len(positional) < 2):
         raise TypeError(f"a selector function takes (module) or (module, input_shape), got {function!r}")
     if place.shape is None:
         why = "needs example inputs" if not place.watched else "needs example inputs that reach every layer"
@@ -306,7 +312,7 @@ def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: lis
             candidates = _candidates(value, operation, exact=False)
             if not candidates:
                 continue
-            wanted = candidates != (None,)
+            wanted = None not in candidates  # else PyTorch is one of those asked for
         else:
             wanted = kind in (_MODULE, _OPERATION) or operation == "conv2d"
         strength = (kind, order if kind == _REGEX else -depth)

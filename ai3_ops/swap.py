@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
-from ai3_ops.nn import leaf_class, original_class, set_class, swapped_class
+from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_class
 from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.nn.rewrite import Rewrite, Swapped, Untraceable
 from ai3_ops.operations.base import Problem
@@ -63,19 +65,25 @@ class _Site(Place):
             value = getattr(value, name)
         return value
 
-    def problem(self) -> Problem | None:
-        """What is known about the call: everything with example inputs, else what its parameters say."""
-        try:
-            if self.call.example is not None:
+    def problem(self) -> Problem | str | None:
+        """What is known about the call: everything with example inputs, else what its parameters say; why there is none."""
+        if self.call.example is not None:
+            try:
                 return self.call.problem(*map(Spec.tensor, self.call.example))
+            except RuntimeError as error:
+                return str(error).removeprefix(f"ai3::{self.operation}: ")
+        weight = None
+        try:
             if self.rewrite is None:
                 weight, groups = getattr(self.module, "weight", None), getattr(self.module, "groups", 1)
             else:
                 bound = inspect.signature(self.call.arguments).bind(None, *self._constants()[0], **self._constants()[1])
                 weight, groups = bound.arguments.get("weight"), bound.arguments.get("groups", 1)
             return self.call.problem_without_input(self.arguments, weight, groups)
-        except (LookupError, RuntimeError, ValueError, TypeError):
-            return None
+        except RuntimeError as error:
+            return None if weight is None else str(error).removeprefix(f"ai3::{self.operation}: ")
+        except (LookupError, ValueError, TypeError):
+            return None  # it hangs on other values of the forward
 
     def device(self) -> str:
         """Where the call computes, as far as one can tell."""
@@ -111,7 +119,8 @@ def swap(
     speak of keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with
     which the model is run once in evaluation mode; lists then count layers in call order, and support is decided with
     true shapes.
-    inplace=False works on a deep copy. strict=True raises where a layer would stay PyTorch's.
+    inplace=False works on a deep copy. strict=True raises where a layer would stay PyTorch's because its algorithm cannot do it,
+    or because its call is out of reach; what `default` itself leaves to PyTorch (in-place ReLUs, views) stays.
     allow_approximate lets rules (`default`) choose algorithms that approximate.
 
     Returns the swapped model. Raises ValueError for selectors that match nothing or name what does not exist, and for a
@@ -160,7 +169,7 @@ def _swap(
         if index in choices:
             _choose(site, choices[index], strict, approximate, stay)
         elif site.earlier is not None:
-            for name in ("algorithm", "requested", "reason", "strict"):
+            for name in ("algorithm", "requested", "reason", "strict", "approximate"):
                 setattr(site.call, name, getattr(site.earlier, name))
             site.call.operator, site.call.options = site.earlier.operator, site.earlier.options
     _apply(model, sites, lost)
@@ -184,8 +193,12 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
     lost: dict[nn.Module, Lost] = {}
     for module, paths in names.items():
         leaf, mark = leaf_class(original_class(module)), marks.get(id(module))
-        if "forward" in vars(module):
+        if isinstance(module, torch.jit.ScriptModule):
+            lost[module] = Lost("torch.jit compiled it")
+        elif "forward" in vars(module):
             lost[module] = Lost("its forward was replaced on the instance")
+        elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+            lost[module] = Lost("its weight does not exist before its first call: swap after that")
         elif leaf is not None:
             if leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
                 earlier = mark if isinstance(mark, Call) else None
@@ -193,7 +206,9 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
                 sites.append(_Site(call.operation, module, paths, call=call, earlier=earlier))
         elif isinstance(module, fx.GraphModule):
             lost[module] = Lost("it is a torch.fx.GraphModule, which generates its own forward")
-        elif not f"{type(module).forward.__module__}.".startswith("torch."):
+        elif f"{type(module).__module__}.".startswith("torch."):
+            lost[module] = Lost(f"the forward of {type(module).__name__} is left to PyTorch")
+        else:
             try:
                 rewrite = Rewrite(module, operations)
             except Untraceable as reason:
@@ -211,14 +226,24 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
 
 
 def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
-    """The operations that the source of the module's forward calls by name."""
+    """The operations that the source of the module's forward calls by name, or that the kind of module stands for."""
+    found = dict.fromkeys(o for kind, o in _KINDS if isinstance(module, kind) and o in operations)
+    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation in (
+        F.relu,
+        torch.relu,
+    ):
+        found["relu"] = None
+    if isinstance(module, torch.jit.ScriptModule):
+        return list(found)
+    forward = vars(module).get("forward", original_class(module).forward)
+    if f"{getattr(forward, '__module__', '')}.".startswith("torch."):
+        return list(found)
     words = {f.__name__: o for o in operations if o in Call.by_name for f in Call.by_name[o].functions}
     words |= {m: o for o in operations if o in Call.by_name for m in Call.by_name[o].methods}
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(original_class(module).forward))))
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
-        return []
-    found: dict[str, None] = {}
+        return list(found)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             of_self = isinstance(node.func, ast.Attribute) and ast.unparse(node.func).startswith("self.")
@@ -226,6 +251,11 @@ def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
             if word in words and not of_self:
                 found[words[word]] = None
     return list(found)
+
+
+# Modules that compute an operation although their own source may not say so.
+_KINDS = [(kind, operation) for kind, operation, _ in LEAVES]
+_KINDS += [(nn.MultiheadAttention, "linear"), (nn.LPPool2d, "avg_pool2d"), (nn.LPPool2d, "relu")]
 
 
 class _Watch(TorchFunctionMode):
@@ -263,7 +293,7 @@ class _Watch(TorchFunctionMode):
         if operation is not None:
             if self.expected:
                 self.expected = False
-            elif self.stack and leaf_class(original_class(self.stack[-1])) is None:
+            elif self.stack and (self.stack[-1] in self.lost or leaf_class(original_class(self.stack[-1])) is None):
                 seen = self.lost.setdefault(self.stack[-1], Lost(self._reason(self.stack[-1]))).seen
                 seen[operation] = seen.get(operation, 0) + 1
         return func(*args, **(kwargs or {}))
@@ -301,6 +331,8 @@ def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], 
 def _stack(model: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
     handles = []
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            continue
         handles.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
         handles.append(module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True))
     try:
@@ -325,7 +357,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 # Choosing -------------------------------------------------------------------------------------------------------------
 def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: Counter[str]) -> None:
     call = site.call
-    call.requested, call.strict = choice.requested, strict
+    call.requested, call.strict, call.approximate = choice.requested, strict, approximate
     reasons = []
     for candidate in choice.candidates:
         if candidate is None:
@@ -359,17 +391,22 @@ def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: 
 
 
 def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
+    site.call.approximate = approximate
     problem = site.problem()
-    if problem is None:
-        return ""
-    problem = problem._replace(device=site.device())
-    reason = site.call.refusal(algorithm, problem)
-    if reason or approximate or site.call.example is None:
+    if isinstance(problem, str):
+        return problem
+    if problem is not None:
+        problem = problem._replace(device=site.device())
+        reason = site.call.refusal(algorithm, problem)
+        if reason:
+            return reason
+        reason = site.call.backward_refusal(algorithm) if any(algorithm.backward) else ""
+        if reason:
+            return reason
+    reason = site.call.approximates(algorithm)
+    if reason or approximate or problem is None or site.call.example is None or problem.device == "meta":
         return reason
-    if (
-        any(a.rule for a in registry.algorithms(site.operation) if a.name == algorithm.name)
-        and problem.device != "meta"
-    ):
+    if any(a.rule for a in registry.algorithms(site.operation) if a.name == algorithm.name):
         chosen = registry.resolve_sizes(site.operation, algorithm.name, problem.device, problem.dtype, **problem.sizes)
         if registry.algorithm(site.operation, chosen).accuracy == "approximate":
             return f"chooses {chosen}, which approximates (allow_approximate=True allows it)"
@@ -405,8 +442,8 @@ def _apply(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost]) ->
         rewrite.forget_graphs()
     for module in model.modules():
         inside = any(isinstance(child, Swapped) for child in module.modules())
-        if type(module) is nn.TransformerEncoderLayer and inside:
-            set_class(module, swapped_class(nn.TransformerEncoderLayer))
+        if isinstance(module, nn.TransformerEncoderLayer) and inside and not isinstance(module, Swapped):
+            set_class(module, swapped_class(original_class(module)))
     for module, what in lost.items():
         if what.seen or what.source:
             vars(module)["_ai3_lost"] = what

@@ -87,6 +87,8 @@ def test_functions(net):
     assert shapes == {(5, 5): (2, 3, 13, 13), (3, 3): (2, 4, 5, 5)}
     with pytest.raises(ValueError, match="needs example inputs"):
         swap(net, choose)
+    name = "direct"
+    assert used(swap(net, lambda m, name=name: name)) == dict.fromkeys(CONVS, "direct")
     with pytest.raises(TypeError, match=r"\(module\) or \(module, input_shape\)"):
         swap(net, lambda: "direct")
     with pytest.raises(ValueError, match="gives 3"):
@@ -129,7 +131,16 @@ def test_names_of_functional_calls(net):
     assert used(swap(net, {"re:second.*relu.*": "direct"})) == {"second:relu_0": "direct", "second.relu": "direct"}
     assert used(swap(net, {"relu": "direct", "second": None})) == {"first:relu_0": "direct", "first.relu": "direct"}
     assert used(swap(net, {":flatten_0": "direct"})) == {":flatten_0": "direct"}
-    assert used(swap(net, {"": "direct"})) == {":flatten_0": "direct", ":adaptive_avg_pool2d_0": "direct"}
+    root = {":flatten_0": "direct", ":adaptive_avg_pool2d_0": "direct"}
+    assert used(swap(net, {"": "direct", "first": None, "second": None, "stem": None})) == root
+    assert set(used(swap(net, {"": "direct"}))) == {
+        *root,
+        *CONVS,
+        "first.relu",
+        "second.relu",
+        "first:relu_0",
+        "second:relu_0",
+    }
 
 
 def test_a_module_called_as_an_operation_is_reached_by_a_regex():
@@ -162,9 +173,12 @@ def test_a_name_under_a_general_key_speaks_of_the_operations_that_have_it(net):
         ({"conv2d": "auto"}, "tune"),
         (Algorithm("direct", tile=3), "no parameter 'tile'"),
         (Algorithm("direct", backward_input="dirct"), "no conv2d algorithm 'dirct'"),
+        (Algorithm("direct", backward_input="prototype"), "'prototype' is a Python callable"),
+        (Algorithm("prototype", backward_input="direct"), "'prototype' is a Python callable"),
     ],
 )
 def test_mistakes(net, selectors, words):
+    ai3_ops.register("conv2d", "prototype", F.conv2d, replace=True)
     with pytest.raises(ValueError, match=words):
         swap(net, selectors)
 
@@ -200,6 +214,16 @@ def test_a_second_swap_keeps_what_it_does_not_speak_of(net):
         "stem": "direct",
         "first.conv": "direct",
     }
+
+
+def test_pytorch_as_the_last_choice_is_no_loss():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return F.relu(x) if x.sum() > 0 else x
+
+    swap(Branch(), {"relu": prefer("direct", "torch")}, strict=True)
+    with pytest.raises(ValueError, match="cannot be replaced"):
+        swap(Branch(), {"relu": prefer("direct")}, strict=True)
 
 
 def test_a_bare_layer_as_the_model():

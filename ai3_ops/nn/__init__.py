@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,7 @@ def _conv2d(m: nn.Conv2d, x: Tensor) -> tuple[Any, ...]:
 
 
 # PyTorch's class, the operation that its forward is one call of, and that call's arguments (as of PyTorch's function).
-_LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
+LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
     (nn.Conv2d, "conv2d", _conv2d),
     (nn.Linear, "linear", lambda m, x: (x, *_weights(m))),
     (
@@ -78,15 +79,20 @@ def _leaf_class(
     return type(original.__name__, (Leaf, original), names)
 
 
-_classes = {original: _leaf_class(original, operation, made, __name__) for original, operation, made in _LEAVES}
+_classes = {original: _leaf_class(original, operation, made, __name__) for original, operation, made in LEAVES}
 globals().update({cls.__name__: cls for cls in _classes.values()})
 
 
-class TransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
+class _Slow(Swapped):
     """Holds swapped modules: PyTorch's inference fast path would not call them, and is not taken."""
 
-    _ai3_original = nn.TransformerEncoderLayer
     activation_relu_or_gelu = property(lambda self: 0, lambda self, value: None)
+
+
+class TransformerEncoderLayer(_Slow, nn.TransformerEncoderLayer):
+    """nn.TransformerEncoderLayer without its fast path."""
+
+    _ai3_original = nn.TransformerEncoderLayer
 
 
 __all__ = [*(cls.__name__ for cls in _classes.values()), "TransformerEncoderLayer"]
@@ -98,19 +104,28 @@ def leaf_class(original: type[nn.Module]) -> type[Any] | None:
     A user's subclass of a known class counts where it inherits the forward.
     """
     if original not in _classes and not original.__module__.startswith("torch."):
-        for base, operation, arguments in _LEAVES:
+        for base, operation, arguments in LEAVES:
             inherits = all(
-                getattr(original, f) is getattr(base, f) for f in ("forward", "_conv_forward") if hasattr(base, f)
+                getattr(original, name, None) is getattr(base, name, None)
+                for name in ("forward", "_conv_forward", "weight", "bias")
             )
             if issubclass(original, base) and inherits:
                 _classes[original] = _leaf_class(original, operation, arguments, original.__module__)
     return _classes.get(original)
 
 
+@functools.cache
+def _slow_class(original: type[nn.Module]) -> type[nn.Module]:
+    names = {"_ai3_original": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (_Slow, original), names)
+
+
 def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass that instances of `original` get."""
     if original is nn.TransformerEncoderLayer:
         return TransformerEncoderLayer
+    if issubclass(original, nn.TransformerEncoderLayer):
+        return _slow_class(original)  # type: ignore[arg-type]
     return leaf_class(original) or rewritten_class(original)  # type: ignore[arg-type]
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ai3_ops import _library, registry
 from ai3_ops.operations import base
@@ -56,7 +57,7 @@ class Spec(NamedTuple):
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
 
 
-class Plan:
+class CallPlan:
     """How eager inference makes one kind of call: the operator for it, and what that gets besides tensors.
 
     ai3::_<operation>_<algorithm>_infer gets all numbers as one string, and knows no gradients: handing over lists and passing
@@ -116,6 +117,7 @@ class Call:
         self.requested: str | None = None
         self.reason = ""  # why PyTorch computes what another was requested for
         self.strict = False
+        self.approximate = True  # whether a rule may choose an algorithm that approximates
         self.example: tuple[Any, ...] | None = None  # the operator's arguments when first seen, tensors as Specs
         self.calls = self.torch_calls = 0
         self._forget()
@@ -126,12 +128,27 @@ class Call:
         self.refused: dict[Any, str] = {}
         self.watch: Callable[[Call], None] | None = None
         self.warned = False  # that this process does not have the algorithm
-        self.plans: dict[Any, Plan | None] = {}
+        self.plans: dict[Any, CallPlan | None] = {}
         self.generation = -1  # of the registry, for which the plans and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
+        self.doubt = ""  # why it may not be taken after all
+        self.mixed = False  # whether the gradients have algorithms of their own
+        self.varies = False  # whether the algorithm is not deterministic
+        self.gradients: dict[Any, str] = {}  # why the algorithms of the gradients cannot do a problem
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("operator", "options", "refused", "watch", "warned", "plans", "generation", "rule")
+        left_out = (
+            "operator",
+            "options",
+            "refused",
+            "watch",
+            "warned",
+            "plans",
+            "generation",
+            "rule",
+            "doubt",
+            "gradients",
+        )
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -158,6 +175,23 @@ class Call:
                 return reason if name == algorithm.name else f"{name} {reason}"
         return ""
 
+    def backward_refusal(self, algorithm: Algorithm, args: tuple[Any, ...] | None = None) -> str:
+        """The reason why the algorithms of the gradients cannot do the example (or this call): tried once, on zeros."""
+        specs = self.example if args is None else tuple(map(Spec.of, args))
+        if specs is None or any(isinstance(s, Spec) and s.device == "meta" for s in specs):
+            return ""
+        operator, options = algorithm.operator(self.operation)
+        with torch.inference_mode(False), torch.enable_grad():
+            tried = [
+                torch.zeros(s.shape, dtype=s.dtype, device=s.device, requires_grad=True) if isinstance(s, Spec) else s
+                for s in specs
+            ]
+            try:
+                operator(*tried, **options).sum().backward()
+            except RuntimeError as error:
+                return str(error)
+        return ""
+
     def problem(self, *args: Any) -> Problem:
         """What the registry is asked about for these operator arguments; RuntimeError where they do not fit."""
         return registry.OPERATIONS[self.operation].problem(f"ai3::{self.operation}", *args)
@@ -174,8 +208,14 @@ class Call:
     def refusal_now(self, args: tuple[Any, ...]) -> str:
         """The reason why the chosen algorithm cannot do this call, "" where it can, so that something else is wrong."""
         assert self.algorithm is not None
+        if self.doubt:
+            return self.doubt
+        if self.mixed and _grad_enabled() and self.backward_doubt(args):
+            return self.backward_doubt(args)
         for a in args:
             if isinstance(a, Tensor):
+                if forward_ad._current_level >= 0 and forward_ad.unpack_dual(a).tangent is not None:
+                    return "does not support forward-mode differentiation"
                 if a.layout != torch.strided or a.is_nested:
                     return "needs dense tensors"
                 if a.dtype not in _library.DTYPES:
@@ -187,7 +227,11 @@ class Call:
                 args = tuple(
                     Spec.tensor(s._replace(dtype=dtype)) if isinstance(s, Spec) else s for s in map(Spec.of, args)
                 )
-            return self.refusal(self.algorithm, self.problem(*args)._replace(device=device))
+            reason = self.refusal(self.algorithm, self.problem(*args)._replace(device=device))
+            if not reason and torch.are_deterministic_algorithms_enabled():
+                info = registry.algorithm(self.operation, self.algorithm.name, device)
+                return "" if info.deterministic else "is not deterministic"
+            return reason
         except RuntimeError:
             return ""
 
@@ -209,6 +253,10 @@ class Call:
             return type(self).function(*args) if operator is None else operator(*args, **self.switches(args[0]))
         if operator is None:
             return self.without_operator(args)
+        if not isinstance(args[0], Tensor):  # torch.fx traces
+            return operator(*args, **self.options)
+        if _tracing_state() is not None:  # torch.jit.trace does
+            return operator(*args, **self.switches(args[0]))
         if self.example is None:
             self.example = tuple(map(Spec.of, args))
         self.calls += 1
@@ -219,7 +267,7 @@ class Call:
                 reason = self.refusal_now(args)
                 if self.strict or not reason:
                     raise
-            if len(self.refused) < _REMEMBERED:
+            if len(self.refused) < _REMEMBERED and forward_ad._current_level < 0:  # which the key does not tell
                 self.refused[self.key(args)] = reason
             self.reason = reason
         self.torch_calls += 1
@@ -228,6 +276,13 @@ class Call:
     def compute(self, args: tuple[Any, ...]) -> Tensor:
         """The operator's answer."""
         assert self.operator is not None
+        assert self.algorithm is not None
+        if registry.generation() != self.generation:
+            self.renew()
+        if self.varies and torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(f"ai3::{self.operation}_{self.algorithm.name}: is not deterministic")
+        if self.doubt or (self.mixed and _grad_enabled() and self.backward_doubt(args)):
+            raise RuntimeError(f"ai3::{self.operation}: {self.doubt or self.backward_doubt(args)}")
         if not (_grad_enabled() or _transformed(args[0])):
             plan = self.plan(args)
             if plan is not None:
@@ -236,18 +291,37 @@ class Call:
                     return output
         return self.operator(*args, **self.switches(args[0]))
 
-    def infer(self, plan: Plan, args: tuple[Any, ...]) -> Tensor | None:
+    def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """The operator's answer outside training and tracing; None where it must be asked as always."""
         return plan.operator(args[0], plan.numbers) if plan.numbers else plan.operator(args[0])
 
-    def plan(self, args: tuple[Any, ...]) -> Plan | None:
+    def renew(self) -> None:
+        """After a change of the registry."""
+        assert self.algorithm is not None
+        name = self.algorithm.name
+        self.rule = any(a.rule for a in registry.registered() if (a.operation, a.name) == (self.operation, name))
+        self.doubt = self.approximates(self.algorithm)
+        self.mixed = any(self.algorithm.backward)
+        self.varies = not registry.algorithm(self.operation, name).deterministic
+        self.generation, self.plans, self.gradients = registry.generation(), {}, {}
+
+    def backward_doubt(self, args: tuple[Any, ...]) -> str:
+        """`backward_refusal` of the chosen algorithm, remembered."""
+        assert self.algorithm is not None
+        if _transformed(args[0]):
+            return ""
+        key = self.key(args)
+        if key not in self.gradients:
+            self.gradients[key] = self.backward_refusal(self.algorithm, args)
+        return self.gradients[key]
+
+    def approximates(self, algorithm: Algorithm) -> str:
+        """Why a rule may not be taken: registered algorithms that it can choose, and that the user did not allow."""
+        chosen = None if self.approximate else registry.approximate_default(self.operation, algorithm.name)
+        return f"chooses {chosen}, which approximates (allow_approximate=True allows it)" if chosen else ""
+
+    def plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """How such a call is made; None where it has no way of its own."""
-        generation = registry.generation()
-        if generation != self.generation:
-            assert self.algorithm is not None
-            name = self.algorithm.name
-            self.rule = any(a.rule for a in registry.registered() if (a.operation, a.name) == (self.operation, name))
-            self.generation, self.plans = generation, {}
         key = self.plan_key(args)
         if self.rule:
             input = args[0]
@@ -271,7 +345,7 @@ class Call:
         """Further numbers."""
         return []
 
-    def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
+    def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """The operators that the algorithm has for such a call."""
         assert self.algorithm is not None
         assert self.operator is not None
@@ -282,10 +356,10 @@ class Call:
         if infer is None or self.algorithm.parameters:
             return None
         try:
-            numbers = Plan.numbers_of(self.operator, args) + self.sizes(args)
+            numbers = CallPlan.numbers_of(self.operator, args) + self.sizes(args)
         except RuntimeError:  # the operator says why
             return None
-        return Plan(infer, Plan.text(numbers), base.operator_named(f"_{self.operation}_{name}_pack"))
+        return CallPlan(infer, CallPlan.text(numbers), base.operator_named(f"_{self.operation}_{name}_pack"))
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
@@ -310,7 +384,7 @@ class Call:
     @staticmethod
     def key(args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the support of a call hangs on."""
-        mode = torch.is_autocast_enabled(args[0].device.type)
+        mode = torch.is_autocast_enabled(args[0].device.type), torch.are_deterministic_algorithms_enabled()
         return (registry.generation(), mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
 
 
@@ -322,7 +396,7 @@ class _Weighted(Call):
         """A packed weight that is kept."""
         return next((p.packed[0] for p in self.plans.values() if p is not None and p.packed[0] is not None), None)
 
-    def infer(self, plan: Plan, args: tuple[Any, ...]) -> Tensor | None:
+    def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """With the pack, where the algorithm packs."""
         weight = args[1]
         if type(weight) is not nn.Parameter:
@@ -348,7 +422,7 @@ class _Weighted(Call):
         channels_last = weight.ndim == 4 and base.is_channels_last(weight)
         return [*weight.shape, channels_last, torch.are_deterministic_algorithms_enabled()]
 
-    def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
+    def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None where a pack would be too large to keep."""
         plan = super().new_plan(args)
         if plan is None:
@@ -492,7 +566,7 @@ class Linear(_Switched):
         """The same."""
         return input, weight, bias
 
-    def new_plan(self, args: tuple[Any, ...]) -> Plan | None:
+    def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None for a weight of one dimension, which is not packed."""
         return super().new_plan(args) if args[1].ndim == 2 else None
 
