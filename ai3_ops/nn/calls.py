@@ -298,11 +298,9 @@ class Call:
     def renew(self) -> None:
         """After a change of the registry."""
         assert self.algorithm is not None
-        name = self.algorithm.name
-        self.rule = any(a.rule for a in registry.registered() if (a.operation, a.name) == (self.operation, name))
-        self.doubt = self.approximates(self.algorithm)
-        self.mixed = any(self.algorithm.backward)
-        self.varies = not registry.algorithm(self.operation, name).deterministic
+        infos = [a for a in registry.registered() if (a.operation, a.name) == (self.operation, self.algorithm.name)]
+        self.rule, self.varies = any(a.rule for a in infos), not all(a.deterministic for a in infos)
+        self.doubt, self.mixed = self.approximates(self.algorithm), any(self.algorithm.backward)
         self.generation, self.plans, self.gradients = registry.generation(), {}, {}
 
     def backward_doubt(self, args: tuple[Any, ...]) -> str:
