@@ -1,9 +1,15 @@
 // The project's choice by shape, without measuring: the first row that fits and whose algorithm supports the case. Nothing
 // approximate, and `winograd` never takes F(6x6, 3x3).
-#include "../core/algorithm.h"
+#include "patches.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
+
+// Below this, transforming costs Winograd more than the products that it saves: measured (docs/algorithms/conv2d/default.md).
+constexpr double kLeastFlops = 1e7;
+
+// Of the direct method; many where a size is not known yet.
+double flops(const Conv2dProblem& p) { return is_concrete(p) ? gemm_cost(p, 0, 1).flops : kLeastFlops; }
 
 struct Row {
   const char* algorithm;
@@ -13,7 +19,10 @@ constexpr Row rows[] = {
     // One input channel for each filter: no GEMM to be had.
     {"depthwise", [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
     // Fewer multiplications outweigh the transforms once both are amortized over enough channels (Lavin & Gray 2015).
-    {"winograd", [](const Conv2dProblem& p) { return p.in_channels / p.groups >= 16 && p.out_channels / p.groups >= 16; }},
+    {"winograd",
+     [](const Conv2dProblem& p) {
+       return p.in_channels / p.groups >= 16 && p.out_channels / p.groups >= 16 && flops(p) >= kLeastFlops;
+     }},
     // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
     {"direct", [](const Conv2dProblem&) { return true; }},
 };
