@@ -420,8 +420,9 @@ void pack_pair_panels(const T* b, int64_t k, int64_t columns, int64_t column_str
 struct Grid {
   int64_t prepared, streamed;
 };
-// The grid of the least modelled time, in cycles: both sides are cut, so that small products use all threads too. A task's
-// prepared operand, `block_k` elements of k at a time, stays in the L2 cache. `preparation` is cycles per element.
+// The grid of the least modelled time, in cycles: both sides are cut, so that small products use all threads too. A task reads
+// its part of both operands once; its prepared one, `block_k` elements of k at a time, stays in the L2 cache. `preparation` is
+// cycles per element besides.
 template <class A>
 Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, int64_t panels, int64_t k, double preparation,
                int64_t block_k = kOverflow) {
@@ -437,8 +438,8 @@ Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, 
     for (int64_t streamed = 1; streamed > 0; streamed = streamed == panels ? 0 : streamed * 2 < panels ? streamed * 2 : panels) {
       const double rows = static_cast<double>(ceil_div(units, prepared) * unit_size * k),
                    columns = static_cast<double>(ceil_div(panels, streamed) * kPanel<A>);
-      const double task =
-          kTask + rows * (columns / Vec<A>::width + preparation) + columns * static_cast<double>(k) / kStreamedPerCycle;
+      const double read = (rows + columns * static_cast<double>(k)) / kStreamedPerCycle;
+      const double task = kTask + rows * (columns / Vec<A>::width + preparation) + read;
       const double time = task * static_cast<double>(ceil_div(products * prepared * streamed, threads));
       if (best.prepared && time >= least) continue;
       best = {prepared, streamed}, least = time;
