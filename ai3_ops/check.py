@@ -69,10 +69,11 @@ def check(operation: str, name: str) -> CheckReport:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for info in infos:
-            for dtype in info.dtypes:
-                report.supported[dtype] = sum(1 for _ in calls(info, dtypes=(dtype,)))
-            report.results.extend(_results(info))
+        with torch.inference_mode(False), torch.enable_grad():  # whatever the caller works under: gradients are checked
+            for info in infos:
+                for dtype in info.dtypes:
+                    report.supported[dtype] = sum(1 for _ in calls(info, dtypes=(dtype,)))
+                report.results.extend(_results(info))
     finally:
         torch.set_num_threads(threads)
     if not any(report.supported.values()):

@@ -338,9 +338,9 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
             console.print(f"{picture}: {net.categories[int(row.argmax())]}", highlight=False)
     draw(net, runs, reference, digits, pictures, arguments.tolerance, arguments.output)
     console.print(f"Picture: {arguments.output}", highlight=False)
-    verdict = "All outputs agree with PyTorch" if agreed else "Outputs differ from PyTorch"
+    verdict = "All exact and bounded algorithms agree" if agreed else "Outputs differ"
     console.print(
-        f"{verdict} (tolerance {arguments.tolerance:.0e}).",
+        f"{verdict} with PyTorch in float64 (tolerance {arguments.tolerance:.0e}).",
         style="bold green" if agreed else "bold red",
         highlight=False,
     )
@@ -378,7 +378,7 @@ def _print_layers(model: nn.Module, errors: dict[str, float], selectors: Any, co
 
 def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: float, console: Console) -> bool:
     table = Table("algorithm", "layers", title="Each algorithm beside the other, one image", title_justify="left")
-    for heading in ("latency", "against PyTorch", "error", "digits right", "agrees"):
+    for heading in ("latency", "PyTorch's time / its", "error", "digits right", "agrees"):
         table.add_column(heading, justify="right")
     agreed = True
     for i, run in enumerate(runs):

@@ -281,4 +281,5 @@ def _known(word: str, words: Iterable[str], what: str) -> None:
         return
     near = difflib.get_close_matches(word, words)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {', '.join(words)}"
-    raise ValueError(f"no {what} {word!r}; {hint}")
+    register = "; one of your own needs ai3_ops.register first" if what.endswith(" algorithm") else ""
+    raise ValueError(f"no {what} {word!r}; {hint}{register}")

@@ -27,7 +27,7 @@ def test_batch():
     assert layer.input().shape == (10, 8, 14, 14)
     assert layer.flops == 10 * measure.conv2d(1, 8, 14, 16).flops
     assert measure.linear(197, 768, 2304).batch(10) == measure.linear(1970, 768, 2304)
-    for layer in LINES:
+    for layer in measure.network("vit_b_16"):
         assert layer.batch(1) == layer
 
 

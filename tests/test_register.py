@@ -407,6 +407,12 @@ def test_forward_mode_differentiation_raises():
     torch.testing.assert_close(torch.func.jvp(lambda a: a + relu(x), (x,), (x,))[1], x)
 
 
+def test_check_needs_no_mode_of_the_callers():
+    ai3_ops.register("relu", "user_modeless", torch.relu, replace=True)
+    with torch.inference_mode():
+        assert ai3_ops.check("relu", "user_modeless").ok
+
+
 def test_check_shows_the_failing_case():
     @register_function("relu", "user_wrong")
     def wrong(x):

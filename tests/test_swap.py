@@ -1,6 +1,7 @@
 """What a swapped module does when it is called, and what is left of it when it is not."""
 
 import copy
+import gc
 import io
 import pickle
 import random
@@ -805,8 +806,34 @@ def test_a_nondeterministic_algorithm_in_deterministic_mode():
     assert explain(swapped).layers[0].torch_calls == 1
 
 
+collections = 0
+
+
+def count_collections(phase, info):
+    global collections
+    collections += 1
+
+
+def test_what_runs_beside_the_forward_is_not_its_own():
+    class Makes(nn.Module):
+        def forward(self, x):
+            return torch.relu(x + len([[i] for i in range(64)]))
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(count_collections)
+    gc.set_threshold(1)
+    try:
+        (row,) = explain(swap(Makes(), {"relu": "direct"})).layers
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(count_collections)
+    assert collections
+    assert gc.isenabled()
+    assert row.used == "direct"
+
+
 def test_rules_approximate_only_when_allowed(monkeypatch):
-    name = next(a.name for a in ai3_ops.algorithms("conv2d", "cpu") if a.accuracy == "approximate" and not a.python)
+    name = "winograd_f4_bf16"
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)), torch.randn(1, 8, 9, 9)
     before = swap(model, "default")
     set_default = sys.modules["ai3_ops.register"].set_default

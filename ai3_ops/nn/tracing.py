@@ -233,7 +233,8 @@ class _Tracer(fx.Tracer):
                 self.read(module, name, sys._getframe(1))
             return object.__getattribute__(module, name)
 
-        profiler = sys.getprofile()
+        profiler, collecting = sys.getprofile(), gc.isenabled()
+        gc.disable()  # the callbacks and finalizers of a collection are no code of the forward's
         self.running = True
         nn.Module.__getattribute__ = attribute  # type: ignore[assignment]
         sys.setprofile(self.entered)
@@ -244,6 +245,8 @@ class _Tracer(fx.Tracer):
             self.running = False
             sys.setprofile(None)
             del nn.Module.__getattribute__
+            if collecting:
+                gc.enable()
             if profiler is not None:
                 getattr(profiler, "enable", lambda: sys.setprofile(profiler))()
 
