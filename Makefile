@@ -78,7 +78,7 @@ wheel-test: .venv/.wheel-test
 ifdef FILTER
 bench: build
 	cmake -S . -B $(BUILD) -DAI3_BUILD_BENCHMARKS=ON
-	grep -q '^ai3_bench:' <<< "$$(cmake --build $(BUILD) --target help)" || \
+	grep -q '^build ai3_bench:' $(BUILD)/build.ninja || \
 	  { echo "make: needs Google Benchmark, which is neither installed nor can be downloaded" >&2; exit 1; }
 	cmake --build $(BUILD) --parallel $(JOBS)
 	$(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS)

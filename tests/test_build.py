@@ -195,8 +195,9 @@ def test_make_bench_fails_without_the_binary(tmp_path):
     """A binary of an earlier build is not run in its place."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    (tools / "cmake").write_text("#!/bin/sh\necho package_libraries: phony\n")
+    (tools / "cmake").write_text("#!/bin/sh\n")
     (tmp_path / "build/native").mkdir(parents=True)
+    (tmp_path / "build/native/build.ninja").write_text("build package_libraries: phony\n")
     (tmp_path / "build/native/ai3_bench").write_text("#!/bin/sh\necho stale\n")
     for file in (tools / "cmake", tmp_path / "build/native/ai3_bench"):
         file.chmod(0o755)
