@@ -391,7 +391,6 @@ def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: 
 
 
 def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
-    site.call.approximate = approximate
     problem = site.problem()
     if isinstance(problem, str):
         return problem

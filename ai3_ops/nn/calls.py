@@ -208,10 +208,8 @@ class Call:
     def refusal_now(self, args: tuple[Any, ...]) -> str:
         """The reason why the chosen algorithm cannot do this call, "" where it can, so that something else is wrong."""
         assert self.algorithm is not None
-        if self.doubt:
-            return self.doubt
-        if self.mixed and _grad_enabled() and self.backward_doubt(args):
-            return self.backward_doubt(args)
+        if doubt := self.doubts(args):
+            return doubt
         for a in args:
             if isinstance(a, Tensor):
                 if forward_ad._current_level >= 0 and forward_ad.unpack_dual(a).tangent is not None:
@@ -281,8 +279,8 @@ class Call:
             self.renew()
         if self.varies and torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(f"ai3::{self.operation}_{self.algorithm.name}: is not deterministic")
-        if self.doubt or (self.mixed and _grad_enabled() and self.backward_doubt(args)):
-            raise RuntimeError(f"ai3::{self.operation}: {self.doubt or self.backward_doubt(args)}")
+        if doubt := self.doubts(args):
+            raise RuntimeError(f"ai3::{self.operation}: {doubt}")
         if not (_grad_enabled() or _transformed(args[0])):
             plan = self.plan(args)
             if plan is not None:
@@ -302,6 +300,10 @@ class Call:
         self.rule, self.varies = any(a.rule for a in infos), not all(a.deterministic for a in infos)
         self.doubt, self.mixed = self.approximates(self.algorithm), any(self.algorithm.backward)
         self.generation, self.plans, self.gradients = registry.generation(), {}, {}
+
+    def doubts(self, args: tuple[Any, ...]) -> str:
+        """Why the algorithm may not be taken, or its gradients' cannot do this call."""
+        return self.doubt or (self.backward_doubt(args) if self.mixed and _grad_enabled() else "")
 
     def backward_doubt(self, args: tuple[Any, ...]) -> str:
         """`backward_refusal` of the chosen algorithm, remembered."""
