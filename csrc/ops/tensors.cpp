@@ -4,8 +4,12 @@
 #include <cstdlib>
 
 #include "../algos/core/level.h"
+#include "scratch.h"
 
 namespace ai3::ops {
+
+// From here on what is fresh from the system comes in huge pages (docs/decisions/memory.md).
+constexpr int64_t kHugeFrom = int64_t{1} << 22;
 
 Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last) {
   if (!like.is_cpu())
@@ -32,7 +36,9 @@ Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool chan
   using torch::stable::detail::from, torch::stable::detail::to;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes.data(), strides.data(),
                                                          to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0, &made));
-  return Tensor(made);
+  Tensor result(made);
+  if (bytes >= kHugeFrom) ask_for_huge_pages(result.const_data_ptr(), bytes);
+  return result;
 }
 
 void check_numel(std::initializer_list<int64_t> sizes) {
