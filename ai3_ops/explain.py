@@ -92,7 +92,8 @@ def explain(model: nn.Module) -> Report:
         leaf = leaf_class(original_class(module))
         lost = vars(module).get("_ai3_lost")
         if lost is not None:
-            unreached.append(Unreached(name, type(module).__name__, lost.reason, lost.seen, lost.source))
+            kind = getattr(module, "original_name", type(module).__name__)  # that of what torch.jit compiled
+            unreached.append(Unreached(name, kind, lost.reason, lost.seen, lost.source))
         if isinstance(mark, Call):
             layers.append(_layer(name, mark, ""))
         elif isinstance(mark, Rewrite):

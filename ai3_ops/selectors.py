@@ -30,6 +30,11 @@ class Algorithm:
         self.name = name
         self.backward = (backward_input, backward_weight)
         self.parameters = parameters
+        known = {a.name for i in registry.registered() if i.name == name for a in _keywords(i.operator)}
+        for parameter in parameters if known else ():  # one of the user's own may not be registered yet
+            if parameter not in known:
+                known |= {"backward_input", "backward_weight"}
+                raise TypeError(f"Algorithm({name!r}) has no parameter {parameter!r}{near(parameter, sorted(known))}")
 
     @property
     def names(self) -> list[str]:
@@ -51,7 +56,7 @@ class Algorithm:
             given, weight = self.backward
             words = {"forward": self.name, "backward_input": given or "", "backward_weight": weight or ""}
             operator, options = mixed.default, options | words
-        known = [a.name for a in operator._schema.arguments if a.kwarg_only]
+        known = [a.name for a in _keywords(operator)]
         for parameter in options:
             if parameter not in known:
                 raise ValueError(f"{operator.name()} has no parameter {parameter!r}{near(parameter, known)}")
@@ -70,6 +75,10 @@ class Algorithm:
 
     def __hash__(self) -> int:
         return hash((self.name, self.backward, *sorted(self.parameters)))
+
+
+def _keywords(operator: torch._ops.OpOverload) -> list[torch.Argument]:
+    return [a for a in operator._schema.arguments if a.kwarg_only]
 
 
 class Preference(tuple[Any, ...]):
@@ -122,10 +131,18 @@ class Place:
 Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Mapping: see swap
 
 
+_SHOWN = 12  # names in a message
+
+
 def near(word: str, words: Iterable[str]) -> str:
     """The end of an error message: words like `word`."""
     close = difflib.get_close_matches(word, list(dict.fromkeys(words)), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """For a message: the first of them."""
+    return ", ".join([*names[:_SHOWN], *["…"] * (len(names) > _SHOWN)])
 
 
 # How strongly a key speaks of a call: the smallest wins.
@@ -133,21 +150,24 @@ _CALL, _MODULE, _REGEX, _PARENT, _OPERATION, _ALL = range(6)
 
 
 def assign(
-    selectors: Selector, places: Sequence[Place], module_names: Iterable[str], lost: Mapping[str, str]
+    selectors: Selector, places: Sequence[Place], modules: Mapping[str, nn.Module], lost: Mapping[str, str]
 ) -> dict[int, Choice]:
     """The choice for each place (by index) that the selectors speak of.
 
-    Lists count `places` in the order given. `lost` has the reason for modules whose calls cannot be reached.
+    Lists count `places` in the order given. `modules` are the model's, by qualified name; `lost` has the reason for those
+    whose calls cannot be reached.
     ValueError and TypeError for selectors that make no sense, with near matches.
     """
     if not isinstance(selectors, Mapping):
-        _check_form(selectors)
+        _check_form(selectors, "")
         every = selectors is None or (isinstance(selectors, str) and selectors in WORDS)
         selectors = {"*" if every else "conv2d": selectors}
     chosen: dict[int, tuple[tuple[int, int], Choice]] = {}
     for order, (key, value) in enumerate(selectors.items()):
-        _check_form(value)
-        strengths = _matches(key, places, list(module_names), lost)
+        _check_form(value, f"selector {key!r}: ")
+        strengths = _matches(key, places, list(modules), lost)
+        if not strengths and not _leaves_alone(value):
+            _check_reached(key, modules, lost)
         for index, choice in _choices(key, value, places, strengths).items():
             strength = (strengths[index][0], order if strengths[index][0] == _REGEX else -strengths[index][1])
             if index not in chosen or strength < chosen[index][0]:
@@ -155,14 +175,18 @@ def assign(
     return {index: choice for index, (_, choice) in chosen.items()}
 
 
-def _check_form(value: Selector) -> None:
+def _check_form(value: Selector, label: str) -> None:
+    if label and isinstance(value, Mapping):
+        raise TypeError(
+            f"{label}dicts do not nest; write each name out, as in {{'layer1.conv': 'direct'}}, got {value!r}"
+        )
     if value == "auto":
         raise ValueError('"auto" measures and comes with ai3_ops.tune, in a later version; "default" chooses by rules')
     if isinstance(value, (Mapping, nn.Module, type)) or not (
         value is None or isinstance(value, (str, Algorithm, Sequence)) or callable(value)
     ):
         raise TypeError(
-            f"a selector is a name, Algorithm(...), prefer(...), a list, a function or a dict, got {value!r}"
+            f"{label}a selector is a name, Algorithm(...), prefer(...), a list, a function or a dict, got {value!r}"
         )
 
 
@@ -198,13 +222,21 @@ def _matches(
             found[i] = (_PARENT, -1)
         elif any(name.startswith(f"{key}.") for name in place.modules):
             found[i] = (_PARENT, key.count("."))
-    if not found and key not in module_names:
-        owner = key.partition(":")[0]
-        if owner in lost:
-            raise ValueError(f"selector {key!r}: the calls that {owner!r} makes cannot be replaced: {lost[owner]}")
+    if not found and key not in module_names and key.partition(":")[0] not in lost:
         words = [*operations, *module_names, *(name for p in places for name in p.names)]
         raise ValueError(f"selector {key!r} is no operation and no name in this model{near(key, words)}")
     return found
+
+
+def _check_reached(key: str, modules: Mapping[str, nn.Module], lost: Mapping[str, str]) -> None:
+    """ValueError, with the reason, where a key that matches no call names modules: operations may match nothing."""
+    operations, owner = registry.operations(), key.partition(":")[0]
+    if key in operations or key == "*":
+        return
+    if owner in lost and not key.startswith("re:"):
+        raise ValueError(f"selector {key!r}: the calls that {owner!r} makes cannot be replaced: {lost[owner]}")
+    what = type(modules[key]).__name__ if key in modules else "what it matches"
+    raise ValueError(f"selector {key!r}: {what} has none of the operations that ai3_ops swaps: {', '.join(operations)}")
 
 
 def _choices(
@@ -219,11 +251,9 @@ def _choices(
             if candidates:
                 found[index] = Choice(candidates, _text(value), single=kind in (_CALL, _MODULE))
         _check_names(value, key)
-        if not found and not _leaves_alone(value) and key not in (*registry.operations(), "*"):
+        if strengths and not found and not _leaves_alone(value) and key not in (*registry.operations(), "*"):
             made = sorted({places[i].operation for i in strengths})
-            raise ValueError(
-                f"selector {key!r}: no call there has {_text(value)}; it has {', '.join(made) or 'no calls'}"
-            )
+            raise ValueError(f"selector {key!r}: no call there has {_text(value)}; its calls are {', '.join(made)}")
         return found
     # A list or a function speaks of the key's operation, of the layer or call of that name, otherwise of conv2d.
     indices = [
@@ -234,7 +264,9 @@ def _choices(
     if callable(value):
         answers: Sequence[Any] = [_ask(value, places[i]) for i in indices]
     elif len(value) != len(indices):
-        raise ValueError(f"selector {key!r}: a list needs one algorithm per layer: {len(indices)}, got {len(value)}")
+        names = [places[i].names[0] or "the model itself" for i in indices]
+        counts = f"{len(indices)} ({listed(names)}), got {len(value)}"
+        raise ValueError(f"selector {key!r}: a list needs one algorithm per layer: {counts}")
     else:
         answers = value
     found = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 import textwrap
 import warnings
 from collections import Counter
@@ -24,7 +25,7 @@ from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_cl
 from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.nn.rewrite import Rewrite, Swapped, Untraceable
 from ai3_ops.operations.base import Problem
-from ai3_ops.selectors import Algorithm, Choice, Place, Selector, assign, spoken_of
+from ai3_ops.selectors import Algorithm, Choice, Place, Selector, assign, listed, spoken_of
 
 
 @dataclass
@@ -123,8 +124,9 @@ def swap(
     or because its call is out of reach; what `default` itself leaves to PyTorch (in-place ReLUs, views) stays.
     allow_approximate lets rules (`default`) choose algorithms that approximate.
 
-    Returns the swapped model. Raises ValueError for selectors that match nothing or name what does not exist, and for a
-    layer named singly that its algorithm cannot do; the model is then unchanged.
+    Returns the swapped model. Raises ValueError for module names and regular expressions that match nothing (an operation,
+    as of a bare name, or "*" may), for what does not exist, and for a layer named singly that its algorithm cannot do;
+    RuntimeError where the run with example inputs fails. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.swap needs an nn.Module, got {type(model).__name__}")
@@ -162,8 +164,7 @@ def _swap(
         sites = _observe(model, sites, lost, example_inputs)
     reasons = {name: lost[module].reason for name, module in names.items() if module in lost}
     choices = assign(selectors, sites, names, reasons)
-    if strict:
-        _check_lost(selectors, names, lost, example_inputs is not None)
+    scripted = _check_lost(selectors, names, lost, example_inputs is not None, strict)
     stay: Counter[str] = Counter()
     for index, site in enumerate(sites):
         if index in choices:
@@ -173,6 +174,12 @@ def _swap(
                 setattr(site.call, name, getattr(site.earlier, name))
             site.call.operator, site.call.options = site.earlier.operator, site.earlier.options
     _apply(model, sites, lost)
+    if scripted:
+        warnings.warn(
+            f"ai3_ops.swap: layers that torch.jit compiled stay as they are: {listed(scripted)}; swap before "
+            "torch.jit.trace",
+            stacklevel=3,
+        )
     if stay:
         total = ", ".join(f"{word}: {count}" for word, count in stay.items())
         warnings.warn(
@@ -207,7 +214,8 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
         elif isinstance(module, fx.GraphModule):
             lost[module] = Lost("it is a torch.fx.GraphModule, which generates its own forward")
         elif f"{type(module).__module__}.".startswith("torch."):
-            lost[module] = Lost(f"the forward of {type(module).__name__} is left to PyTorch")
+            if _source_calls(module, operations):
+                lost[module] = Lost(f"the forward of {type(module).__name__} is left to PyTorch")
         else:
             try:
                 rewrite = Rewrite(module, operations)
@@ -233,13 +241,15 @@ def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
         torch.relu,
     ):
         found["relu"] = None
+    words = {f.__name__: o for o in operations if o in Call.by_name for f in Call.by_name[o].functions}
+    words |= {m: o for o in operations if o in Call.by_name for m in Call.by_name[o].methods}
     if isinstance(module, torch.jit.ScriptModule):
-        return list(found)
+        kinds = [o for kind, o, _ in LEAVES if kind.__name__ == module.original_name and o in operations]
+        called = map((words | {"_convolution": "conv2d"}).get, _SCRIPT_CALL.findall(getattr(module, "code", "")))
+        return list(dict.fromkeys([*kinds, *filter(None, called)]))
     forward = vars(module).get("forward", original_class(module).forward)
     if f"{getattr(forward, '__module__', '')}.".startswith("torch."):
         return list(found)
-    words = {f.__name__: o for o in operations if o in Call.by_name for f in Call.by_name[o].functions}
-    words |= {m: o for o in operations if o in Call.by_name for m in Call.by_name[o].methods}
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
     except (OSError, TypeError, SyntaxError):
@@ -252,6 +262,11 @@ def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
                 found[words[word]] = None
     return list(found)
 
+
+# What TorchScript calls: functions by name, and two-dimensional convolutions by their stride.
+_SCRIPT_CALL = re.compile(
+    r"\b(?:torch|functional)\.(?:___torch_mangle_\d+\.)?((?!_conv)\w+|_convolution(?=\([^[]*\[\d+, \d+\]))"
+)
 
 # Modules that compute an operation although their own source may not say so.
 _KINDS = [(kind, operation) for kind, operation, _ in LEAVES]
@@ -310,9 +325,13 @@ def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], 
         if site.rewrite is not None:
             site.rewrite.compile(site.module, watch=True)
         _install(site)
-    with _stack(model, watch.stack), _evaluating(model), torch.no_grad(), watch:
+    eager = torch.compiler.set_stance("force_eager")  # what is compiled would hide its calls
+    with _stack(model, watch.stack), _evaluating(model), torch.no_grad(), eager, watch:
         try:
             model(*args, **kwargs)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"ai3_ops.swap: running the model on the example inputs failed: {what}") from error
         finally:
             unswap(model)
             for site in sites:
@@ -412,15 +431,25 @@ def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
     return ""
 
 
-def _check_lost(selectors: Selector, names: dict[str, nn.Module], lost: dict[nn.Module, Lost], observed: bool) -> None:
+def _check_lost(
+    selectors: Selector, names: dict[str, nn.Module], lost: dict[nn.Module, Lost], observed: bool, strict: bool
+) -> list[str]:
+    """Names what torch.jit compiled of what the selectors speak of; when strict, anything out of reach is an error."""
+    scripted: dict[str, None] = {}
     for module, what in lost.items():
         paths = [name for name, m in names.items() if m is module]
-        for operation in what.seen if observed else what.source:
-            if spoken_of(selectors, operation, module, paths):
+        opaque = isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
+        for operation in what.seen if observed and not opaque else what.source:
+            if not (strict or opaque) or not spoken_of(selectors, operation, module, paths):
+                continue
+            if opaque:
+                scripted[paths[0] or "the model itself"] = None
+            if strict:
                 raise ValueError(
                     f"ai3_ops.swap: {paths[0] or 'the model itself'} ({type(module).__name__}) calls {operation}, "
                     f"which cannot be replaced: {what.reason}"
                 )
+    return list(scripted)
 
 
 # Applying -------------------------------------------------------------------------------------------------------------

@@ -61,8 +61,10 @@ def test_leaving_alone(net, word):
 def test_a_list_counts_layers_in_module_order_and_in_call_order(net):
     assert used(swap(net, ["direct", None, "torch"])) == {"second.conv": "direct"}
     assert used(swap(net, ("direct", None, "torch"), X)) == {"stem": "direct"}
-    with pytest.raises(ValueError, match="one algorithm per layer: 3, got 2"):
+    with pytest.raises(ValueError, match=r"one algorithm per layer: 3 \(second.conv, first.conv, stem\), got 2"):
         swap(net, ["direct", "direct"])
+    with pytest.raises(ValueError, match=r"20 \(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, …\), got 1"):
+        swap(nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(20))), ["direct"])
 
 
 def test_a_list_under_keys(net):
@@ -71,7 +73,7 @@ def test_a_list_under_keys(net):
         "first:relu_0": "direct",
     }
     assert used(swap(net, {"first": ["direct"]})) == {"first.conv": "direct"}
-    with pytest.raises(ValueError, match=r"'first'.*: 1, got 2"):
+    with pytest.raises(ValueError, match=r"'first'.*: 1 \(first.conv\), got 2"):
         swap(net, {"first": ["direct", "direct"]})
 
 
@@ -171,7 +173,7 @@ def test_a_name_under_a_general_key_speaks_of_the_operations_that_have_it(net):
         ({"head": "direct"}, "'head': no call there has direct"),
         ("auto", "tune"),
         ({"conv2d": "auto"}, "tune"),
-        (Algorithm("direct", tile=3), "no parameter 'tile'"),
+        ({"conv2d": Algorithm("mean", allow_tf32=True)}, "no conv2d algorithm 'mean'"),
         (Algorithm("direct", backward_input="dirct"), "no conv2d algorithm 'dirct'"),
         (Algorithm("direct", backward_input="prototype"), "'prototype' is a Python callable"),
         (Algorithm("prototype", backward_input="direct"), "'prototype' is a Python callable"),
@@ -183,9 +185,28 @@ def test_mistakes(net, selectors, words):
         swap(net, selectors)
 
 
-@pytest.mark.parametrize("selectors", [3, {3: "direct"}, {"first": {"conv": "direct"}}, nn.Conv2d(1, 1, 1)])
-def test_wrong_types(net, selectors):
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 3, 3), nn.Conv1d(3, 3, 3), nn.Identity()])
+def test_a_layer_of_no_operation(layer):
+    model = nn.Sequential(layer, nn.ReLU())
+    for value in ("direct", ["direct"], lambda m: "direct"):
+        with pytest.raises(ValueError, match=rf"'0': {type(layer).__name__} has none of the operations .*: .*conv2d"):
+            swap(model, {"0": value})
+    with pytest.raises(ValueError, match="what it matches has none of the operations"):
+        swap(model, {"re:0": "direct"})
+
+
+@pytest.mark.parametrize(
+    ("selectors", "words"),
+    [
+        (3, "a selector is a name.* got 3"),
+        ({3: "direct"}, "key is a string, got 3"),
+        ({"first": 3}, "'first': a selector is a name.* got 3"),
+        ({"first": {"conv": "direct"}}, "'first': dicts do not nest; write each name out"),
+        (nn.Conv2d(1, 1, 1), "a selector is a name.* got Conv2d"),
+    ],
+)
+def test_wrong_types(net, selectors, words):
+    with pytest.raises(TypeError, match=words):
         swap(net, selectors)
 
 
@@ -193,6 +214,7 @@ def test_operations_and_star_may_match_nothing():
     model = nn.Sequential(nn.Identity())
     assert used(swap(model, {"conv2d": "direct", "*": "direct"})) == {}
     assert used(swap(model, {"0": None})) == {}
+    assert used(swap(model, "direct", strict=True)) == {}
 
 
 def test_a_failed_swap_changes_nothing(net):
@@ -203,9 +225,11 @@ def test_a_failed_swap_changes_nothing(net):
             swap(net, selectors, X, inplace=True)
         assert [type(m) for m in net.modules()] == classes
         assert used(net) == state
-    with pytest.raises(RuntimeError):
-        swap(net, "direct", torch.randn(2, 5, 9, 9), inplace=True)
-    assert used(net) == state
+    for inputs in (torch.randn(2, 5, 9, 9), X.double(), (X, X)):
+        with pytest.raises(RuntimeError, match="running the model on the example inputs failed: ") as error:
+            swap(net, "direct", inputs, inplace=True)
+        assert isinstance(error.value.__cause__, (RuntimeError, TypeError))
+        assert used(net) == state
 
 
 def test_a_second_swap_keeps_what_it_does_not_speak_of(net):
@@ -238,6 +262,13 @@ def test_algorithm_is_a_value():
     assert hash(Algorithm("a", x=1)) == hash(Algorithm("a", x=1))
     assert repr(Algorithm("a", backward_input="b", x=1)) == "Algorithm('a', backward_input='b', x=1)"
     assert copy.copy(Algorithm("a")) == Algorithm("a")
+    with pytest.raises(
+        TypeError, match=r"Algorithm\('winograd'\) has no parameter 'backward_weigth'; did you mean 'backward_weight'"
+    ):
+        Algorithm("winograd", backward_weigth="im2col")
+    with pytest.raises(TypeError, match="no parameter 'tile'"):
+        Algorithm("direct", tile=3)
+    assert Algorithm("direct", allow_tf32=True).parameters == {"allow_tf32": True}
     with pytest.raises(ValueError, match="at least one"):
         prefer()
     with pytest.raises(TypeError):

@@ -952,9 +952,62 @@ def test_pytorchs_own_modules_are_reported():
 def test_a_child_that_torch_jit_compiled(compiled):
     model, x = nn.Sequential(compiled(nn.Linear(4, 4)), nn.Linear(4, 4)), torch.randn(2, 4)
     for inputs in (None, x):
-        swapped = swap(model, {"linear": "gemm"}, inputs)
+        with pytest.warns(UserWarning, match="torch.jit compiled stay as they are: 0;"):
+            swapped = swap(model, {"linear": "gemm"}, inputs)
         assert [row.name for row in explain(swapped).layers if row.used == "gemm"] == ["1"]
         close(swapped(x), model(x))
+
+
+class Scripted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.relu, self.line = nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv1d(1, 1, 1)
+
+    def forward(self, x):
+        x = F.conv2d(self.relu(self.conv(x)), self.conv.weight.transpose(0, 1))
+        return F.conv1d(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)[:, None], self.line.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(1, 2, 9, 9))])
+def test_what_torch_jit_compiled_is_reported(compiled, inside):
+    model, x = compiled(Scripted()), torch.randn(1, 2, 9, 9)
+    model, name = (nn.Sequential(model), "0") if inside else (model, "")
+    conv = f"{name}.conv".strip(".")
+    for inputs in (None, x):
+        with pytest.warns(UserWarning, match=f"torch.jit compiled stay as they are: .*{conv}") as caught:
+            swapped = swap(model, "direct", inputs)
+        assert caught[0].filename == __file__
+        assert {m.name: (m.type, {*m.source}) for m in explain(swapped).unreached} == {
+            name: ("Scripted", {"conv2d", "flatten", "adaptive_avg_pool2d"}),
+            conv: ("Conv2d", {"conv2d"}),
+            conv.replace("conv", "relu"): ("ReLU", {"relu"}),
+        }
+        with pytest.raises(ValueError, match=r"calls conv2d, which cannot be replaced: torch\.jit compiled it"):
+            swap(model, "direct", inputs, strict=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            swap(model, {"linear": "gemm"}, inputs, strict=True)
+    with pytest.raises(ValueError, match=f"the calls that '{conv}' makes cannot be replaced: torch.jit compiled it"):
+        swap(model, {conv: "direct"})
+
+
+@pytest.mark.parametrize("inplace", [True, False])
+def test_a_model_that_torch_compile_made(inplace):
+    x, graphs = torch.randn(1, 2, 9, 9), []
+
+    def backend(graph, _):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()), backend=backend)
+    expected = compiled(x)
+    swapped = swap(compiled, "direct", x, inplace=inplace)
+    close(swapped(x), expected)
+    assert "ai3.conv2d_direct.default" in graphs[-1]
+    assert layers(swapped)["_orig_mod.0"].used == "direct"
 
 
 def test_a_base_class_that_keeps_a_list_of_its_subclasses():
