@@ -3,11 +3,11 @@
 namespace ai3::ops {
 namespace {
 
-// One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first. Strides as ATen's empty_like.
+// One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first.
 void forward(const Entry& entry, StableIValue* stack) {
   const Tensor input = Arguments(stack).take<Tensor>();
   dtype_of(entry, input), device_of(entry, input);
-  Tensor output = torch::stable::empty_like(input);
+  Tensor output = empty_as(input);
   bool same = true;
   for (int64_t d = 0; d < input.dim(); d++) same &= input.size(d) == 1 || input.stride(d) == output.stride(d);
   run_elementwise(entry, same ? input : torch::stable::clone(input), output);

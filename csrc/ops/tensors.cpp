@@ -11,11 +11,31 @@ namespace ai3::ops {
 // From here on what is fresh from the system comes in huge pages (docs/decisions/memory.md).
 constexpr int64_t kHugeFrom = int64_t{1} << 22;
 
+namespace {
+
+// On the CPU. As PyTorch's does, without the dispatcher, which takes longer than a small kernel.
+Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType dtype, int64_t bytes) {
+  // What the system will not give is refused here: PyTorch would print where it stood.
+  if (bytes >= int64_t{1} << 28) {
+    void* const attempt = std::malloc(static_cast<size_t>(bytes));
+    if (!attempt) throw NotEnoughMemory(bytes);
+    std::free(attempt);
+  }
+  AtenTensorHandle made;
+  using torch::stable::detail::from, torch::stable::detail::to;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                         to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0, &made));
+  Tensor result(made);
+  if (bytes >= kHugeFrom) ask_for_huge_pages(result.const_data_ptr(), bytes);
+  return result;
+}
+
+}  // namespace
+
 Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last) {
   if (!like.is_cpu())
     return torch::stable::empty(sizes, dtype, std::nullopt, like.device(), std::nullopt,
                                 channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
-  // As empty does, without the dispatcher, which takes longer than a small kernel.
   const size_t rank = sizes.size();
   Sizes strides(rank);
   int64_t count = 1;
@@ -25,20 +45,15 @@ Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool chan
     strides[d] = count;
     count = checked_mul(count, std::max<int64_t>(sizes[d], 1));
   }
-  // What the system will not give is refused here: PyTorch would print where it stood.
-  const int64_t bytes = checked_mul(count, dtype == ScalarType::Byte ? 1 : static_cast<int64_t>(like.element_size()));
-  if (bytes >= int64_t{1} << 28) {
-    void* const attempt = std::malloc(static_cast<size_t>(bytes));
-    if (!attempt) throw NotEnoughMemory(bytes);
-    std::free(attempt);
-  }
-  AtenTensorHandle made;
-  using torch::stable::detail::from, torch::stable::detail::to;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(rank), sizes.data(), strides.data(),
-                                                         to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0, &made));
-  Tensor result(made);
-  if (bytes >= kHugeFrom) ask_for_huge_pages(result.const_data_ptr(), bytes);
-  return result;
+  return empty_strided(sizes, strides, dtype,
+                       checked_mul(count, dtype == ScalarType::Byte ? 1 : static_cast<int64_t>(like.element_size())));
+}
+
+Tensor empty_as(const Tensor& t) {
+  const bool gapless = is_contiguous(t) || (t.dim() == 4 && is_dense(t, true));
+  if (!t.is_cpu() || !gapless) return torch::stable::empty_like(t);
+  return empty_strided(sizes_of(t), Sizes(t.strides().begin(), t.strides().end()), t.scalar_type(),
+                       t.numel() * static_cast<int64_t>(t.element_size()));
 }
 
 void check_numel(std::initializer_list<int64_t> sizes) {

@@ -179,6 +179,8 @@ inline Tensor as_contiguous(const Tensor& t) { return is_contiguous(t) ? t : tor
 
 // On the device of `like`.
 Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last = false);
+// With the strides of ATen's empty_like.
+Tensor empty_as(const Tensor& t);
 inline int64_t checked_numel(const Entry& entry, const Sizes& sizes, int64_t element_size) {
   int64_t n = element_size;
   for (int64_t s : sizes) n = checked_mul(n, s);

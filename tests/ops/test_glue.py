@@ -204,3 +204,20 @@ def test_a_window_that_is_not_known_is_not_refused(name):
     assert ask("conv2d", name, "cpu", torch.float32, in_channels=4) == (True, "")
     assert not ask("conv2d", name, "cpu", torch.float32, in_channels=4, kernel_width=4)[0]
     assert not ask("conv2d", name, "cpu", torch.float32, in_channels=4, stride_w=2)[0]
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists(), reason="the system has no huge pages to ask for")
+def test_large_outputs_are_asked_for_in_huge_pages():
+    """docs/decisions/memory.md; the kernel lists what was asked of each mapping as its flags, `hg` among them."""
+    output = torch.ops.ai3.relu_direct(torch.ones(1 << 24))
+    place, inside, flags = output.data_ptr() + (2 << 20), False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition("-")
+        if line.startswith("VmFlags:") and inside:
+            flags = line
+        elif rest and " " in rest and len(first) in (8, 12):
+            inside = int(first, 16) <= place < int(rest.split()[0], 16)
+    assert " hg" in flags
