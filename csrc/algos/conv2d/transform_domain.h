@@ -120,6 +120,22 @@ AI3_INLINE void store_rounded(bfloat16* p, Vec<double> v) {
   for (int j = 0; j < Vec<double>::width; j++) narrow(static_cast<float>(v[j]), p[j]);
 }
 
+// Stores past the caches: a line is neither read before it is written nor kept. For whole aligned lines of 64 bytes only: a
+// vector that is a part of one is stored as ever.
+template <class T, class V>
+AI3_INLINE void store_streaming(T* p, V v) {
+#if AI3_VECTOR_BYTES == 64
+  if constexpr (sizeof(T) == 4) return _mm512_stream_ps(p, v.raw);
+  if constexpr (sizeof(T) == 8) return _mm512_stream_pd(p, v.raw);
+#endif
+  store(p, v);
+}
+AI3_INLINE void finish_streaming() {
+#if AI3_VECTOR_BYTES == 64
+  _mm_sfence();
+#endif
+}
+
 // Rows of the transformed input, times a panel of weights as they are stored.
 template <class A, class Stored>
 struct TileRows {
@@ -296,8 +312,17 @@ struct TransformDomain {
     }
   }
 
+  // An output that the caches cannot keep for its reader goes past them, where its vectors are whole lines.
+  bool streams(const void* output) const {
+    constexpr int64_t line = 64, least = int64_t{3} << 19, size = static_cast<int64_t>(sizeof(T));
+    const bool lines =
+        (p.y_stride.n * size | p.y_stride.h * size | p.y_stride.w * size | reinterpret_cast<intptr_t>(output)) % line == 0;
+    return kWidth * size == line && p.y_stride.c == 1 && lines &&
+           checked_product({p.batch, p.out_height, p.out_width, p.out_channels, size}) >= least;
+  }
   // Output channels [begin, end) of tile t from row `slot` of m.
-  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t begin, int64_t end) const {
+  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t begin, int64_t end,
+                        bool streaming) const {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
                   step_w = w.phases * p.y_stride.w;
@@ -318,7 +343,9 @@ struct TransformDomain {
             [&](int64_t i, int64_t j, V value) {
               value += epilogue.bias;
               if (residual) value += load(residual + i * step_h + j * step_w);
-              store(y + i * step_h + j * step_w, epilogue(value));
+              value = epilogue(value);
+              T* to = y + i * step_h + j * step_w;
+              streaming ? store_streaming(to, value) : store(to, value);
             },
             rows, columns);
       } else {
@@ -338,6 +365,7 @@ struct TransformDomain {
   void run(const Buffers& buffers, Workspace& workspace) const {
     const T* x = static_cast<const T*>(buffers.input);
     const Stored* packed = static_cast<const Stored*>(buffers.weight);
+    const bool streaming = streams(buffers.output);
     A* const buffer = workspace.take<A>(copies() * block_elements());
     // body(tile, first, last) for the vectors of channels [begin, end), counted through the tiles of a block.
     auto by_tiles = [](int64_t begin, int64_t end, int64_t channels, const auto& body) {
@@ -364,7 +392,8 @@ struct TransformDomain {
       });
       ranges(n * ceil_div(p.out_channels, kWidth), [&](int64_t begin, int64_t end) {
         by_tiles(begin, end, p.out_channels,
-                 [&](int64_t i, int64_t k, int64_t last) { transform_output(m, buffers, first + i, i, k, last); });
+                 [&](int64_t i, int64_t k, int64_t last) { transform_output(m, buffers, first + i, i, k, last, streaming); });
+        if (streaming) finish_streaming();
       });
     };
     if (fused) {
