@@ -226,8 +226,14 @@ class Call:
     fill: str = "normal"
 
     def __str__(self) -> str:
+        names, case = [a.name for a in self.info.operator._schema.arguments], self.case
+        layouts = (*case.layouts, *[""] * len(case.shapes))
+        tensors = [
+            f"{n} {shape} {layout}".rstrip() for n, shape, layout in zip(names, case.shapes, layouts, strict=False)
+        ]
+        others = [f"{n}={value}" for n, value in zip(names[len(tensors) :], case.arguments, strict=False)]
         name = f"ai3::{self.info.operation}_{self.info.name}"
-        return f"{name} on {self.info.device}, {self.dtype}, {self.fill} data, {self.case}"
+        return f"{name} on {self.info.device}, {self.dtype}, {self.fill} data, {', '.join([*tensors, *others])}"
 
     @property
     def tensors(self) -> list[Tensor | None]:

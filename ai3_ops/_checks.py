@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -185,7 +186,8 @@ def check_determinism(info: AlgorithmInfo) -> None:
             try:
                 for count in (1, 2):
                     torch.set_num_threads(count)
-                    require(same_bits(call.run(), first), f"{call}: differs with {count} threads")
+                    hint = "register it with deterministic=False (a header: .deterministic = false) if the method is so"
+                    require(same_bits(call.run(), first), f"{call}: differs with {count} threads; {hint}")
             finally:
                 torch.set_num_threads(threads)
         with deterministic_mode():
@@ -401,6 +403,7 @@ def check_vmap(info: AlgorithmInfo) -> None:
         leaves, ours, _ = differentiable(call)
         leaves = [t.detach() for t in leaves]
         stacked = [torch.stack([t, -t, t * 2], dim=min(1, t.ndim)) for t in leaves]
+        names = [a.name for a in info.operator._schema.arguments]
         for choice in itertools.product((True, False), repeat=len(leaves)):
             if not any(choice):
                 continue
@@ -411,18 +414,19 @@ def check_vmap(info: AlgorithmInfo) -> None:
                 return [a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True)]
 
             loss = torch.func.grad(functools.partial(sum_of_squares, ours), argnums=tuple(range(len(leaves))))
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                try:
-                    got = (torch.vmap(ours, dims)(*args), *torch.vmap(loss, dims)(*args))
-                except RuntimeError as error:  # weights folded into groups or channels that the method does not have
-                    refused = any(choice[1:]) and "algorithms that support this case" in str(error)
-                    require(refused, f"{call}: vmap over {choice}: {error}")
-                    continue
-            parts = [(ours(*sample(i)), *loss(*sample(i))) for i in range(3)]
+            what = f"{call}: vmap over {', '.join(n for n, c in zip(names, choice, strict=False) if c)}"
             limit = 1e-6 if call.dtype == torch.float64 and info.accuracy == "exact" else 3e-2
-            for g, e in zip(got, map(torch.stack, zip(*parts, strict=True)), strict=True):
-                close(g, e, limit, f"{call}: vmap over {choice}")
+            for function in (lambda *values, ours=ours: (ours(*values),), loss):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    try:
+                        got = torch.vmap(function, dims)(*args)
+                    except RuntimeError as error:  # folded into groups or channels that the method does not have
+                        require("algorithms that support this case" in str(error), f"{what}: {error}")
+                        continue
+                parts = [function(*sample(i)) for i in range(3)]
+                for g, e in zip(got, map(torch.stack, zip(*parts, strict=True)), strict=True):
+                    close(g, e, limit, what)
 
 
 def check_flops(info: AlgorithmInfo) -> None:
@@ -447,6 +451,7 @@ def check_workspace(info: AlgorithmInfo) -> None:
     """A call on the CPU allocates the workspace that the registry states, beside its output."""
     if info.device != "cpu" or info.vendor or info.python or info.rule or info.layout != "any":
         return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says on stderr that it starts and stops
     rules, name = OPERATIONS[info.operation], f"ai3::{info.operation}_{info.name}"
     for call in few_calls(info, 4, "float32" if "float32" in info.dtypes else None, large=True):
         inputs = call.tensors

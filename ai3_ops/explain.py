@@ -21,8 +21,8 @@ class Layer:
     name: str
     operation: str
     requested: str | None  # what a selector asked for; None where none spoke of it
-    used: str  # the algorithm; for rules (`default`) the one that they chose, where shapes are known
-    reason: str  # why it is not what was requested
+    used: str  # the algorithm; for rules (`default`) the one that they chose, once they saw shapes
+    reason: str  # why it is not what was requested, or not known yet
     shapes: list[tuple[int, ...]] | None  # of the tensors of the first call seen
     calls: int | None  # since the swap, compiled ones not counted; None for layers that are PyTorch's
     torch_calls: int  # those of them that PyTorch computed
@@ -106,25 +106,33 @@ def explain(model: nn.Module) -> Report:
 def _layer(module: str, call: Call, trouble: str) -> Layer:
     shapes = None if call.example is None else [a.shape for a in call.example if isinstance(a, Spec)]
     swapped = call.algorithm is not None
+    used = _used(call) if call.operator is not None else "torch"  # which this process may not have registered
+    reasons = (call.reason, trouble if swapped else "", _UNKNOWN if call.example is None and _is_rule(call) else "")
     return Layer(
         module + call.suffix,
         call.operation,
         call.requested,
-        _used(call) if swapped else "torch",
-        "; ".join(filter(None, [call.reason, trouble if swapped else ""])),
+        used,
+        "; ".join(filter(None, reasons)),
         shapes,
         call.calls if swapped else None,
         call.torch_calls,
     )
 
 
+_UNKNOWN = "which algorithm is not known yet: it is chosen at the first call, or at a swap with example inputs"
+
+
+def _is_rule(call: Call) -> bool:
+    """Whether its algorithm names another one for each problem."""
+    return any(a.rule for a in registry.algorithms(call.operation) if call.algorithm and a.name == call.algorithm.name)
+
+
 def _used(call: Call) -> str:
     """The algorithm's name; for a rule, what it chooses for the first call seen."""
     algorithm = call.algorithm
     assert algorithm is not None
-    if call.example is not None and any(
-        a.rule for a in registry.algorithms(call.operation) if a.name == algorithm.name
-    ):
+    if call.example is not None and _is_rule(call):
         problem = call.problem(*map(Spec.tensor, call.example))
         device = next(a.device for a in call.example if isinstance(a, Spec))
         try:

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
 from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_class
-from ai3_ops.nn.calls import Call, Spec
+from ai3_ops.nn.calls import Call, Spec, approximation
 from ai3_ops.nn.rewrite import Rewrite, Swapped, Untraceable
 from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm, Choice, Place, Selector, assign, listed, spoken_of
@@ -42,6 +42,10 @@ class _Site(Place):
     call: Call = field(kw_only=True)
     rewrite: Rewrite | None = field(kw_only=True, default=None)
     earlier: Call | None = field(kw_only=True, default=None)  # of a former swap
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.call.layer = self.names[0]
 
     def arguments(self, input: Tensor) -> tuple[Any, ...]:
         """The operator's, for a call with this input; LookupError where they hang on other values of the forward."""
@@ -377,9 +381,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: Counter[str]) -> None:
     call = site.call
     call.requested, call.strict, call.approximate = choice.requested, strict, approximate
-    reasons = []
+    reasons: list[str] = []
     for candidate in choice.candidates:
         if candidate is None:
+            call.reason = "; ".join(reasons)
             return
         if candidate.name == "default" and not choice.single:
             if site.in_place:
@@ -391,7 +396,9 @@ def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: 
         reason = _refusal(site, candidate, approximate)
         if not reason:
             call.choose(candidate)
-            call.reason = "not called by the run with example inputs" if site.watched and call.example is None else ""
+            if site.watched and call.example is None:
+                reasons.append("not called by the run with example inputs")
+            call.reason = "; ".join(reasons)
             return
         reasons.append(f"{candidate.name} {reason}")
     call.reason = "; ".join(reasons)
@@ -427,7 +434,7 @@ def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
     if any(a.rule for a in registry.algorithms(site.operation) if a.name == algorithm.name):
         chosen = registry.resolve_sizes(site.operation, algorithm.name, problem.device, problem.dtype, **problem.sizes)
         if registry.algorithm(site.operation, chosen).accuracy == "approximate":
-            return f"chooses {chosen}, which approximates (allow_approximate=True allows it)"
+            return approximation(chosen)
     return ""
 
 

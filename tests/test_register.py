@@ -17,6 +17,8 @@ import torch
 import ai3_ops
 from ai3_ops import register as register_function
 from ai3_ops import registry
+from ai3_ops._cases import CASES, Call
+from ai3_ops._checks import CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/your-own-algorithm.md"
@@ -426,6 +428,33 @@ def test_check_shows_the_failing_case():
     assert "values on cpu: ai3::relu_user_wrong on cpu, torch.float16" in message
     with pytest.raises(ValueError, match="did you mean 'user_wrong'"):
         ai3_ops.check("relu", "user_wrung")
+
+
+def test_check_lets_an_algorithm_refuse_groups(header, capfd):
+    """vmap makes groups of samples whose weights, or whose weights' gradients, differ."""
+    text = scaled("user_single").replace("weights == 1 ||", "(weights == 1 && p.groups == 1) ||")
+    register_function("conv2d", "user_single", header(text))
+    info, x, w = registry.algorithm("conv2d", "user_single"), X.double(), W.double()
+    with pytest.raises(RuntimeError, match="needs one weight; algorithms that support this case"):
+        torch.vmap(torch.func.grad(lambda w, x: info.operator(x, w).sum()), (None, 0))(w, torch.stack([x, x]))
+    CHECKS["vmap"](info)
+    CHECKS["workspace"](info)
+    assert not capfd.readouterr().err
+
+
+def test_a_failing_case_names_its_arguments():
+    call = Call(registry.algorithm("conv2d", "direct"), CASES["conv2d"][18], torch.float32)
+    assert str(call) == (
+        "ai3::conv2d_direct on cpu, torch.float32, normal data, input (2, 4, 9, 8) channels_last, weight (6, 4, 3, 3) "
+        "contiguous, bias (6,), stride=1, padding=1, dilation=1, groups=1"
+    )
+
+
+def test_a_nondeterministic_algorithm_is_told_what_to_say():
+    calls = iter(range(1000))
+    register_function("relu", "user_restless", lambda x: x.relu() + next(calls))
+    with pytest.raises(AssertionError, match=r"differs with 1 threads; register it with deterministic=False"):
+        CHECKS["determinism"](registry.algorithm("relu", "user_restless"))
 
 
 def test_check_needs_something_to_check(header):

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import random
+import re
 import sys
 import warnings
 from collections import OrderedDict
@@ -1077,6 +1078,25 @@ def test_report():
     assert [row.used for row in explain(nn.Sequential(nn.ReLU())).layers] == ["torch"]
 
 
+def test_report_of_a_rule_before_its_first_call():
+    model = swap(nn.Conv2d(1, 2, 1), "default")
+    (row,) = explain(model).layers
+    assert (row.used, row.reason.partition(":")[0]) == ("default", "which algorithm is not known yet")
+    model(torch.randn(1, 1, 3, 3))
+    (row,) = explain(model).layers
+    assert row.used in {a.name for a in ai3_ops.algorithms("conv2d") if not a.rule}
+    assert row.reason == ""
+
+
+def test_report_of_a_preference():
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 1))
+    first, second = explain(swap(model, ai3_ops.prefer("depthwise", "winograd_f2", "torch"))).layers
+    assert first.used == "winograd_f2"
+    assert re.fullmatch("depthwise needs [^;]*", first.reason)
+    assert second.used == "torch"
+    assert re.fullmatch("depthwise needs .*; winograd_f2 needs .*", second.reason)
+
+
 def test_transformer_layers_call_their_swapped_modules():
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
     swapped, x = swap(model, {"linear": "gemm"}), torch.randn(2, 5, 8)
@@ -1133,13 +1153,17 @@ def test_forward_mode_differentiation_is_pytorchs():
 
 
 def test_an_algorithm_that_a_process_does_not_have():
-    model = swap(nn.Conv2d(1, 1, 1), "direct")
-    model._ai3.algorithm = ai3_ops.Algorithm("elsewhere")
+    model = swap(nn.Sequential(nn.Sequential(nn.Conv2d(1, 1, 1))), "direct")
+    model[0][0]._ai3.algorithm = ai3_ops.Algorithm("elsewhere")
     other = pickle.loads(pickle.dumps(model))
     x = torch.randn(1, 1, 3, 3)
-    with pytest.warns(UserWarning, match="'elsewhere'.*PyTorch computes this layer"):
+    words = r"ai3_ops: 0.0 \(conv2d\): no conv2d algorithm 'elsewhere'; .*; PyTorch computes this layer"
+    with pytest.warns(UserWarning, match=words) as caught:
         close(other(x), model(x))
-    assert explain(other).layers[0].torch_calls == 1
+    assert caught[0].filename == __file__
+    (row,) = explain(other).layers
+    assert (row.requested, row.used, row.calls, row.torch_calls) == ("direct", "torch", 1, 1)
+    assert "'elsewhere'" in row.reason
 
 
 # Packed weights -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ become the operator's. An instance is called with the PyTorch function's argumen
 from __future__ import annotations
 
 import ctypes
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -98,6 +99,19 @@ def _input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], 
     return (2, weight.shape[-1]), (5, weight.shape[-1])
 
 
+def approximation(chosen: str) -> str:
+    """Why a rule may not be taken that chooses this algorithm."""
+    return f"chooses {chosen}, which approximates (allow_approximate=True allows it)"
+
+
+def _users_level() -> int:
+    """The stacklevel of a warning about the frame that is neither this package's, PyTorch's nor generated."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("ai3_ops", "torch", "None"):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 class Call:
     """A call that a selector can speak of. Without an algorithm it is PyTorch's own, and only watched."""
 
@@ -113,6 +127,7 @@ class Call:
 
     def __init__(self, suffix: str = "") -> None:
         self.suffix = suffix  # what follows the module's qualified name: "" or ":relu_1"
+        self.layer = suffix  # the whole name at the swap, for messages
         self.algorithm: Algorithm | None = None
         self.requested: str | None = None
         self.reason = ""  # why PyTorch computes what another was requested for
@@ -247,7 +262,7 @@ class Call:
         operator = self.operator
         if _is_compiling():
             if operator is None and not self.watch:
-                raise RuntimeError(f"ai3_ops: {self.reason}")
+                raise RuntimeError(self.trouble)
             return type(self).function(*args) if operator is None else operator(*args, **self.switches(args[0]))
         if operator is None:
             return self.without_operator(args)
@@ -318,7 +333,7 @@ class Call:
     def approximates(self, algorithm: Algorithm) -> str:
         """Why a rule may not be taken: registered algorithms that it can choose, and that the user did not allow."""
         chosen = None if self.approximate else registry.approximate_default(self.operation, algorithm.name)
-        return f"chooses {chosen}, which approximates (allow_approximate=True allows it)" if chosen else ""
+        return approximation(chosen) if chosen else ""
 
     def plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """How such a call is made; None where it has no way of its own."""
@@ -365,6 +380,11 @@ class Call:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
         return self.options
 
+    @property
+    def trouble(self) -> str:
+        """The reason, and which layer it is about."""
+        return f"ai3_ops: {self.layer or 'the model itself'} ({self.operation}): {self.reason}"
+
     def without_operator(self, args: tuple[Any, ...]) -> Tensor:
         """A call that swap watches, or one whose algorithm this process does not have."""
         if self.watch:
@@ -373,10 +393,10 @@ class Call:
                 self.example = tuple(map(Spec.of, args))
         else:
             if self.strict:
-                raise RuntimeError(f"ai3_ops: {self.reason}")
+                raise RuntimeError(self.trouble)
             if not self.warned:
                 self.warned = True
-                warnings.warn(f"ai3_ops: {self.reason}: PyTorch computes this layer", stacklevel=2)
+                warnings.warn(f"{self.trouble}; PyTorch computes this layer", stacklevel=_users_level())
             self.calls += 1
             self.torch_calls += 1
         return type(self).function(*args)
