@@ -6,6 +6,7 @@ import importlib.util
 import os
 import platform
 import re
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ai3_ops import _library, registry
+from ai3_ops.register import find_compiler
 
 # What the extra `demo` of pyproject.toml installs, by the modules' names.
 DEMO_PACKAGES = {"torchvision": "torchvision", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "pillow"}
@@ -98,6 +100,15 @@ def cuda_state() -> tuple[str, str]:
     return f"not built: {reason}", advice if gpus else ""
 
 
+def cpp_compiler() -> str:
+    """The path of the compiler that headers are built with, or why there is none."""
+    try:
+        command = find_compiler()[0]
+    except RuntimeError:
+        return "none"
+    return shutil.which(command) or f"none: CXX names {command}, which is not there"
+
+
 def problems() -> list[str]:
     """What is broken: each a sentence that says what to do."""
     found = []
@@ -165,6 +176,7 @@ def main(console: Console | None = None) -> int:
         "built": f"against torch {build.get('torch', 'unknown')} with {build.get('compiler', 'an unknown compiler')}",
         "levels built": f"{', '.join(build.get('levels', [])) or 'unknown'}; AI3_OPS_ISA chooses a lower one",
         "CUDA part": cuda,
+        "C++ compiler": cpp_compiler(),
         "OpenMP runtime": ", ".join(openmp_runtimes()) or "none",
         "operators": f"{len(registry.algorithms())} algorithms of {len(registry.operations())} operations",
         "package": str(Path(_library.__file__).parent),
@@ -174,6 +186,8 @@ def main(console: Console | None = None) -> int:
         table.add_row(name, value)
     console.print(table, highlight=False)
     missing = [f"CUDA: {advice}"] if advice else []
+    if not rows["C++ compiler"].startswith("/"):
+        missing.append("a C++20 compiler for ai3_ops.register and torch.compile: install g++, or let CXX name one")
     for module, package in DEMO_PACKAGES.items():
         if importlib.util.find_spec(module) is None:  # not imported: scikit-learn brings an OpenMP runtime of its own
             purpose = "demo and explain" if module == "torchvision" else "demo"

@@ -185,7 +185,8 @@ def _check_signature(operation: str, name: str, function: Callable[..., torch.Te
         return
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
+    """The C++ compiler's command; RuntimeError where there is none."""
     if chosen := os.environ.get("CXX"):
         return shlex.split(chosen)
     for candidate in ("g++", "c++", "clang++"):
@@ -263,7 +264,7 @@ def _build(operation: str, name: str, header: Path) -> Path:
     header = header.expanduser().absolute()
     if not header.is_file():
         raise FileNotFoundError(f"ai3_ops.register: no header {header}")
-    compiler = _compiler()
+    compiler = find_compiler()
     version, flags = _flags_for(tuple(compiler))
     unit = _UNIT.format(header=str(header).replace("\\", "\\\\").replace('"', '\\"'))
     # Preprocessed text holds everything that the result depends on: the header and all that it includes.

@@ -1,4 +1,4 @@
-"""Modules that call operators, for the tests of what compiles and exports models."""
+"""Modules that call operators, and what the tests of models share."""
 
 from __future__ import annotations
 
@@ -10,11 +10,28 @@ import torch.nn.functional as F
 from tester import ALGORITHMS, DEVICES
 from torch import Tensor, nn
 
-from ai3_ops import Algorithm, _cases, _library, registry, swap
+from ai3_ops import Algorithm, _cases, _library, explain, registry, swap
 from ai3_ops._cases import Call
 from ai3_ops.registry import AlgorithmInfo
 
+EVERY = {
+    "conv2d": "direct", "linear": "gemm", "max_pool2d": "direct", "avg_pool2d": "direct",
+    "adaptive_avg_pool2d": "direct", "relu": "direct", "flatten": "direct",
+}  # fmt: skip
 each_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def layers(model):
+    return {layer.name: layer for layer in explain(model).layers}
+
+
+def close(a, b):
+    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Modes(nn.Module):
+    def forward(self, x):
+        return F.relu(x) if self.training else F.relu(x - 1) + F.relu(x)
 
 
 def batched_call(info: AlgorithmInfo, dtype: str) -> Call | None:

@@ -102,6 +102,22 @@ def test_self_test_covers_every_operation():
     assert not missing
 
 
+def test_doctor_looks_for_a_compiler(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "self_test", list)
+    monkeypatch.setenv("CXX", "no-such-compiler -O1")
+    main(["doctor"])
+    report = " ".join(capsys.readouterr().out.split())
+    assert "C++ compiler none: CXX names no-such-compiler" in report
+    assert (
+        "missing: a C++20 compiler for ai3_ops.register and torch.compile: install g++, or let CXX name one" in report
+    )
+    monkeypatch.setenv("CXX", sys.executable)
+    main(["doctor"])
+    report = capsys.readouterr().out
+    assert sys.executable in report
+    assert "a C++20 compiler" not in report
+
+
 def test_doctor_says_what_the_demo_lacks(monkeypatch, capsys):
     project = ROOT / "pyproject.toml"
     extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]

@@ -268,7 +268,7 @@ def test_the_cache_follows_everything_that_the_result_depends_on(header, cache, 
     register_function("conv2d", "user_cached", path, replace=True)
     assert len(list(cache.glob("*/*.so"))) == 3
 
-    compiler, flags = module._compiler(), module._flags.COMMON
+    compiler, flags = module.find_compiler(), module._flags.COMMON
     other = header(f'#!/bin/sh\n[ "$1" = --version ] && echo "gcc 0.0" || exec {compiler[0]} "$@"\n', "other-compiler")
     other.chmod(0o755)
     monkeypatch.setenv("CXX", str(other))
