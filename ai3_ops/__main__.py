@@ -50,9 +50,9 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser("explain", help="say what computes each layer of a network, and why")
     explain.add_argument("--json", action="store_true", help="print JSON")
     for command in (demo, explain):
-        command.add_argument(
-            "--model", default="resnet18", help="a torchvision classification network (default: resnet18)"
-        )
+        network = "a torchvision classification network (default: resnet18)"
+        command.add_argument("--model", default="resnet18", help=network)
+        command.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
         command.add_argument(
             "--weights", type=Path, help="a state_dict; else pretrained weights if in torch's cache, else random"
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ai3_ops import doctor, registry
-from ai3_ops.__main__ import main, selectors
+from ai3_ops.__main__ import main, parser, selectors
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
@@ -64,10 +64,22 @@ def test_explain_a_network(capsys):
 
 
 @needs_torchvision
-def test_explain_an_unknown_network(capsys):
+@pytest.mark.parametrize("name", [["resnet81"], ["--model", "resnet81"]])
+@pytest.mark.parametrize("command", ["explain", "demo"])
+def test_an_unknown_network(command, name, capsys, monkeypatch):
+    """Known before anything is measured."""
+    monkeypatch.setattr(doctor, "limits", lambda: pytest.fail("measures"))
     with pytest.raises(SystemExit):
-        main(["explain", "--model", "resnet81"])
-    assert "resnet" in capsys.readouterr().err
+        main([command, *name])
+    shown = capsys.readouterr()
+    assert "no classification network 'resnet81'; did you mean 'resnet18'" in shown.err
+    assert not shown.out
+
+
+def test_the_network_with_and_without_its_option():
+    for command in ("explain", "demo"):
+        given = ([], ["--model", "vgg16"], ["vgg16"])
+        assert [parser().parse_args([command, *g]).model for g in given] == ["resnet18", "vgg16", "vgg16"]
 
 
 def test_doctor_finds_nothing_broken():

@@ -146,6 +146,10 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert "direct was asked for" in out
     assert "selectors that speak of squeezenet1_1's layers (features.0) leave it alone" in out
     assert "All exact and bounded algorithms agree with PyTorch in float64" in out
+    words = " ".join(out.split())
+    assert "selected: what --selectors says" in words
+    assert "from PyTorch's in float64" in words
+    assert "names rightly of 599 digits" in words
     assert len(bars) == 2
     table = out[out.index("Each algorithm beside the other") :]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
