@@ -5,6 +5,8 @@
 // The matrix never exists: patches are gathered from x, or added into dX, one panel of columns and one block of pixels at a time,
 // which stays in the cache. Threads split dW into parts, and dX into parts, that belong to one task each; the sums of an element
 // are added up in one order however that is done, so results do not depend on the number of threads.
+// Where the pixels of all images are fewer than a block, the weights are what weighs: columns then stand in the weights' own
+// order, so that dW is written, and W read, as it lies.
 #pragma once
 #include "backward.h"
 #include "patches.h"
@@ -49,31 +51,41 @@ void copy_rows(const T* from, int64_t pixel_stride, int64_t channel_stride, int6
 }
 
 // The columns of a group's patch matrix in panels: channels in blocks of a panel's width and, in each block, taps before
-// channels. So a panel is one tap of a whole block, or several taps of a narrow last one.
+// channels. So a panel is one tap of a whole block, or several taps of a narrow last one. Or, `as_weights`, channels before taps:
+// blocks and their panels are the same, only the columns in a block change places.
 template <class T>
 struct PatchColumns {
   static constexpr int64_t P = kPanel<Acc<T>>;
   const Conv2dProblem& p;
   const ConvShape shape;
   int64_t blocks, last, panels;  // last: channels of the last block
-  bool runs;                     // taps side by side are contiguous in x
+  const bool as_weights;
+  bool runs;  // taps side by side are contiguous in x
 
-  explicit PatchColumns(const Conv2dProblem& problem)
+  explicit PatchColumns(const Conv2dProblem& problem, bool in_weights_order = false)
       : p(problem),
         shape(p),
         blocks(ceil_div(shape.channels, P)),
         last(shape.channels - (blocks - 1) * P),
         panels(first_panel(blocks - 1) + ceil_div(last * shape.taps, P)),
-        runs(blocks == 1 && p.x_stride.c == 1 && p.x_stride.w == shape.channels && p.dilation_w == 1) {}
+        as_weights(in_weights_order),
+        runs(!as_weights && blocks == 1 && p.x_stride.c == 1 && p.x_stride.w == shape.channels && p.dilation_w == 1) {}
   int64_t first_panel(int64_t block) const { return block * shape.taps; }
   int64_t end_panel(int64_t block) const { return block == blocks - 1 ? panels : first_panel(block + 1); }
 
-  // body(tap, channel, column, count): `count` columns of the panel from `column` on are neighbouring channels of one tap or,
-  // with `across`, go on with the channels of the next taps of its row.
+  // body(tap, channel, column, count): `count` columns of the panel from `column` on (`as_weights`: each taps behind the
+  // one before) are neighbouring channels of one tap or, with `across`, go on with the channels of the next taps of its row.
   template <class Body>
   AI3_INLINE void for_columns(int64_t panel, bool across, const Body& body) const {
     const int64_t block = panel / shape.taps, first = panel % shape.taps * P, n = block == blocks - 1 ? last : P;
     const int64_t end = smaller(first + P, n * shape.taps);
+    if (as_weights) {
+      for (int64_t tap = 0; tap < smaller(end, shape.taps); tap++) {
+        const int64_t c = ceil_div(larger(0, first - tap), shape.taps), count = ceil_div(end - tap, shape.taps) - c;
+        if (count > 0) body(tap, block * P + c, c * shape.taps + tap - first, count);
+      }
+      return;
+    }
     for (int64_t q = first, count; q < end; q += count) {
       const int64_t tap = q / n, c = q % n;
       count = smaller((across ? p.kernel_width - tap % p.kernel_width : 1) * n - c, end - q);
@@ -114,7 +126,11 @@ struct PatchColumns {
   void gather(const T* x, int64_t begin, int64_t end, int64_t group, int64_t panel, Acc<T>* to) const {
     if (p.pad_h || p.pad_w) clear(to, (end - begin) * P);
     for_rectangles(begin, end, group, panel, [&](int64_t pixel, int64_t pixels, int64_t offset, int64_t column, int64_t count) {
-      copy_rows(x + offset, p.stride_w * p.x_stride.w, p.x_stride.c, pixels, count, to + pixel * P + column, P);
+      const int64_t step = p.stride_w * p.x_stride.w;
+      Acc<T>* rows = to + pixel * P + column;
+      if (!as_weights) return copy_rows(x + offset, step, p.x_stride.c, pixels, count, rows, P);
+      for (int64_t i = 0; i < pixels; i++)
+        for (int64_t e = 0; e < count; e++) rows[i * P + e * shape.taps] = widen(x[offset + i * step + e * p.x_stride.c]);
     });
   }
   // Adds it to dX in NHWC.
@@ -125,7 +141,8 @@ struct PatchColumns {
       for (int64_t i = 0; i < pixels; i++) {
         const Acc<T>* row = from + (pixel + i) * P + column;
         Acc<T>* to = x + offset + i * step;
-        for (int64_t e = 0; e < count; e += width) {
+        for (int64_t e = 0; as_weights && e < count; e++) to[e] += row[e * shape.taps];
+        for (int64_t e = 0; !as_weights && e < count; e += width) {
           if (count - e >= width)
             store(to + e, load(to + e) + load(row + e));
           else
@@ -145,8 +162,8 @@ template <class T>
 struct WeightGradient {
   using A = Acc<T>;
   static constexpr int64_t P = kPanel<A>, kPixels = 256;  // pixels of a block: a panel of it fills the L1 cache
-  const PatchColumns<T> columns;
   const Conv2dProblem& p;
+  const PatchColumns<T> columns;
   const ConvShape& s;
   const int64_t filter_panels, pixels;  // pixels of a block
   const bool in_place;                  // sums are added up in dW itself: its columns are those of the patches
@@ -154,12 +171,12 @@ struct WeightGradient {
   Grid grid{1, 1};  // prepared: shares of the filters, streamed: shares of the columns
 
   explicit WeightGradient(const Conv2dProblem& problem)
-      : columns(problem),
-        p(problem),
+      : p(problem),
+        columns(p, sizeof(T) == sizeof(A) && ConvShape(p).rows <= kPixels),
         s(columns.shape),
         filter_panels(panel_count<A>(s.filters)),
         pixels(smaller(kPixels, s.rows)),
-        in_place(sizeof(T) == sizeof(A) && s.taps == 1),
+        in_place(sizeof(T) == sizeof(A) && (s.taps == 1 || columns.as_weights)),
         threads(team(p.threads, static_cast<double>(s.rows * p.groups) * static_cast<double>(s.filters * s.depth))) {
     constexpr int64_t kCopy = 10;  // cycles to copy a panel's row, which takes P to be multiplied with P others
     constexpr int64_t kCached = (512 << 10) / (P * P * static_cast<int64_t>(sizeof(A)));
@@ -246,8 +263,8 @@ template <class T>
 struct InputGradient {
   using A = Acc<T>;
   static constexpr int64_t P = kPanel<A>, kPixels = 112;  // about so many pixels of a block
-  const PatchColumns<T> columns;
   const Conv2dProblem& p;
+  const PatchColumns<T> columns;
   const ConvShape& s;
   const int64_t lines;  // rows of dY in a block
   const bool plain;     // patches do not overlap: the product is dX
@@ -257,8 +274,8 @@ struct InputGradient {
   int64_t splits = 1, bands = 1;  // of the blocks of channels; of dX's rows
 
   explicit InputGradient(const Conv2dProblem& problem)
-      : columns(problem),
-        p(problem),
+      : p(problem),
+        columns(p, reads_weights_as_they_lie(p)),
         s(columns.shape),
         lines(larger(1, smaller(p.out_height, kPixels / p.out_width))),
         plain(s.taps == 1 && p.stride_h == 1 && p.stride_w == 1 && !p.pad_h && !p.pad_w),
@@ -273,8 +290,17 @@ struct InputGradient {
         if (least == 0 || time < least) splits = c, bands = b, least = time;
       }
   }
-  int64_t packed_elements() const { return checked_product({p.groups, columns.panels, s.filters, P}); }
-  int64_t row_elements() const { return checked_product({lines, p.out_width, copies ? P + prepared_stride<A>(s.filters) : P}); }
+  static bool reads_weights_as_they_lie(const Conv2dProblem& p) {
+    const ConvShape s(p);
+    return sizeof(T) == sizeof(A) && s.taps > 1 && s.rows <= 256 && p.x_stride.c == 1 && p.y_stride.c == 1 &&
+           !rows_collide<A>(p.y_stride.w) && (p.batch == 1 || p.y_stride.n == s.pixels * p.y_stride.w) &&
+           p.groups * ceil_div(s.channels, P) >= 8;  // tasks; not of `threads`, on which no sum may depend
+  }
+  int64_t packed_elements() const { return columns.as_weights ? 0 : checked_product({p.groups, columns.panels, s.filters, P}); }
+  int64_t row_elements() const {
+    if (columns.as_weights) return checked_mul(s.filters + s.rows, P);  // a panel of weights, and of patches
+    return checked_product({lines, p.out_width, copies ? P + prepared_stride<A>(s.filters) : P});
+  }
   int64_t sum_elements() const {  // a vector more is read
     return plain || in_place ? 0 : checked_product({ceil_div(p.in_height, bands) + 1, p.in_width, s.channels}) + P;
   }
@@ -302,7 +328,33 @@ struct InputGradient {
     });
   }
 
+  // Each task copies a panel of weights after the other, asks for the next one, and adds up all pixels of its channels.
+  void run_as_weights(const T* gy, const T* w, T* dx, A* buffers) const {
+    const int64_t slabs = ceil_div(s.rows, kRows);
+    parallel_for(threads, p.groups * columns.blocks, [&](int64_t i, int thread) {
+      const int64_t group = i / columns.blocks, block = i % columns.blocks, channel = group * s.channels + block * P;
+      A *panel = buffers + thread * buffer_elements(), *patches = panel + s.filters * P;
+      for (int64_t n = 0; n < p.batch; n++)
+        for (int64_t h = 0; h < p.in_height; h++)
+          for (int64_t j = 0; j < p.in_width; j++)
+            clear(dx + n * p.x_stride.n + h * p.x_stride.h + j * p.x_stride.w + channel, smaller(P, s.channels - block * P));
+      for (int64_t q = columns.first_panel(block); q < columns.end_panel(block); q++) {
+        const T* from = w + group * s.filters * s.depth + q * P;
+        pack_panels(from, s.filters, smaller(P, s.depth - q * P), s.depth, 1, panel, 0);
+        Next next{reinterpret_cast<const char*>(from + P), s.depth * static_cast<int64_t>(sizeof(T))};
+        for (int64_t j = 0; j < slabs; j++, next.step = 0) {
+          const Share rows = share(s.rows, slabs, j);
+          multiply_slab<A>(StridedRows<A>{gy + group * s.filters, p.y_stride.w}.from(rows.begin), rows.end - rows.begin, panel, P,
+                           s.filters, Output<A>{patches + rows.begin * P, P}, next);
+        }
+        columns.scatter(patches, 0, s.rows, group, q, dx);
+      }
+    });
+  }
+
   void run(const T* gy, const T* w, T* dx, Workspace& memory) const {
+    if constexpr (sizeof(T) == sizeof(A))
+      if (columns.as_weights) return run_as_weights(gy, w, dx, memory.take<A>(threads * buffer_elements()));
     A* packed = memory.take<A>(packed_elements());
     pack(w, packed);
     A* buffers = memory.take<A>(threads * buffer_elements());
