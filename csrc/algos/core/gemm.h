@@ -54,6 +54,15 @@ AI3_INLINE bool has_pair_products() {
   return false;
 #endif
 }
+// Both vectors narrowed, in one instruction.
+AI3_INLINE void store_rounded([[maybe_unused]] bfloat16* to, [[maybe_unused]] Vec<float> left,
+                              [[maybe_unused]] Vec<float> right) {
+#if AI3_VECTOR_BYTES == 64
+  Vec<float>::Raw rounded;
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(rounded) : "v"(right.raw), "v"(left.raw));
+  __builtin_memcpy(to, &rounded, sizeof(rounded));
+#endif
+}
 AI3_INLINE Vec<float> add_pair_products([[maybe_unused]] Vec<float> a, [[maybe_unused]] Vec<float> b, Vec<float> sums) {
 #if AI3_VECTOR_BYTES == 64
   asm("vdpbf16ps %2, %1, %0" : "+v"(sums.raw) : "v"(a.raw), "v"(b.raw));
@@ -75,6 +84,10 @@ struct MicroTile {
   AI3_INLINE void store(A* c, int64_t ldc) const {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) AI3_LEVEL::store(c + r * ldc, left[r]), AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
+  }
+  AI3_INLINE void store(bfloat16* c, int64_t ldc) const {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) store_rounded(c + r * ldc, left[r], right[r]);
   }
   // The panel may be stored in a narrower type. `locality` is how near to the core what is next is brought, as for
   // __builtin_prefetch.
@@ -165,19 +178,19 @@ struct IndirectRows {
 };
 
 // Where the sums of a tile start, and what comes after it.
-template <class A>
+template <class A, class C = A>
 struct Tile {
   const A* start;
   int64_t start_stride;  // 0: the same for all rows
-  A* c;
+  C* c;                  // bfloat16 only for sums of pairs
   int64_t ldc;
   const char* output;  // the tile's lines of the output, which are asked for before the sums are done
   int64_t output_stride;
   Next next;
 };
 // C = start + rows * panel; all kPanel columns of c are written.
-template <class A, int R, class Rows>
-void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A>& t) {
+template <class A, int R, class Rows, class C>
+void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
   for (int r = 0; r < R; r++) {
     const char* line = t.output + r * t.output_stride;
     __builtin_prefetch(line, 1), __builtin_prefetch(line + 64, 1);
@@ -189,11 +202,11 @@ void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A>& t) {
   rows.multiply(tile, panel, k, t.next);
   tile.store(t.c, t.ldc);
 }
-template <class A, class Rows, int R = kRows>
-AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, const Tile<A>& tile) {
+template <class A, int R = kRows, class Rows, class C>
+AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& tile) {
   if constexpr (R > 1)
-    if (row_count < R) return multiply_tile<A, Rows, R - 1>(row_count, rows, panel, k, tile);
-  micro_kernel<A, R, Rows>(rows, panel, k, tile);
+    if (row_count < R) return multiply_tile<A, R - 1>(row_count, rows, panel, k, tile);
+  micro_kernel<A, R>(rows, panel, k, tile);
 }
 
 // ---- Output ------------------------------------------------------------------------------------------------------------------
@@ -271,31 +284,36 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
 
-// A slab of at most kRows rows times one panel, of which `columns` are used. The bias is what sums start from; the rest of the
-// epilogue follows while the tile is in the L1 cache.
+// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from what is there or from the bias; the
+// rest of the epilogue follows while the tile is in the L1 cache.
 template <class T, class Rows>
 AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>* panel, int64_t columns, int64_t k,
                               const Output<T>& out, Next next) {
   using A = Acc<T>;
   constexpr int P = kPanel<A>;
-  alignas(64) A start[P] = {}, sums[kRows * P];
+  constexpr bool same = sizeof(T) == sizeof(A);
+  const bool whole = columns == P && out.column_stride == 1, biased = out.bias && !out.bias_per_row && !out.add;
+  alignas(64) A start[P] = {};
   Output<T> rest = out;
-  if (out.bias && !out.bias_per_row) {
-    for (int64_t i = 0; i < columns; i++) start[i] = widen(out.bias[i]);
-    rest.bias = nullptr;
-  }
-  Tile<A> tile{start, 0, sums, P, reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
-               next};
-  if constexpr (sizeof(T) == sizeof(A))
-    if (columns == P && out.column_stride == 1) {
-      tile.c = out.data, tile.ldc = out.row_stride;
-      if (out.add) tile.start = out.data, tile.start_stride = out.row_stride;
-      multiply_tile<A>(row_count, rows, panel, k, tile);
+  if (biased) rest.bias = nullptr;
+  auto tile = [&]<class C>(const A* from, int64_t stride, C* c, int64_t ldc) {
+    multiply_tile<A>(row_count, rows, panel, k,
+                     Tile<A, C>{from, stride, c, ldc, reinterpret_cast<const char*>(out.data),
+                                out.row_stride * static_cast<int64_t>(sizeof(T)), next});
+  };
+  if constexpr (same)
+    if (whole) {
+      tile(out.add ? out.data : biased ? out.bias : start, out.add ? out.row_stride : 0, out.data, out.row_stride);
       if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, P);
       return;
     }
-  multiply_tile<A>(row_count, rows, panel, k, tile);
-  if constexpr (sizeof(T) == sizeof(A))
+  if (biased)
+    for (int64_t i = 0; i < columns; i++) start[i] = widen(out.bias[i]);
+  if constexpr (requires { Rows::pairs; } && !same)
+    if (whole && rest.plain()) return tile(start, 0, out.data, out.row_stride);
+  alignas(64) A sums[kRows * P];
+  tile(start, 0, sums, P);
+  if constexpr (same)
     if (out.add)
       for (int64_t r = 0; r < row_count; r++)
         for (int64_t i = 0; i < columns; i++) sums[r * P + i] += out.data[r * out.row_stride + i * out.column_stride];
@@ -432,9 +450,8 @@ Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, 
                 most = unit > 0 && unit < kBlockBytes ? kBlockBytes / unit : 1;
   Grid best{};
   double least = 0;
-  for (int64_t prepared = ceil_div(units, most); prepared > 0; prepared = prepared == units      ? 0
-                                                                          : prepared * 2 < units ? prepared * 2
-                                                                                                 : units)
+  for (int64_t prepared = ceil_div(units, most); prepared > 0;
+       prepared = prepared == units ? 0 : smaller(units, prepared % threads ? round_up(prepared, threads) : prepared * 2))
     for (int64_t streamed = 1; streamed > 0; streamed = streamed == panels ? 0 : streamed * 2 < panels ? streamed * 2 : panels) {
       const double rows = static_cast<double>(ceil_div(units, prepared) * unit_size * k),
                    columns = static_cast<double>(ceil_div(panels, streamed) * kPanel<A>);
