@@ -9,8 +9,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kPlanes = AI3_VECTOR_BYTES == 64 ? 4 : 2;  // output channels of a segment
-constexpr int kVectors = 4;                              // vectors of a segment
+constexpr int kPlanes = AI3_VECTOR_BYTES == 64 ? 8 : 2;   // output channels of a segment
+constexpr int kVectors = AI3_VECTOR_BYTES == 64 ? 3 : 4;  // vectors of a segment
 
 // Columns [column, column + count) of one row of `planes` output planes.
 template <class T, int planes, int vectors>
@@ -21,9 +21,9 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
   const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
   const Range rows = inside(top, p.dilation_h, p.in_height, p.kernel_height);
   Vec<A> sum[planes][vectors];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int k = 0; k < planes; k++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) sum[k][q] = bias ? widen(bias[k]) : A(0);
   for (int64_t s = 0; s < p.kernel_width; s++) {
     const int64_t first = left + s * p.dilation_w;
@@ -32,28 +32,26 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
       for (int64_t r = rows.begin; r < rows.end; r++) {
         const T* shifted = x + c * p.x_stride.c + (top + r * p.dilation_h) * p.x_stride.h + first;
         const T* scalar = w + c * window + r * p.kernel_width + s;
-        Vec<A> scale[planes];
-#pragma GCC unroll 4
-        for (int k = 0; k < planes; k++) scale[k] = Vec<A>(widen(scalar[k * channels * window]));
-#pragma GCC unroll 4
+        auto scale = [&](int k) { return Vec<A>(widen(scalar[k * channels * window])); };
+#pragma GCC unroll 8
         for (int q = 0; q < vectors; q++) {
           const T* from = shifted + q * width * p.stride_w;
           const Range lanes = part_of(columns, q * width, width);
           if (lanes.size() == width) {
             const Vec<A> v = load_strided(from, p.stride_w);
-#pragma GCC unroll 4
-            for (int k = 0; k < planes; k++) sum[k][q] = fma(v, scale[k], sum[k][q]);
+#pragma GCC unroll 8
+            for (int k = 0; k < planes; k++) sum[k][q] = fma(v, scale(k), sum[k][q]);
           } else {
             const Vec<A> v = load_strided(from, p.stride_w, lanes);
-#pragma GCC unroll 4
-            for (int k = 0; k < planes; k++) sum[k][q] = select(lanes, fma(v, scale[k], sum[k][q]), sum[k][q]);
+#pragma GCC unroll 8
+            for (int k = 0; k < planes; k++) sum[k][q] = select(lanes, fma(v, scale(k), sum[k][q]), sum[k][q]);
           }
         }
       }
   }
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int k = 0; k < planes; k++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) {
       const int64_t rest = count - q * width;
       T* to = y + k * p.y_stride.c + row * p.y_stride.h + column + q * width;
@@ -61,18 +59,20 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
     }
 }
 
+// Segments of about equal length; the last one moves back over columns that are done, where it can be whole then.
 template <class T, int planes>
 void rows_of(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y, int64_t row) {
   constexpr int64_t width = Vec<Acc<T>>::width;
   for (int64_t column = 0, count; column < p.out_width; column += count) {
-    const int64_t rest = p.out_width - column, vectors = ceil_div(rest, width);
-    count = smaller(rest, kVectors * width);
-    if (vectors >= kVectors)
-      segment<T, planes, kVectors>(p, x, w, bias, y, row, column, count);
-    else if (vectors >= 2)
-      count = smaller(rest, 2 * width), segment<T, planes, 2>(p, x, w, bias, y, row, column, count);
-    else
-      segment<T, planes, 1>(p, x, w, bias, y, row, column, count);
+    const int64_t rest = p.out_width - column, left = ceil_div(rest, width), length = ceil_div(left, ceil_div(left, kVectors));
+    count = smaller(p.out_width, length * width);
+    const int64_t first = smaller(column, p.out_width - count);
+    switch (length) {
+      case 1: segment<T, planes, 1>(p, x, w, bias, y, row, first, count); break;
+      case 2: segment<T, planes, 2>(p, x, w, bias, y, row, first, count); break;
+      case 3: segment<T, planes, 3>(p, x, w, bias, y, row, first, count); break;
+      default: segment<T, planes, kVectors>(p, x, w, bias, y, row, first, count);
+    }
   }
 }
 
