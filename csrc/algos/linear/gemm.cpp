@@ -1,5 +1,6 @@
 // y = x * w^T as one packed matrix product (core/gemm.h). With few rows it is bound by the bandwidth at which the packed weight,
-// one contiguous stream for each thread, comes from memory.
+// one contiguous stream for each thread, comes from memory; with few outputs by that of x, and rows of both are multiplied as
+// they lie.
 #include "../conv2d/gradient.h"
 #include "packed.h"
 
@@ -14,13 +15,76 @@ constexpr auto with_form = [](const LinearProblem& p, const auto& body) {
   });
 };
 
-int64_t linear_gemm_workspace(const LinearProblem& p) { return product_workspace(p, with_form); }
-int64_t linear_gemm_packed_bytes(const LinearProblem& p) { return product_packed_bytes(p, with_form); }
-void linear_gemm_pack(const LinearProblem& p, const void* weight, void* packed) { product_pack(p, weight, packed, with_form); }
+// Dot products, one vector of each for as many rows as a vector has lanes; then the vectors turn, and their sum holds the rows'.
+template <class T>
+struct RowDots {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  static constexpr int64_t kOutputs = 4;  // at the most: a panel's zeros cost less than a pass over x for each of more
+
+  static bool fits(const LinearProblem& p) { return p.out_features <= kOutputs; }
+
+  const LinearProblem& p;
+
+  void multiply(const Buffers& m) const {
+    const int64_t k = p.in_features;
+    const T* x = static_cast<const T*>(m.input);
+    const A* w = static_cast<const A*>(m.weight);
+    Output<T> y{static_cast<T*>(m.output), 1, p.out_features};  // rows are outputs
+    y.bias = static_cast<const T*>(m.bias), y.bias_per_row = true;
+    y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+    parallel_ranges(p.threads, ceil_div(p.rows, V::width), 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t row = begin * V::width; row < smaller(p.rows, end * V::width); row += V::width) {
+        const int64_t count = smaller(V::width, p.rows - row);
+        A sums[kOutputs * V::width];
+        for (int64_t n = 0; n < p.out_features; n++) store(sums + n * V::width, dots(x + row * k, count, w + n * k));
+        store_block(y.from(0, row), sums, V::width, p.out_features, count);
+      }
+    });
+  }
+  // Of `count` rows; lanes behind them repeat the last one.
+  V dots(const T* x, int64_t count, const A* w) const {
+    const int64_t k = p.in_features;
+    V sum[V::width];
+    const T* row[V::width];
+#pragma GCC unroll 16
+    for (int r = 0; r < V::width; r++) sum[r] = A(0), row[r] = x + smaller(r, count - 1) * k;
+    int64_t i = 0;
+    for (; i + V::width <= k; i += V::width) {
+      const V b = load(w + i);
+#pragma GCC unroll 16
+      for (int r = 0; r < V::width; r++) sum[r] = fma(load(row[r] + i), b, sum[r]);
+    }
+    if (i < k) {
+      const V b = load_partial(w + i, k - i);
+#pragma GCC unroll 16
+      for (int r = 0; r < V::width; r++) sum[r] = fma(load_partial(row[r] + i, k - i), b, sum[r]);
+    }
+    transpose(sum);
+#pragma GCC unroll 4
+    for (int step = V::width / 2; step > 0; step /= 2)
+#pragma GCC unroll 8
+      for (int r = 0; r < step; r++) sum[r] += sum[r + step];
+    return sum[0];
+  }
+};
+
+int64_t linear_gemm_workspace(const LinearProblem& p) { return RowDots<float>::fits(p) ? 0 : product_workspace(p, with_form); }
+int64_t linear_gemm_packed_bytes(const LinearProblem& p) {
+  if (!RowDots<float>::fits(p)) return product_packed_bytes(p, with_form);
+  return with_type(p.dtype, [&]<class T>() { return workspace_bytes<Acc<T>>(checked_mul(p.out_features, p.in_features)); });
+}
+void linear_gemm_pack(const LinearProblem& p, const void* weight, void* packed) {
+  if (!RowDots<float>::fits(p)) return product_pack(p, weight, packed, with_form);
+  with_type(p.dtype, [&]<class T>() {
+    copy_widened(static_cast<const T*>(weight), p.out_features * p.in_features, static_cast<Acc<T>*>(packed));
+  });
+}
 
 template <class T>
 void linear_gemm(const LinearProblem& p, const Buffers& m, Workspace& workspace) {
   if (p.rows == 0) return;
+  if (RowDots<T>::fits(p)) return RowDots<T>{p}.multiply(m);
   if constexpr (dtype_of<T> == DType::bf16)
     if (has_pair_products()) return PackedProduct<T, Form::pairs>{p}.multiply(m, workspace);
   PackedProduct<T, Form::plain>{p}.multiply(m, workspace);
