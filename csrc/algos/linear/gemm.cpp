@@ -15,48 +15,56 @@ constexpr auto with_form = [](const LinearProblem& p, const auto& body) {
   });
 };
 
-// Dot products, one vector of each for as many rows as a vector has lanes; then the vectors turn, and their sum holds the rows'.
+// Dot products with each of as many rows as a vector has lanes, one vector of each at a time; then those vectors turn, and their
+// sum holds the rows' results. The rows are those of x, or of the weight where it has more.
 template <class T>
 struct RowDots {
   using A = Acc<T>;
   using V = Vec<A>;
-  static constexpr int64_t kOutputs = 4;  // at the most: a panel's zeros cost less than a pass over x for each of more
+  static constexpr int64_t kOutputs = 8;  // at the most: a pass over x in the cache for each; a panel costs as much as 32
 
   static bool fits(const LinearProblem& p) { return p.out_features <= kOutputs; }
 
   const LinearProblem& p;
 
   void multiply(const Buffers& m) const {
-    const int64_t k = p.in_features;
     const T* x = static_cast<const T*>(m.input);
     const A* w = static_cast<const A*>(m.weight);
-    Output<T> y{static_cast<T*>(m.output), 1, p.out_features};  // rows are outputs
-    y.bias = static_cast<const T*>(m.bias), y.bias_per_row = true;
+    const bool swapped = p.rows < p.out_features;
+    Output<T> y{static_cast<T*>(m.output), swapped ? p.out_features : 1, swapped ? 1 : p.out_features};
+    y.bias = static_cast<const T*>(m.bias), y.bias_per_row = !swapped;
     y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
-    parallel_ranges(p.threads, ceil_div(p.rows, V::width), 1, [&](int64_t begin, int64_t end, int) {
-      for (int64_t row = begin * V::width; row < smaller(p.rows, end * V::width); row += V::width) {
-        const int64_t count = smaller(V::width, p.rows - row);
+    swapped ? multiply(w, p.out_features, x, p.rows, y) : multiply(x, p.rows, w, p.out_features, y);
+  }
+  // y[i][j]: the dot product of rows j with i of the few others.
+  template <class R, class O>
+  void multiply(const R* rows, int64_t count, const O* others, int64_t few, const Output<T>& y) const {
+    const int64_t k = p.in_features;
+    parallel_ranges(p.threads, ceil_div(count, V::width), 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t row = begin * V::width; row < smaller(count, end * V::width); row += V::width) {
+        const int64_t lanes = smaller(V::width, count - row);
         A sums[kOutputs * V::width];
-        for (int64_t n = 0; n < p.out_features; n++) store(sums + n * V::width, dots(x + row * k, count, w + n * k));
-        store_block(y.from(0, row), sums, V::width, p.out_features, count);
+        for (int64_t i = 0; i < few; i++) store(sums + i * V::width, dots(rows + row * k, lanes, others + i * k));
+        store_block(y.from(0, row), sums, V::width, few, lanes);
       }
     });
   }
-  // Of `count` rows; lanes behind them repeat the last one.
-  V dots(const T* x, int64_t count, const A* w) const {
+  // Lanes behind the rows repeat the last one.
+  template <class R, class O>
+  V dots(const R* rows, int64_t lanes, const O* other) const {
     const int64_t k = p.in_features;
     V sum[V::width];
-    const T* row[V::width];
+    const R* row[V::width];
 #pragma GCC unroll 16
-    for (int r = 0; r < V::width; r++) sum[r] = A(0), row[r] = x + smaller(r, count - 1) * k;
+    for (int r = 0; r < V::width; r++) sum[r] = A(0), row[r] = rows + smaller(r, lanes - 1) * k;
     int64_t i = 0;
     for (; i + V::width <= k; i += V::width) {
-      const V b = load(w + i);
+      const V b = load(other + i);
 #pragma GCC unroll 16
       for (int r = 0; r < V::width; r++) sum[r] = fma(load(row[r] + i), b, sum[r]);
     }
     if (i < k) {
-      const V b = load_partial(w + i, k - i);
+      const V b = load_partial(other + i, k - i);
 #pragma GCC unroll 16
       for (int r = 0; r < V::width; r++) sum[r] = fma(load_partial(row[r] + i, k - i), b, sum[r]);
     }
