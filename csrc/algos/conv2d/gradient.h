@@ -8,47 +8,12 @@
 // Where the pixels of all images are fewer than a block, the weights are what weighs: columns then stand in the weights' own
 // order, so that dW is written, and W read, as it lies.
 #pragma once
+#include "../core/rows.h"
 #include "backward.h"
 #include "patches.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
-
-// `pixels` x `channels` elements into rows `ld` apart; from's channels or, failing that, its pixels had better be contiguous.
-template <class T>
-void copy_rows(const T* from, int64_t pixel_stride, int64_t channel_stride, int64_t pixels, int64_t channels, Acc<T>* to,
-               int64_t ld) {
-  using A = Acc<T>;
-  constexpr int64_t width = Vec<A>::width;
-  if (channel_stride == 1) {
-    for (int64_t i = 0; i < pixels; i++, from += pixel_stride, to += ld)
-      if (channels == 2 * width)
-        store(to, load(from)), store(to + width, load(from + width));
-      else
-        copy_widened(from, channels, to);
-  } else if (pixel_stride == 1) {  // squares turn in registers
-    for (int64_t c = 0; c < channels; c += width)
-      for (int64_t i = 0; i < pixels; i += width) {
-        const int64_t rows = smaller(width, channels - c), columns = smaller(width, pixels - i);
-        Vec<A> square[width];
-#pragma GCC unroll 16
-        for (int64_t j = 0; j < width; j++) {
-          const T* row = from + (c + j) * channel_stride + i;
-          square[j] = j >= rows ? Vec<A>(A{0}) : columns == width ? load(row) : load_partial(row, columns);
-        }
-        transpose(square);
-#pragma GCC unroll 16
-        for (int64_t j = 0; j < width; j++)
-          if (j < columns) {
-            A* row = to + (i + j) * ld + c;
-            rows == width ? store(row, square[j]) : store_partial(row, square[j], rows);
-          }
-      }
-  } else {
-    for (int64_t i = 0; i < pixels; i++)
-      for (int64_t c = 0; c < channels; c++) to[i * ld + c] = widen(from[i * pixel_stride + c * channel_stride]);
-  }
-}
 
 // The columns of a group's patch matrix in panels: channels in blocks of a panel's width and, in each block, taps before
 // channels. So a panel is one tap of a whole block, or several taps of a narrow last one. Or, `as_weights`, channels before taps:

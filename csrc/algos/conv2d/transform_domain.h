@@ -17,6 +17,7 @@
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/gemm.h"
+#include "../core/rows.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -226,13 +227,20 @@ struct TransformDomain {
         const int64_t first = panel * kPanel<A>, left = group_out - first;
         const T* at =
             weight + (turned ? (group * group_in + c) * group_out + first : (group * group_out + first) * group_in + c) * taps;
-        if (taps <= kStaged) pack_panels(at, taps, left < kPanel<A> ? left : kPanel<A>, 1, apart, stage, 0);
+        for (int64_t e = 0; left < kPanel<A> && e < kStaged * kPanel<A>; e++) stage[e] = 0;
+        if (taps <= kStaged) copy_rows(at, 1, apart, taps, smaller(left, kPanel<A>), stage, kPanel<A>);
+        int64_t taken[kExtentH][kExtentW];  // the branch's taps, -1: none
+        for (int64_t u = 0; u < kExtentH; u++)
+          for (int64_t v = 0; v < kExtentW; v++) {
+            const int64_t r = h.tap(branch / w.branches, u), s = w.tap(branch % w.branches, v), t = r * p.kernel_width + s;
+            const bool none = u >= h.taps || v >= w.taps || r >= p.kernel_height || s >= p.kernel_width;
+            taken[u][v] = none ? -1 : turned ? taps - 1 - t : t;
+          }
         for (int64_t lane = 0; lane < kPanel<A>; lane += D::width) {
           auto tap = [&](int64_t u, int64_t v) {
             D value = 0.;
-            const int64_t r = h.tap(branch / w.branches, u), s = w.tap(branch % w.branches, v), t = r * p.kernel_width + s;
-            if (u >= h.taps || v >= w.taps || r >= p.kernel_height || s >= p.kernel_width) return value;
-            const int64_t from = turned ? taps - 1 - t : t;
+            const int64_t from = taken[u][v];
+            if (from < 0) return value;
             if (taps <= kStaged) return doubles(stage + from * kPanel<A> + lane);
             for (int j = 0; j < D::width && lane + j < left; j++) value.raw[j] = widen(at[(lane + j) * apart + from]);
             return value;
