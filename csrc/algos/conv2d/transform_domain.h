@@ -18,6 +18,7 @@
 #include "../core/epilogue.h"
 #include "../core/gemm.h"
 #include "../core/rows.h"
+#include "../core/streaming.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -119,22 +120,6 @@ AI3_INLINE void store_rounded(float* p, Vec<double> v) {
 }
 AI3_INLINE void store_rounded(bfloat16* p, Vec<double> v) {
   for (int j = 0; j < Vec<double>::width; j++) narrow(static_cast<float>(v[j]), p[j]);
-}
-
-// Stores past the caches: a line is neither read before it is written nor kept. For whole aligned lines of 64 bytes only: a
-// vector that is a part of one is stored as ever.
-template <class T, class V>
-AI3_INLINE void store_streaming(T* p, V v) {
-#if AI3_VECTOR_BYTES == 64
-  if constexpr (sizeof(T) == 4) return _mm512_stream_ps(p, v.raw);
-  if constexpr (sizeof(T) == 8) return _mm512_stream_pd(p, v.raw);
-#endif
-  store(p, v);
-}
-AI3_INLINE void finish_streaming() {
-#if AI3_VECTOR_BYTES == 64
-  _mm_sfence();
-#endif
 }
 
 // Rows of the transformed input, times a panel of weights as they are stored.
