@@ -183,6 +183,16 @@ def test_sums_of_products_are_exact_on_integers(name):
     assert torch.equal(getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, groups=groups).double(), exact)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("width", [148, 300])  # outputs that are asked for ahead, and that go past the caches
+@pytest.mark.parametrize(("channels", "kernel"), [(3, 3), (16, 1)])
+def test_direct_writes_large_outputs(channels, kernel, width, bias):
+    x = integers(1, channels, 230, width).to(memory_format=torch.channels_last)
+    w, b = integers(64, channels, kernel, kernel), integers(64) if bias else None
+    exact = torch.conv2d(x, w, b, padding=kernel // 2)
+    assert torch.equal(torch.ops.ai3.conv2d_direct(x, w, b, padding=kernel // 2), exact)
+
+
 def test_gemm_bf16_rounds_its_operands_and_nothing_else():
     """Of integers that need more bits than a bfloat16 has; sums of their products are exact in float32."""
     generator = torch.Generator().manual_seed(0)

@@ -5,6 +5,7 @@
 // Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/gemm.h"
 #include "../core/prologue.h"
+#include "../core/streaming.h"
 #include "backward.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -12,6 +13,9 @@ namespace {
 
 // Pixels of a register tile: with two vectors each, two of weights and one broadcast they fill 32 or 16 registers.
 constexpr int kPixels = AI3_VECTOR_BYTES == 64 ? 14 : 6;
+// A 1x1 kernel on more channels than these is a packed product; with fewer, tiles are too short for it
+// (docs/decisions/direct.md).
+constexpr int64_t kFewChannels = 64;
 constexpr int64_t kStageSpan = 256, kStageChannels = 16;  // elements of the tile's input that are widened at a time
 
 template <class A, class B>
@@ -94,60 +98,111 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
   });
 }
 
-// Kernel positions and channels that a tile adds up, with the strides from one to the next.
+// How sums come into the output: its lines, which are not read, are likely in a cache where it is small, those of a larger one
+// are asked for beforehand, and those of one that no cache holds go past the caches, as whole lines; or sums are added to what is
+// there.
+enum class Lines { cached, asked_for, past_caches, added_to };
+constexpr int64_t kAskedFrom = 4 << 20, kPastFrom = 16 << 20;  // bytes of output
+
+// Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
+// the row, and how many blocks of output channels each of them has, which start from values `start_block` apart.
 struct Span {
   int64_t rows, columns, channels;
   int64_t x_row, x_column, x_channel, x_pixel;
-  int64_t w_row, w_column, w_channel;
+  int64_t w_row, w_column, w_channel, w_block;
+  int64_t tiles = 1, blocks = 1, start_block = 0;
+  Lines lines = Lines::cached;
+};
+template <class A>
+constexpr A kZeros[2 * Vec<A>::width] = {};
+
+// Up to 15 elements `apart`, as five from each of three pointers: those are the distances that addresses of the processor hold
+// with two registers, the compiler's own way takes 14 and keeps half of them on the stack.
+template <class A>
+struct Apart {
+  const char* at[3];
+  int64_t step, step3;
+  AI3_INLINE Apart(const A* p, int64_t apart) : step(apart * static_cast<int64_t>(sizeof(A))), step3(3 * step) {
+    at[0] = reinterpret_cast<const char*>(p), at[1] = at[0] + 5 * step, at[2] = at[1] + 5 * step;
+    asm("" : "+r"(at[1]), "+r"(at[2]), "+r"(step3));  // so that it does not find out how they hang together
+  }
+  AI3_INLINE const A* operator[](int j) const {
+    return reinterpret_cast<const A*>(at[j / 5] + (j % 5 == 3 ? step3 : j % 5 * step));
+  }
+  AI3_INLINE void operator+=(int64_t elements) {
+    for (int i = 0; i < 3; i++) at[i] += elements * static_cast<int64_t>(sizeof(A));
+  }
 };
 
-// Where the sums of a tile start: values `pixel` apart, 0 where they are the same for all pixels.
-template <class A>
-struct Start {
-  const A* data;
-  int64_t pixel;
-};
-// tile[j][0 .. v vectors) = start[j] + sum over the span of x[j] * w, for n pixels. No loop of the span is empty, and nothing
-// else needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack.
+// tile[j][0 .. v vectors) = start + sum over the span of x[j] * w, for n pixels. No loop of the span is empty, and nothing else
+// needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack. The loop over tiles is in here
+// because few channels make short tiles: found one by one, they take a third longer.
 template <class A, int n, int v>
-[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, Start<A> start, const Span& span) {
+[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
-  Vec<A> sum[n][v];
-#pragma GCC unroll 16
-  for (int j = 0; j < n; j++)
-#pragma GCC unroll 2
-    for (int q = 0; q < v; q++) sum[j][q] = load(start.data + j * start.pixel + q * width);
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
-  int64_t r = span.rows;
+  int64_t tiles = span.tiles;
   do {
-    int64_t s = span.columns;
-    const A *xs = x, *ws = w;
+    int64_t blocks = span.blocks;
+    const A *wb = w, *from = start;
+    A* to = tile;
     do {
-      int64_t c = span.channels;
-      const A *xc = xs, *wc = ws;
+      Vec<A> first[v], sum[n][v];
+#pragma GCC unroll 2
+      for (int q = 0; q < v; q++) first[q] = load(from + q * width);
+#pragma GCC unroll 16
+      for (int j = 0; j < n; j++)
+#pragma GCC unroll 2
+        for (int q = 0; q < v; q++) sum[j][q] = first[q];
+      if (span.lines == Lines::asked_for)
+        for (int j = 0; j < n; j++)
+#pragma GCC unroll 2
+          for (int q = 0; q < v; q++) __builtin_prefetch(to + j * tile_pixel + q * width, 1);
+      int64_t r = span.rows;
+      const A *xr = x, *wr = wb;
       do {
-        Vec<A> weights[v];
+        int64_t s = span.columns;
+        const A *xs = xr, *ws = wr;
+        do {
+          int64_t c = span.channels;
+          Apart<A> pixels(xs, x_pixel);
+          const A* wc = ws;
+          do {
+            Vec<A> weights[v];
 #pragma GCC unroll 2
-        for (int q = 0; q < v; q++) weights[q] = load(wc + q * width);
+            for (int q = 0; q < v; q++) weights[q] = load(wc + q * width);
 #pragma GCC unroll 16
-        for (int j = 0; j < n; j++) {
-          const Vec<A> pixel(xc[j * x_pixel]);
+            for (int j = 0; j < n; j++) {
+              const Vec<A> pixel(*pixels[j]);
 #pragma GCC unroll 2
-          for (int q = 0; q < v; q++) sum[j][q] = fma(weights[q], pixel, sum[j][q]);
-        }
-        xc += x_channel, wc += w_channel;
-      } while (--c);
-      xs += span.x_column, ws += span.w_column;
-    } while (--s);
-    x += span.x_row, w += span.w_row;
-  } while (--r);
+              for (int q = 0; q < v; q++) sum[j][q] = fma(weights[q], pixel, sum[j][q]);
+            }
+            pixels += x_channel, wc += w_channel;
+          } while (--c);
+          xs += span.x_column, ws += span.w_column;
+        } while (--s);
+        xr += span.x_row, wr += span.w_row;
+      } while (--r);
+      const Apart<A> rows(to, tile_pixel);
+      auto each = [&](const auto& put) {
 #pragma GCC unroll 16
-  for (int j = 0; j < n; j++)
+        for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-    for (int q = 0; q < v; q++) store(tile + j * tile_pixel + q * width, sum[j][q]);
+          for (int q = 0; q < v; q++) put(const_cast<A*>(rows[j]) + q * width, sum[j][q]);
+      };
+      if (span.lines == Lines::past_caches)
+        each([](A* p, Vec<A> s) { store_streaming(p, s); });
+      else if (span.lines == Lines::added_to)
+        each([](A* p, Vec<A> s) { store(p, load(p) + s); });
+      else
+        each([](A* p, Vec<A> s) { store(p, s); });
+      wb += span.w_block, from += span.start_block, to += v * width;
+    } while (--blocks);
+    x += n * x_pixel, tile += n * tile_pixel;
+  } while (--tiles);
 }
 template <int n, class A>
-AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, Start<A> start,
+AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start,
                            const Span& span) {
   if (pixels == n)
     (two ? accumulate<A, n, 2> : accumulate<A, n, 1>)(x, w, tile, tile_pixel, start, span);
@@ -158,18 +213,19 @@ AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* 
 // The same for an input that must be widened or has a prologue: the tile's part of it goes through a small buffer.
 template <class T>
 void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Acc<T>* tile, int64_t tile_pixel,
-                       Start<Acc<T>> start, const Span& span, const Prologue<Acc<T>>& prologue) {
+                       const Acc<T>* start, const Span& span, const Prologue<Acc<T>>& prologue) {
   using A = Acc<T>;
   alignas(64) A stage[kStageSpan * kStageChannels];
   const bool by_pixel = span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
   const int64_t chunk = by_pixel ? kStageSpan : kStageChannels, reach = (pixels - 1) * span.x_pixel + 1;
+  Lines lines = span.lines;
   for (int64_t r = 0; r < span.rows; r++)
     for (int64_t s = 0; s < span.columns; s++)
       for (int64_t c0 = 0; c0 < span.channels; c0 += chunk) {
         const T* from = x + r * span.x_row + s * span.x_column + c0 * span.x_channel;
         const Prologue<A> f = prologue.from(c0);
         Span part = span;
-        part.rows = part.columns = 1, part.channels = smaller(chunk, span.channels - c0);
+        part.lines = lines, part.rows = part.columns = 1, part.channels = smaller(chunk, span.channels - c0);
         if (by_pixel) {
           for (int64_t j = 0; j < pixels; j++) copy_channels(f, from + j * span.x_pixel, part.channels, stage + j * kStageSpan);
           part.x_pixel = kStageSpan;
@@ -185,7 +241,7 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
         }
         accumulate<kPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile, tile_pixel,
                             start, part);
-        start = {tile, tile_pixel};
+        lines = Lines::added_to, start = kZeros<A>;
       }
 }
 
@@ -212,13 +268,13 @@ AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_
     }
 }
 
-// A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of four tiles, over the whole batch where images follow
-// each other pixel by pixel, as in NHWC.
+// A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of eight tiles, over the whole batch where images
+// follow each other pixel by pixel, as in NHWC.
 Conv2dProblem regrouped(Conv2dProblem p) {
   if (!is_pointwise(p)) return p;
   int64_t pixels = p.out_height * p.out_width;
   if (p.x_stride.n == pixels * p.x_stride.w && p.y_stride.n == pixels * p.y_stride.w) pixels *= p.batch, p.batch = 1;
-  p.out_width = p.in_width = smaller(pixels, 4 * kPixels);
+  p.out_width = p.in_width = smaller(pixels, 8 * kPixels);
   p.out_height = p.in_height = ceil_div(pixels, p.out_width);
   p.x_stride.h = p.out_width * p.x_stride.w, p.y_stride.h = p.out_width * p.y_stride.w;
   return p;
@@ -291,7 +347,8 @@ bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
     multiply_pixels<T>(p, b, m, pairs, b.channels / 2, [&](int64_t g) { return PairRows{x + g * b.channels, stride}; });
     return true;
   } else if constexpr (same<T, Acc<T>>) {
-    if (b.block != kPanel<T> || (rows_collide<T>(stride) && !prologue)) return false;
+    const bool few = b.channels <= kFewChannels && b.out_channels % b.block == 0;
+    if (b.block != kPanel<T> || ((few || rows_collide<T>(stride)) && !prologue)) return false;
     if (prologue)
       multiply_pixels<T>(
           p, b, m, static_cast<const T*>(m.weight), b.channels,
@@ -329,11 +386,31 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   whole.x_row = p.dilation_h * p.x_stride.h, whole.x_column = p.dilation_w * p.x_stride.w;
   whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
-  const int64_t panel = p.kernel_height * whole.w_row;
+  const int64_t panel = whole.w_block = p.kernel_height * whole.w_row;
   // Pixels 4 KiB apart share one set of the first-level cache, which has eight ways.
   const bool collide =
       same<T, A> && kPixels > 8 && p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
   const int64_t tile_pixels = collide ? 7 : kPixels;
+
+  // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long loops.
+  auto joined = [](Span span) {
+    if (span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
+    return span;
+  };
+  // Pixels whose window lies inside the image's columns are most of a row, and where sums need no buffer and each block is of
+  // whole vectors, their tiles differ in their address alone. The few pixels beside them are tiles of their own then, which costs
+  // more than it saves where there are many products.
+  constexpr int64_t kFewProducts = 512;
+  const bool few = p.pad_w == 0 || p.kernel_height * p.kernel_width * b.channels <= kFewProducts;
+  const bool alike = few && in_place && !prologue && b.channels > 0 && b.block % width == 0 && b.out_channels % b.block == 0;
+  const Range interior = inside(-p.pad_w, p.stride_w, p.in_width - (p.kernel_width - 1) * p.dilation_w, alike ? p.out_width : 0);
+
+  const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
+  const bool whole_lines =
+      reinterpret_cast<uintptr_t>(y) % 64 == 0 && p.y_stride.w * size % 64 == 0 && b.block * size % 64 == 0 && !needs_finish;
+  const Lines lines = written < kAskedFrom                  ? Lines::cached
+                      : written >= kPastFrom && whole_lines ? Lines::past_caches
+                                                            : Lines::asked_for;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
   auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const T* bi,
@@ -376,14 +453,13 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         if (!started && !full) fill();
         Span span = whole;
         span.rows = valid.size(), span.columns = end - s;
-        // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long
-        // loops.
-        if (!f && span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
+        if (!f) span = joined(span);
         const T* from = xi + (top + valid.begin * p.dilation_h) * p.x_stride.h +
                         (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
         const A* panel_part = weights + valid.begin * span.w_row + s * span.w_column;
         A* const into = sums + seen.begin * sums_pixel;
-        const Start<A> from_sums = started ? Start<A>{into, sums_pixel} : Start<A>{first, 0};
+        const A* from_sums = started ? kZeros<A> : first;
+        if (started) span.lines = Lines::added_to;
         if (!same<T, A> || f)
           accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span, f);
         else if constexpr (same<T, A>)
@@ -394,6 +470,27 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     }
     if (!started) fill();
     if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
+  };
+
+  // All tiles of such pixels [columns.begin, columns.end) of a row, which see the kernel's rows `valid`, by `blocks` blocks.
+  auto alike_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights, const T* bi,
+                         int64_t blocks) {
+    if constexpr (same<T, A>) {
+      Span span = joined(whole);
+      span.rows = valid.size(), span.blocks = blocks, span.lines = lines;
+      if (bi) span.start_block = b.block;
+      const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h - p.pad_w * p.x_stride.w;
+      int64_t tiles = ceil_div(columns.size(), tile_pixels), column = columns.begin;
+      while (tiles > 0) {  // first the wider tiles
+        const int64_t pixels = ceil_div(columns.end - column, tiles), wider = columns.end - column - (pixels - 1) * tiles;
+        span.tiles = needs_finish ? 1 : wider;
+        T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
+        accumulate<kPixels>(pixels, b.block > width, from + column * span.x_pixel, weights + valid.begin * span.w_row, out,
+                            p.y_stride.w, bi ? bi : kZeros<A>, span);
+        if (needs_finish) finish<T>(p, out, p.y_stride.w, pixels, blocks * b.block, zi ? zi + (out - yi) : nullptr, out);
+        tiles -= span.tiles, column += span.tiles * pixels;
+      }
+    }
   };
 
   // Where the weights fit the second-level cache, tiles go through all blocks of output channels, so that the output is written
@@ -415,19 +512,34 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     const int64_t first = i % splits * blocks, last = smaller(b.blocks, first + blocks), row0 = i / splits % chunks * rows,
                   image = i / splits / chunks;
     const int64_t n = image / p.groups, g = image % p.groups;
+    const T* xi = x + n * p.x_stride.n + g * b.channels * p.x_stride.c;
     for (int64_t block = first; block < last; block += pass)
       for (int64_t row = row0; row < smaller(p.out_height, row0 + rows); row++) {
-        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), tiles = ceil_div(columns, tile_pixels);
-        for (int64_t t = 0; t < tiles; t++) {
-          const int64_t column = t * columns / tiles, pixels = (t + 1) * columns / tiles - column;
-          for (int64_t kb = block; kb < smaller(last, block + pass); kb++) {
-            const int64_t k = g * b.out_channels + kb * b.block, at = n * p.y_stride.n + k * p.y_stride.c;
-            tile(x + n * p.x_stride.n + g * b.channels * p.x_stride.c, y + at, residual ? residual + at : nullptr, row, column,
-                 pixels, w + (g * b.blocks + kb) * panel, bias ? bias + k : nullptr,
-                 smaller(b.block, b.out_channels - kb * b.block), prologue.from(g * b.channels));
+        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), end = smaller(last, block + pass);
+        const Range valid = inside(row * p.stride_h - p.pad_h, p.dilation_h, p.in_height, p.kernel_height);
+        const int64_t quick_end = valid.size() > 0 ? smaller(interior.end, columns) : 0,
+                      quick_begin = smaller(interior.begin, quick_end);
+        auto at = [&](int64_t k) { return n * p.y_stride.n + k * p.y_stride.c; };
+        auto tiles_of = [&](int64_t from, int64_t to) {
+          const int64_t tiles = ceil_div(to - from, tile_pixels);
+          for (int64_t t = 0; t < tiles; t++) {
+            const int64_t column = from + t * (to - from) / tiles, pixels = from + (t + 1) * (to - from) / tiles - column;
+            for (int64_t kb = block; kb < end; kb++) {
+              const int64_t k = g * b.out_channels + kb * b.block;
+              tile(xi, y + at(k), residual ? residual + at(k) : nullptr, row, column, pixels, w + (g * b.blocks + kb) * panel,
+                   bias ? bias + k : nullptr, smaller(b.block, b.out_channels - kb * b.block), prologue.from(g * b.channels));
+            }
           }
+        };
+        tiles_of(0, quick_begin);
+        if (quick_begin < quick_end) {
+          const int64_t k = g * b.out_channels + block * b.block;
+          alike_tiles(xi, y + at(k), residual ? residual + at(k) : nullptr, row, valid, {quick_begin, quick_end},
+                      w + (g * b.blocks + block) * panel, bias ? bias + k : nullptr, end - block);
         }
+        tiles_of(quick_end, columns);
       }
+    if (lines == Lines::past_caches) finish_streaming();
   });
 }
 
