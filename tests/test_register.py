@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -84,9 +85,10 @@ def test_worked_example(tmp_path, monkeypatch):
     (header,) = [text for language, text in blocks if language == "cpp"]
     (tmp_path / "rows.h").write_text(header)
     monkeypatch.chdir(tmp_path)
-    scope = {"__name__": "page"}
+    page = types.ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", page)  # compilers look functions' modules up
     for number, text in enumerate(text for language, text in blocks if language == "python"):
-        exec(compile(text, f"{PAGE.name}, Python block {number + 1}", "exec"), scope)
+        exec(compile(text, f"{PAGE.name}, Python block {number + 1}", "exec"), vars(page))
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the docs are not beside the tests")

@@ -211,18 +211,31 @@ def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], ou
 
 
 def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """ATen's."""
+    """By convolutions of ATen's: the output is bilinear in input and weight, and so is each second derivative."""
     grad, input, weight = ctx.saved_tensors
     ggx, ggw, ggb = (g if wanted else None for g, wanted in zip(grads, ctx.mask, strict=True))
-    lists = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in ctx.window]
     unbatched = input.ndim == 3
     if unbatched:
         grad, input, ggx = (None if t is None else t.unsqueeze(0) for t in (grad, input, ggx))
-    needs = list(ctx.needs[:3])
-    rest = (grad, weight, input, *lists, False, [0, 0], ctx.groups, needs)
-    result = torch.ops.aten._convolution_double_backward(ggx, ggw, ggb, *rest)
-    result = [g if wanted else None for g, wanted in zip(result, needs, strict=True)]
-    return tuple(g.squeeze(0) if unbatched and g is not None and i < 2 else g for i, g in enumerate(result))
+    lists = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in ctx.window]
+    window = (*lists, False, [0, 0], ctx.groups)
+    backward = torch.ops.aten.convolution_backward
+    of_grad = of_input = of_weight = None
+    if ctx.needs[0]:
+        terms = [] if ggb is None else [ggb.reshape(-1, 1, 1)]
+        terms += [
+            torch.ops.aten.convolution(x, w, None, *window)
+            for x, w in ((ggx, weight), (input, ggw))
+            if x is not None and w is not None
+        ]
+        of_grad = sum(terms[1:], terms[0]).expand_as(grad) if terms else None
+    if ctx.needs[1] and ggw is not None:
+        of_input = backward(grad, input, ggw, None, *window, [True, False, False])[0]
+    if ctx.needs[2] and ggx is not None:
+        of_weight = backward(grad, ggx, weight, None, *window, [False, True, False])[1]
+    if unbatched:
+        of_grad, of_input = (None if t is None else t.squeeze(0) for t in (of_grad, of_input))
+    return of_grad, of_input, of_weight
 
 
 def vmap_backward(
