@@ -297,6 +297,8 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
     net = network(arguments.model, arguments.weights)
+    if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {arguments.device}: there is no GPU that PyTorch can use")
     for module, package in doctor.DEMO_PACKAGES.items():
         try:
             __import__(module)
@@ -468,7 +470,8 @@ def _figure(
     for layer in ai3_ops.explain(runs[2].model).layers:
         key = f"{layer.operation}: {layer.used}"
         counts[key] = counts.get(key, 0) + 1
-    shown = sorted(counts.items(), key=lambda item: -item[1])[:7]
+    ranked = sorted(counts.items(), key=lambda item: -item[1])
+    shown = ranked if len(ranked) <= 8 else [*ranked[:7], ("others", sum(n for _, n in ranked[7:]))]
     colors = [theirs if key.endswith(": torch") else chosen for key, _ in shown]
     axes.barh(range(len(shown)), [n for _, n in shown], color=colors, height=0.7)
     axes.set_yticks(range(len(shown)), [key for key, _ in shown], fontsize=8)

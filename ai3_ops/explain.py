@@ -85,6 +85,8 @@ def _plain(text: str) -> Any:
 
 def explain(model: nn.Module) -> Report:
     """Per layer of `model`: what was requested, what computes it, why, shapes and calls. str() is a table."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.explain needs an nn.Module, got {type(model).__name__}")
     layers, unreached = [], []
     operations = registry.operations()
     for name, module in model.named_modules():

@@ -130,6 +130,8 @@ def register(
                 operation, name, source, replace=replace, exact=exact, deterministic=deterministic
             )
         else:
+            if not isinstance(source, (str, os.PathLike)):
+                raise TypeError(f"ai3_ops.register needs a header's path or a callable, got {source!r}")
             if not (exact and deterministic):
                 raise ValueError(
                     "ai3_ops.register: a header says in its macro what it is, as in AI3_ALGORITHM"

@@ -71,8 +71,8 @@ def add_python_algorithm(
 ) -> None:
     """Makes `ai3::<operation>_<name>` of a Python callable, for every device that its own calls have.
 
-    `function` gets the operator's positional arguments, in the order of the schema and with defaults filled in; its result
-    must have the operation's output sizes and dtype. Gradients are ATen's.
+    `function` gets the operator's positional arguments, in the order of the schema and with defaults filled in and
+    a number for each dimension; its result must have the operation's output sizes and dtype. Gradients are ATen's.
     """
     key = (operation, name)
     _known(operation, OPERATIONS, "operation")
@@ -94,9 +94,11 @@ def add_python_algorithm(
         def call(*args: Any) -> Tensor:  # looks the callable up, so that it can be replaced
             if not _python[key].deterministic:
                 alert_not_deterministic(f"ai3::{operation}_{name}")
-            return _functions[key](*args)
+            spread = (v * n if n and v is not None and len(v) == 1 else v for v, n in zip(args, counts, strict=False))
+            return _functions[key](*spread)
 
         OPERATIONS[operation].define(name, call)
+        counts = [a.N for a in getattr(torch.ops.ai3, f"{operation}_{name}").default._schema.arguments]
     changed()
 
 

@@ -27,6 +27,9 @@ class Algorithm:
     def __init__(
         self, name: str, *, backward_input: str | None = None, backward_weight: str | None = None, **parameters: Any
     ) -> None:
+        for given in (name, backward_input or "", backward_weight or ""):
+            if not isinstance(given, str):
+                raise TypeError(f"Algorithm() takes names of algorithms, got {given!r}")
         self.name = name
         self.backward = (backward_input, backward_weight)
         self.parameters = parameters

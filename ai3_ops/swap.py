@@ -151,6 +151,8 @@ def swap(
 
 def unswap(model: nn.Module) -> nn.Module:
     """Gives every module of `model` its original class back, in place, and returns the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
     for module in model.modules():
         if isinstance(module, Swapped):
             set_class(module, original_class(module))

@@ -91,6 +91,19 @@ def test_worked_example(tmp_path, monkeypatch):
         exec(compile(text, f"{PAGE.name}, Python block {number + 1}", "exec"), vars(page))
 
 
+def test_a_callable_gets_a_number_for_each_dimension():
+    """As ATen's operators take one for both."""
+    seen = []
+
+    def pairs(x, weight, bias, stride, padding, dilation, groups):
+        seen.append([list(v) for v in (stride, padding, dilation)])
+        return torch.nn.functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+    operator = ai3_ops.register("conv2d", "user_pairs", pairs)
+    operator(torch.ones(1, 1, 5, 5), torch.ones(1, 1, 1, 1), None, (2,), 1, [1, 1])
+    assert seen == [[[2, 2], [1, 1], [1, 1]]]
+
+
 @pytest.mark.skipif(not PAGE.exists(), reason="the docs are not beside the tests")
 def test_the_page_has_every_trait():
     header = (Path(ai3_ops.__file__).parent / "include/ai3/algorithm.h").read_text()

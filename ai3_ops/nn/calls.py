@@ -184,10 +184,11 @@ class Call:
     # Support ----------------------------------------------------------------------------------------------------------
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
         """The reason why `algorithm` cannot do a problem, "" where it can."""
+        roles = {algorithm.backward[1]: "backward_weight", algorithm.backward[0]: "backward_input"}
         for name in algorithm.names:
             ok, reason = registry.supports_problem(self.operation, name, problem)
             if not ok:
-                return reason if name == algorithm.name else f"{name} {reason}"
+                return reason if name == algorithm.name else f"with {roles[name]}={name!r}, which {reason}"
         return ""
 
     def backward_refusal(self, algorithm: Algorithm, args: tuple[Any, ...] | None = None) -> str:

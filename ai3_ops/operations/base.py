@@ -63,7 +63,11 @@ def check_same(label: str, input: Tensor, other: Tensor, name: str) -> None:
         label,
         f"needs input and {name} of one dtype, got {input.dtype} and {other.dtype}",
     )
-    check(input.device == other.device, label, f"needs input and {name} on one device")
+    check(
+        input.device == other.device,
+        label,
+        f"needs input and {name} on one device, got {input.device} and {other.device}",
+    )
 
 
 def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
