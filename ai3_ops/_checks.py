@@ -422,7 +422,8 @@ def check_vmap(info: AlgorithmInfo) -> None:
                     try:
                         got = torch.vmap(function, dims)(*args)
                     except RuntimeError as error:  # folded into groups or channels that the method does not have
-                        require("algorithms that support this case" in str(error), f"{what}: {error}")
+                        folded = function is loss or any(choice[1:])
+                        require(folded and "algorithms that support this case" in str(error), f"{what}: {error}")
                         continue
                 parts = [function(*sample(i)) for i in range(3)]
                 for g, e in zip(got, map(torch.stack, zip(*parts, strict=True)), strict=True):
@@ -451,7 +452,6 @@ def check_workspace(info: AlgorithmInfo) -> None:
     """A call on the CPU allocates the workspace that the registry states, beside its output."""
     if info.device != "cpu" or info.vendor or info.python or info.rule or info.layout != "any":
         return
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler says on stderr that it starts and stops
     rules, name = OPERATIONS[info.operation], f"ai3::{info.operation}_{info.name}"
     for call in few_calls(info, 4, "float32" if "float32" in info.dtypes else None, large=True):
         inputs = call.tensors
@@ -460,11 +460,25 @@ def check_workspace(info: AlgorithmInfo) -> None:
         p = rules.problem(name, *inputs, *call.case.arguments)
         stated = registry.workspace_sizes(info.operation, info.name, p.device, p.dtype, **p.sizes)
         _library.release_workspace()
-        with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
+        with torch.inference_mode(), _quiet_profiler(), torch.profiler.profile(profile_memory=True) as profile:
             output = call.operator(*inputs)
         rest = allocated(profile) - output.numel() * output.element_size() + _library.release_workspace()
         slack = 4096 if stated < HUGE_PAGE else HUGE_PAGE
         require(stated <= rest <= stated + slack, f"{call}: states {stated} bytes of workspace, allocates {rest}")
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Else it says on stderr that it starts and stops."""
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def allocated(profile: Any) -> int:

@@ -297,7 +297,11 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
     net = network(arguments.model, arguments.weights)
-    if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
+    try:
+        device = torch.device(arguments.device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {arguments.device}: {error}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {arguments.device}: there is no GPU that PyTorch can use")
     for module, package in doctor.DEMO_PACKAGES.items():
         try:

@@ -104,8 +104,8 @@ def cpp_compiler() -> str:
     """The path of the compiler that headers are built with, or why there is none."""
     try:
         command = find_compiler()[0]
-    except RuntimeError:
-        return "none"
+    except (RuntimeError, ValueError, IndexError):  # CXX may be words that are none
+        return f"none: CXX is {os.environ['CXX']!r}" if os.environ.get("CXX") else "none"
     return shutil.which(command) or f"none: CXX names {command}, which is not there"
 
 
@@ -186,7 +186,7 @@ def main(console: Console | None = None) -> int:
         table.add_row(name, value)
     console.print(table, highlight=False)
     missing = [f"CUDA: {advice}"] if advice else []
-    if not rows["C++ compiler"].startswith("/"):
+    if rows["C++ compiler"].startswith("none"):
         missing.append("a C++20 compiler for ai3_ops.register and torch.compile: install g++, or let CXX name one")
     for module, package in DEMO_PACKAGES.items():
         if importlib.util.find_spec(module) is None:  # not imported: scikit-learn brings an OpenMP runtime of its own

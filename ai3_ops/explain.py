@@ -6,6 +6,7 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from ai3_ops import registry
@@ -94,7 +95,7 @@ def explain(model: nn.Module) -> Report:
         leaf = leaf_class(original_class(module))
         lost = vars(module).get("_ai3_lost")
         if lost is not None:
-            kind = getattr(module, "original_name", type(module).__name__)  # that of what torch.jit compiled
+            kind = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
             unreached.append(Unreached(name, kind, lost.reason, lost.seen, lost.source))
         if isinstance(mark, Call):
             layers.append(_layer(name, mark, ""))

@@ -33,6 +33,8 @@ class Algorithm:
         self.name = name
         self.backward = (backward_input, backward_weight)
         self.parameters = parameters
+        if not parameters:
+            return
         known = {a.name for i in registry.registered() if i.name == name for a in _keywords(i.operator)}
         for parameter in parameters if known else ():  # one of the user's own may not be registered yet
             if parameter not in known:
@@ -238,8 +240,12 @@ def _check_reached(key: str, modules: Mapping[str, nn.Module], lost: Mapping[str
         return
     if owner in lost and not key.startswith("re:"):
         raise ValueError(f"selector {key!r}: the calls that {owner!r} makes cannot be replaced: {lost[owner]}")
+    matches = re.compile(key[3:]).fullmatch if key.startswith("re:") else lambda name: name.startswith(f"{key}.")
+    for name, reason in lost.items():
+        if matches(name):
+            raise ValueError(f"selector {key!r}: the calls that {name!r} makes cannot be replaced: {reason}")
     what = type(modules[key]).__name__ if key in modules else "what it matches"
-    raise ValueError(f"selector {key!r}: {what} has none of the operations that ai3_ops swaps: {', '.join(operations)}")
+    raise ValueError(f"selector {key!r}: {what} makes no call that ai3_ops swaps; it swaps {', '.join(operations)}")
 
 
 def _choices(

@@ -6,11 +6,12 @@ import ast
 import copy
 import inspect
 import re
+import sys
 import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,7 +252,10 @@ def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
     words |= {m: o for o in operations if o in Call.by_name for m in Call.by_name[o].methods}
     if isinstance(module, torch.jit.ScriptModule):
         kinds = [o for kind, o, _ in LEAVES if kind.__name__ == module.original_name and o in operations]
-        called = map((words | {"_convolution": "conv2d"}).get, _SCRIPT_CALL.findall(getattr(module, "code", "")))
+        called = [words.get(word) for word in _SCRIPT_CALL.findall(getattr(module, "code", ""))]
+        graph: Any = module.graph if "conv2d" in operations and module._c._has_method("forward") else None
+        traced = graph.findAllNodes("aten::_convolution") if graph is not None else []
+        called += ["conv2d" for node in traced if _is_conv2d(node)]
         return list(dict.fromkeys([*kinds, *filter(None, called)]))
     forward = vars(module).get("forward", original_class(module).forward)
     if f"{getattr(forward, '__module__', '')}.".startswith("torch."):
@@ -269,10 +273,16 @@ def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
     return list(found)
 
 
-# What TorchScript calls: functions by name, and two-dimensional convolutions by their stride.
-_SCRIPT_CALL = re.compile(
-    r"\b(?:torch|functional)\.(?:___torch_mangle_\d+\.)?((?!_conv)\w+|_convolution(?=\([^[]*\[\d+, \d+\]))"
-)
+# The functions that TorchScript's text calls.
+_SCRIPT_CALL = re.compile(r"\b(?:torch|functional)\.(?:___torch_mangle_\d+\.)?(\w+)")
+
+
+def _is_conv2d(node: Any) -> bool:
+    """Whether an aten::_convolution of a traced graph has a stride of two numbers and is not transposed."""
+    inputs = list(node.inputs())
+    stride, transposed = inputs[3].toIValue() or list(inputs[3].node().inputs()), inputs[6].toIValue()
+    return len(stride) == 2 and not transposed
+
 
 # Modules that compute an operation although their own source may not say so.
 _KINDS = [(kind, operation) for kind, operation, _ in LEAVES]
@@ -320,6 +330,13 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _eager() -> Iterator[None]:
+    """What is compiled would hide its calls. The compiler is not imported for it: without, nothing is compiled."""
+    with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+        yield
+
+
 def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], example_inputs: Any) -> list[_Site]:
     """Runs the model once as PyTorch computes it; the sites in call order, those not called last."""
     args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((example_inputs,), {})
@@ -331,8 +348,7 @@ def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], 
         if site.rewrite is not None:
             site.rewrite.compile(site.module, watch=True)
         _install(site)
-    eager = torch.compiler.set_stance("force_eager")  # what is compiled would hide its calls
-    with _stack(model, watch.stack), _evaluating(model), torch.no_grad(), eager, watch:
+    with _stack(model, watch.stack), _evaluating(model), torch.no_grad(), _eager(), watch:
         try:
             model(*args, **kwargs)
         except Exception as error:

@@ -193,6 +193,17 @@ def test_direct_writes_large_outputs(channels, kernel, width, bias):
     assert torch.equal(torch.ops.ai3.conv2d_direct(x, w, b, padding=kernel // 2), exact)
 
 
+@pytest.mark.parametrize("name", ["winograd_f2", "winograd_f4", "fft"])
+def test_transforms_write_large_outputs(name):
+    """Past the caches, whole lines at a time, also at edge tiles and into slices."""
+    x = integers(1, 8, 91, 75).to(memory_format=torch.channels_last)
+    w, b = integers(64, 8, 3, 3), integers(64)
+    exact = torch.conv2d(x.double(), w.double(), b.double(), padding=1)
+    y = getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, b, padding=1)
+    assert y.nbytes > 3 << 19
+    assert (y - exact).abs().max() <= 1e-4 * exact.abs().max()
+
+
 def test_gemm_bf16_rounds_its_operands_and_nothing_else():
     """Of integers that need more bits than a bfloat16 has; sums of their products are exact in float32."""
     generator = torch.Generator().manual_seed(0)

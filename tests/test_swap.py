@@ -1,5 +1,6 @@
 """What a swapped module does when it is called, and what is left of it when it is not."""
 
+import contextlib
 import copy
 import gc
 import io
@@ -462,6 +463,31 @@ def test_what_torch_jit_compiled_is_reported(compiled, inside):
             swap(model, {"linear": "gemm"}, inputs, strict=True)
     with pytest.raises(ValueError, match=f"the calls that '{conv}' makes cannot be replaced: torch.jit compiled it"):
         swap(model, {conv: "direct"})
+
+
+class Padded(nn.Module):
+    def forward(self, x):
+        return F.conv2d(F.pad(x, [1, 1, 1, 1]), torch.ones(3, 2, 3, 3))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize(("module", "found"), [(Padded(), True), (nn.ConvTranspose2d(2, 3, 3), False)])
+def test_convolutions_that_torch_jit_traced(module, found):
+    model = torch.jit.trace(module, torch.ones(1, 2, 9, 9))
+    with pytest.raises(ValueError, match="calls conv2d") if found else contextlib.nullcontext():
+        swap(model, "direct", strict=True)
+
+
+def test_a_failed_run_leaves_the_compiler_alone():
+    class Fails(nn.ReLU):
+        def train(self, mode=True):
+            raise NotImplementedError("no modes")
+
+    with pytest.raises(NotImplementedError):
+        swap(nn.Sequential(Fails()), "direct", torch.ones(1), inplace=True)
+    function = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+    function(torch.ones(1))
+    assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
 @pytest.mark.parametrize("inplace", [True, False])

@@ -114,7 +114,7 @@ class Ordered(nn.Module):
 def test_what_cannot_be_traced_is_reported(model, reason):
     x = torch.randn(9)
     state, dice = copy.deepcopy(vars(model)), random.getstate()
-    swapped = swap(model, "direct" and EVERY, inplace=True)
+    swapped = swap(model, EVERY, inplace=True)
     assert random.getstate() == dice
     assert {k: v for k, v in vars(model).items() if k in state} == state
     assert swapped is model

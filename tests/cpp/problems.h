@@ -49,6 +49,8 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
       {2, 17, 5, 5, 19, 1, 1, 1, 1, 0, 0, 1, 1, 1},
       {1, 300, 4, 5, 20, 1, 1, 1, 1, 0, 0, 1, 1, 1},
       {1, 7, 6, 6, 5, 1, 1, 2, 2, 1, 1, 1, 1, 1},
+      {1, 300, 4, 5, 9, 3, 3, 1, 1, 1, 1, 1, 1, 1},
+      {1, 40, 17, 18, 5, 3, 3, 1, 1, 1, 1, 1, 1, 1},
       {1, 5, 11, 8, 3, 1, 7, 1, 1, 0, 3, 1, 1, 1},
       {1, 5, 8, 11, 3, 7, 1, 1, 1, 3, 0, 1, 1, 1},
       {1, 2, 9, 9, 3, 2, 2, 3, 3, 0, 0, 1, 1, 1},
@@ -65,7 +67,8 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
 
 inline std::vector<ai3::LinearProblem> all(ai3::LinearProblem*, const std::string&) {
   std::vector<ai3::LinearProblem> result;
-  const int64_t cases[][3] = {{1, 5, 3}, {1, 300, 67}, {7, 33, 17}, {50, 19, 41}, {3, 600, 5}, {29, 64, 64}, {2, 1, 1}};
+  const int64_t cases[][3] = {{1, 5, 3},   {1, 300, 67}, {7, 33, 17}, {50, 19, 41},
+                              {3, 600, 5}, {29, 64, 64}, {2, 1, 1},   {67, 24, 4}};
   for (const auto& c : cases) {
     ai3::LinearProblem p{};
     p.dtype = ai3::DType::f32, p.threads = 1, p.rows = c[0], p.in_features = c[1], p.out_features = c[2],

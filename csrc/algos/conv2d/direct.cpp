@@ -406,8 +406,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const Range interior = inside(-p.pad_w, p.stride_w, p.in_width - (p.kernel_width - 1) * p.dilation_w, alike ? p.out_width : 0);
 
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
-  const bool whole_lines =
-      reinterpret_cast<uintptr_t>(y) % 64 == 0 && p.y_stride.w * size % 64 == 0 && b.block * size % 64 == 0 && !needs_finish;
+  const bool whole_lines = has_whole_lines<T>(p.y_stride, y) && b.block * size % 64 == 0 && !needs_finish;
   const Lines lines = written < kAskedFrom                  ? Lines::cached
                       : written >= kPastFrom && whole_lines ? Lines::past_caches
                                                             : Lines::asked_for;

@@ -257,8 +257,8 @@ struct InputGradient {
   }
   static bool reads_weights_as_they_lie(const Conv2dProblem& p) {
     const ConvShape s(p);
-    return sizeof(T) == sizeof(A) && s.taps > 1 && s.rows <= 256 && p.x_stride.c == 1 && p.y_stride.c == 1 &&
-           !rows_collide<A>(p.y_stride.w) && (p.batch == 1 || p.y_stride.n == s.pixels * p.y_stride.w) &&
+    return sizeof(T) == sizeof(A) && s.taps > 1 && s.rows <= WeightGradient<T>::kPixels && p.x_stride.c == 1 &&
+           p.y_stride.c == 1 && !rows_collide<A>(p.y_stride.w) && (p.batch == 1 || p.y_stride.n == s.pixels * p.y_stride.w) &&
            p.groups * ceil_div(s.channels, P) >= 8;  // tasks; not of `threads`, on which no sum may depend
   }
   int64_t packed_elements() const { return columns.as_weights ? 0 : checked_product({p.groups, columns.panels, s.filters, P}); }

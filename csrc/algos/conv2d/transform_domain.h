@@ -305,13 +305,11 @@ struct TransformDomain {
     }
   }
 
-  // An output that the caches cannot keep for its reader goes past them, where its vectors are whole lines.
+  // Larger outputs go past the caches, so that no line is read before it is written (docs/decisions/winograd.md).
   bool streams(const void* output) const {
-    constexpr int64_t line = 64, least = int64_t{3} << 19, size = static_cast<int64_t>(sizeof(T));
-    const bool lines =
-        (p.y_stride.n * size | p.y_stride.h * size | p.y_stride.w * size | reinterpret_cast<intptr_t>(output)) % line == 0;
-    return kWidth * size == line && p.y_stride.c == 1 && lines &&
-           checked_product({p.batch, p.out_height, p.out_width, p.out_channels, size}) >= least;
+    constexpr int64_t least = int64_t{3} << 19;  // bytes
+    return sizeof(T) == sizeof(A) && has_whole_lines<T>(p.y_stride, output) &&
+           checked_product({p.batch, p.out_height, p.out_width, p.out_channels, static_cast<int64_t>(sizeof(T))}) >= least;
   }
   // Output channels [begin, end) of tile t from row `slot` of m.
   void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t begin, int64_t end,

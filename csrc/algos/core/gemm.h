@@ -54,13 +54,14 @@ AI3_INLINE bool has_pair_products() {
   return false;
 #endif
 }
-// Both vectors narrowed, in one instruction.
-AI3_INLINE void store_rounded([[maybe_unused]] bfloat16* to, [[maybe_unused]] Vec<float> left,
-                              [[maybe_unused]] Vec<float> right) {
+// Both vectors narrowed: in one instruction where pair products are, which also takes subnormal numbers as 0.
+AI3_INLINE void store_rounded(bfloat16* to, Vec<float> left, Vec<float> right) {
 #if AI3_VECTOR_BYTES == 64
   Vec<float>::Raw rounded;
   asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(rounded) : "v"(right.raw), "v"(left.raw));
   __builtin_memcpy(to, &rounded, sizeof(rounded));
+#else
+  store(to, left), store(to + Vec<float>::width, right);
 #endif
 }
 AI3_INLINE Vec<float> add_pair_products([[maybe_unused]] Vec<float> a, [[maybe_unused]] Vec<float> b, Vec<float> sums) {

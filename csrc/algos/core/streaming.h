@@ -1,5 +1,6 @@
 // Stores that pass the caches.
 #pragma once
+#include "problem.h"
 #include "simd.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -13,6 +14,13 @@ AI3_INLINE void store_streaming(T* p, V v) {
   if constexpr (sizeof(T) == 8) return _mm512_stream_pd(p, v.raw);
 #endif
   store(p, v);
+}
+// Whether the vectors of an output in NHWC are such lines.
+template <class T>
+bool has_whole_lines(const Strides4& y, const void* output) {
+  constexpr int64_t line = 64, size = static_cast<int64_t>(sizeof(T));
+  return AI3_VECTOR_BYTES == line && y.c == 1 &&
+         ((y.n | y.h | y.w) * size | static_cast<int64_t>(reinterpret_cast<intptr_t>(output))) % line == 0;
 }
 // Afterwards other threads see what was stored so.
 AI3_INLINE void finish_streaming() {
