@@ -90,13 +90,13 @@ def supports(operation: str, algorithm: str, device: str, dtype: torch.dtype, si
     return bool(ok), error.value.decode()
 
 
-def resolve(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> str:
-    """The algorithm that runs: `algorithm` itself, or what its rule (`default`, `winograd`, `guess`) chooses."""
+def resolve(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[str, str]:
+    """The algorithm that runs: `algorithm` itself, or what its rule (`default`, `winograd`, `guess`) chooses, and why."""
     error = ctypes.create_string_buffer(_ERROR_SIZE)
     name = C.ai3_resolve(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
     if name is None:
         raise RuntimeError(f"ai3::{operation}_{algorithm}: {error.value.decode()}")
-    return name.decode()
+    return name.decode(), error.value.decode()
 
 
 def _bytes(function: Any, operation: str, algorithm: str, *problem: Any) -> int:

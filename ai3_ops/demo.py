@@ -155,6 +155,12 @@ class Run:
         """Median seconds for one image."""
         return statistics.median(self.seconds)
 
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Between them lies the middle half of the times, in seconds."""
+        seconds = torch.tensor(self.seconds, dtype=torch.float64)
+        return seconds.quantile(0.25).item(), seconds.quantile(0.75).item()
+
     def accuracy(self, digits: Digits) -> float:
         """The share of unseen digits that it names rightly."""
         assert self.predictions is not None
@@ -233,7 +239,7 @@ def measure(runs: list[Run], x: Tensor, digits: Digits, repeats: int, step: Call
             run.slow = time.perf_counter() - start > SLOW_SECONDS * len(x)
         for i in range(repeats):
             for run in runs:
-                step(f"turn {i + 1} of {repeats}")
+                step(f"turn {i + 1} of {repeats}: {run.label}")
                 if i < 3 or not run.slow:
                     layout = torch.channels_last if run.channels_last else torch.contiguous_format
                     run.seconds.append(_time(run.model, x[:1].contiguous(memory_format=layout)))
@@ -280,7 +286,7 @@ def layer_errors(original: nn.Module, swapped: nn.Module, x: Tensor) -> dict[str
 @contextmanager
 def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     columns = (
-        TextColumn("{task.description:<24}"),
+        TextColumn("{task.description:<42}"),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
@@ -308,6 +314,9 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
             __import__(module)
         except ImportError:
             raise ImportError(f"needs {package}: pip install 'ai3_ops[demo]'") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ai3_ops.swap(net.model, arguments.selectors)  # wrong selectors are refused before anything takes time
     _print_facts({**doctor.machine(), **doctor.limits()}, console)
     net.model.to(arguments.device)
     photos, pictures = photographs(net)
@@ -384,7 +393,7 @@ def _print_layers(model: nn.Module, errors: dict[str, float], selectors: Any, co
 
 def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: float, console: Console) -> bool:
     table = Table("algorithm", "layers", title="Each algorithm beside the other, one image", title_justify="left")
-    for heading in ("latency", "PyTorch's time / its", "error", "digits right", "agrees"):
+    for heading in ("latency", "quartiles", "PyTorch's time / its", "error", "digits right", "agrees"):
         table.add_column(heading, justify="right")
     agreed = True
     for i, run in enumerate(runs):
@@ -393,16 +402,19 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
         accuracy = run.accuracy(digits)
         word = "approximate" if run.approximate else "yes" if agrees else "NO"
         speed = runs[0].latency / run.latency
-        cells = (f"{run.latency * 1e3:.1f} ms", f"{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
+        first, third = (1e3 * seconds for seconds in run.quartiles)
+        spread = f"{first:.1f} to {third:.1f}"
+        cells = (f"{run.latency * 1e3:.1f} ms", spread, f"{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
         table.add_row(
             run.label, run.layers, *cells, end_section=i in (1, 2), style=None if agrees or run.approximate else "red"
         )
     console.print(table)
     console.print(
-        "PyTorch: its own eager kernels. selected: what --selectors says. The others: that algorithm (default: the project's "
-        "choice by rules) in the conv2d layers that it can do, PyTorch in the rest. Error: largest difference of "
-        "the output from PyTorch's in float64, over its largest value. Digits right: the share that the small network, "
-        f"computed likewise, names rightly of {len(digits.labels)} digits that it has not seen.",
+        "Latency: the median. PyTorch: its own eager kernels. selected: what --selectors says. The others: that "
+        "algorithm (default: the project's choice by rules) in the conv2d layers that it can do, PyTorch in the rest. "
+        "Error: largest difference of the output from PyTorch's in float64, over its largest value. Digits right: the "
+        f"share that the small network, computed likewise, names rightly of {len(digits.labels)} digits that it has not "
+        "seen.",
         highlight=False,
         markup=False,
     )

@@ -23,7 +23,7 @@ class Layer:
     operation: str
     requested: str | None  # what a selector asked for; None where none spoke of it
     used: str  # the algorithm; for rules (`default`) the one that they chose, once they saw shapes
-    reason: str  # why it is not what was requested, or not known yet
+    reason: str  # why it is not what was requested, why a rule chose it, or that this is not known yet
     shapes: list[tuple[int, ...]] | None  # of the tensors of the first call seen
     calls: int | None  # since the swap, compiled ones not counted; None for layers that are PyTorch's
     torch_calls: int  # those of them that PyTorch computed
@@ -109,8 +109,15 @@ def explain(model: nn.Module) -> Report:
 def _layer(module: str, call: Call, trouble: str) -> Layer:
     shapes = None if call.example is None else [a.shape for a in call.example if isinstance(a, Spec)]
     swapped = call.algorithm is not None
-    used = _used(call) if call.operator is not None else "torch"  # which this process may not have registered
-    reasons = (call.reason, trouble if swapped else "", _UNKNOWN if call.example is None and _is_rule(call) else "")
+    rule = call.algorithm is not None and registry.is_rule(call.operation, call.algorithm.name)
+    used, why = str(call.algorithm), ""
+    if call.operator is None:  # perhaps an algorithm that this process has not registered
+        used = "torch"
+    elif rule and call.example is not None:
+        used, why = _chosen(call)
+    elif rule:
+        why = _UNKNOWN
+    reasons = (call.reason, trouble if swapped else "", why)
     return Layer(
         module + call.suffix,
         call.operation,
@@ -126,20 +133,14 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
 _UNKNOWN = "which algorithm is not known yet: it is chosen at the first call, or at a swap with example inputs"
 
 
-def _is_rule(call: Call) -> bool:
-    """Whether its algorithm names another one for each problem."""
-    return any(a.rule for a in registry.algorithms(call.operation) if call.algorithm and a.name == call.algorithm.name)
-
-
-def _used(call: Call) -> str:
-    """The algorithm's name; for a rule, what it chooses for the first call seen."""
-    algorithm = call.algorithm
-    assert algorithm is not None
-    if call.example is not None and _is_rule(call):
-        problem = call.problem(*map(Spec.tensor, call.example))
-        device = next(a.device for a in call.example if isinstance(a, Spec))
-        try:
-            return registry.resolve_sizes(call.operation, algorithm.name, device, problem.dtype, **problem.sizes)
-        except RuntimeError:
-            return algorithm.name
-    return str(algorithm)
+def _chosen(call: Call) -> tuple[str, str]:
+    """What its rule chooses for the first call seen, and why."""
+    assert call.algorithm is not None
+    assert call.example is not None
+    name = call.algorithm.name
+    problem = call.problem(*map(Spec.tensor, call.example))
+    device = next(a.device for a in call.example if isinstance(a, Spec))
+    try:
+        return registry.choice_sizes(call.operation, name, device, problem.dtype, **problem.sizes)
+    except RuntimeError:
+        return name, ""

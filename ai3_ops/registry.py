@@ -94,11 +94,9 @@ def add_python_algorithm(
         def call(*args: Any) -> Tensor:  # looks the callable up, so that it can be replaced
             if not _python[key].deterministic:
                 alert_not_deterministic(f"ai3::{operation}_{name}")
-            spread = (v * n if n and v is not None and len(v) == 1 else v for v, n in zip(args, counts, strict=False))
-            return _functions[key](*spread)
+            return _functions[key](*args)
 
         OPERATIONS[operation].define(name, call)
-        counts = [a.N for a in getattr(torch.ops.ai3, f"{operation}_{name}").default._schema.arguments]
     changed()
 
 
@@ -173,9 +171,14 @@ def load_entry_points() -> None:
 def algorithm(operation: str, name: str, device: str | None = None) -> AlgorithmInfo:
     """One algorithm, on `device` where it has several; an unknown name is a ValueError that names near matches."""
     found = algorithms(operation)
-    _known(name, [a.name for a in found], f"{operation} algorithm")
+    _known(name, [a.name for a in found], f"{operation} algorithm", _OWN)
     matches = [a for a in found if a.name == name]
     return next((a for a in matches if a.device == device), matches[0])
+
+
+def is_rule(operation: str, name: str) -> bool:
+    """Whether it names another algorithm for each problem, as `default` does."""
+    return any(a.rule for a in algorithms(operation) if a.name == name)
 
 
 def supports(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -228,8 +231,15 @@ def supports_sizes(
 
 def resolve_sizes(operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any) -> str:
     """As `resolve`, from sizes as `supports_sizes` takes them."""
+    return choice_sizes(operation, algorithm, device, dtype, **sizes)[0]
+
+
+def choice_sizes(
+    operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
+) -> tuple[str, str]:
+    """As `resolve_sizes`, and why the rule chose it, in a few words; "" where there is nothing to say."""
     if (operation, algorithm) in _python:
-        return algorithm
+        return algorithm, ""
     return _library.resolve(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
 
 
@@ -274,14 +284,16 @@ def _check_names(operation: str, algorithm: str) -> None:
     listed = _library.registry()["operations"]
     _known(operation, listed, "operation")
     names = [*listed[operation]["algorithms"], *(name for o, name in _python if o == operation)]
-    _known(algorithm, names, f"{operation} algorithm")
+    _known(algorithm, names, f"{operation} algorithm", _OWN)
 
 
-def _known(word: str, words: Iterable[str], what: str) -> None:
+_OWN = "; one of your own needs ai3_ops.register first"
+
+
+def _known(word: str, words: Iterable[str], what: str, more: str = "") -> None:
     words = sorted(set(words))
     if word in words:
         return
     near = difflib.get_close_matches(word, words)
     hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {', '.join(words)}"
-    register = "; one of your own needs ai3_ops.register first" if what.endswith(" algorithm") else ""
-    raise ValueError(f"no {what} {word!r}; {hint}{register}")
+    raise ValueError(f"no {what} {word!r}; {hint}{more}")

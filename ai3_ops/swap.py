@@ -137,6 +137,8 @@ def swap(
         raise TypeError(f"ai3_ops.swap needs an nn.Module, got {type(model).__name__}")
     if not inplace:
         model = copy.deepcopy(model)
+    if example_inputs is not None and any(map(_is_lazy, model.modules())):
+        _run(model, example_inputs)  # makes their weights
     before = [(module, type(module), dict(vars(module))) for module in model.modules()]
     unswap(model)
     try:
@@ -211,8 +213,10 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
             lost[module] = Lost("torch.jit compiled it")
         elif "forward" in vars(module):
             lost[module] = Lost("its forward was replaced on the instance")
-        elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
-            lost[module] = Lost("its weight does not exist before its first call: swap after that")
+        elif _is_lazy(module):
+            lost[module] = Lost(
+                "its weight does not exist before its first call: swap after that, or with example inputs"
+            )
         elif leaf is not None:
             if leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
                 earlier = mark if isinstance(mark, Call) else None
@@ -238,6 +242,10 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
     for module, what in lost.items():
         what.source = _source_calls(module, operations)
     return sites, lost
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
 
 
 def _source_calls(module: nn.Module, operations: list[str]) -> list[str]:
@@ -339,21 +347,15 @@ def _eager() -> Iterator[None]:
 
 def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], example_inputs: Any) -> list[_Site]:
     """Runs the model once as PyTorch computes it; the sites in call order, those not called last."""
-    args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((example_inputs,), {})
-    if isinstance(example_inputs, dict):
-        args, kwargs = (), example_inputs
     watch = _Watch(lost)
     for site in sites:
         site.call.watch = watch.seen
         if site.rewrite is not None:
             site.rewrite.compile(site.module, watch=True)
         _install(site)
-    with _stack(model, watch.stack), _evaluating(model), torch.no_grad(), _eager(), watch:
+    with _stack(model, watch.stack), watch:
         try:
-            model(*args, **kwargs)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"ai3_ops.swap: running the model on the example inputs failed: {what}") from error
+            _run(model, example_inputs)
         finally:
             unswap(model)
             for site in sites:
@@ -366,6 +368,18 @@ def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], 
             site.shape = next(a.shape for a in site.call.example if isinstance(a, Spec))
     order = {call: i for i, call in enumerate(watch.order)}
     return sorted(sites, key=lambda site: order.get(site.call, len(order)))
+
+
+def _run(model: nn.Module, example_inputs: Any) -> None:
+    args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((example_inputs,), {})
+    if isinstance(example_inputs, dict):
+        args, kwargs = (), example_inputs
+    with _evaluating(model), torch.no_grad(), _eager():
+        try:
+            model(*args, **kwargs)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"ai3_ops.swap: running the model on the example inputs failed: {what}") from error
 
 
 @contextmanager
@@ -449,7 +463,7 @@ def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
     reason = site.call.approximates(algorithm)
     if reason or approximate or problem is None or site.call.example is None or problem.device == "meta":
         return reason
-    if any(a.rule for a in registry.algorithms(site.operation) if a.name == algorithm.name):
+    if registry.is_rule(site.operation, algorithm.name):
         chosen = registry.resolve_sizes(site.operation, algorithm.name, problem.device, problem.dtype, **problem.sizes)
         if registry.algorithm(site.operation, chosen).accuracy == "approximate":
             return approximation(chosen)

@@ -156,14 +156,24 @@ def test_demo(tmp_path, monkeypatch, capsys):
     found = {label: cells for label, *cells in rows}
     assert {"PyTorch", "PyTorch, channels last", "selected", "direct", "im2col", "winograd_f4"} <= set(found)
     assert found["selected"][0].startswith("26 of ")
-    for name, (_, latency, speed, error, accuracy, agrees) in found.items():
+    for name, (_, latency, spread, speed, error, accuracy, agrees) in found.items():
         assert float(latency.removesuffix(" ms")) > 0, name
+        first, third = map(float, spread.split(" to "))
+        assert 0 < first <= float(latency.removesuffix(" ms")) <= third, name
         assert float(speed.removesuffix("x")) > 0, name
         assert float(error) < 1e-2, name
         assert float(accuracy.removesuffix("%")) > 85, name
         assert agrees in ("yes", "approximate"), name
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert dict(matplotlib.rcParams) == settings
+
+
+def test_wrong_selectors_are_refused_before_anything_takes_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "network", lambda *_: small()[0])
+    monkeypatch.setattr(demo, "train_digits", lambda *_: pytest.fail("trained"))
+    with pytest.raises(SystemExit, match="2"):
+        shown(capsys, "--output", tmp_path / "demo.png", "--selectors", "wynograd")
+    assert "did you mean 'winograd'" in capsys.readouterr().err
 
 
 def test_demo_fails_when_outputs_differ(tmp_path, monkeypatch, capsys):

@@ -153,8 +153,8 @@ def test_guess_survives_a_cost_that_is_infinite(header):
 def test_rules_that_name_one_another_choose_nothing(header):
     rule = """
     #include <ai3/algorithm.h>
-    inline const char* next_of_{name}(const ai3::Conv2dProblem& p, const ai3::Candidates<ai3::Conv2dProblem>& usable) {{
-      return usable(p, "{other}") ? "{other}" : nullptr;
+    inline ai3::Choice next_of_{name}(const ai3::Conv2dProblem& p, const ai3::Candidates<ai3::Conv2dProblem>& usable) {{
+      return {{usable(p, "{other}") ? "{other}" : nullptr}};
     }}
     AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, {name}, .choose = next_of_{name})
     """

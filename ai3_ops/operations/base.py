@@ -173,13 +173,21 @@ class Operation:
 
     def define(self, algorithm: str, function: Callable[..., Tensor]) -> None:
         """Defines the operator of an algorithm that is a Python callable, with the operation's schema and rules."""
-        model = next(a.operator for a in registry.registered() if a.operation == self.name and not a.python)._schema
+        model: Any = next(
+            a.operator for a in registry.registered() if a.operation == self.name and not a.python
+        )._schema
         name = f"{self.name}_{algorithm}"
-        label, defaults = f"ai3::{name}", [a.default_value for a in model.arguments if not a.kwarg_only]
+        label, parameters = f"ai3::{name}", [a for a in model.arguments if not a.kwarg_only]
 
         def kernel(*args: Any, **options: Any) -> Tensor:
             output = self.fake(algorithm, *args, **options)
-            result = function(*args, *defaults[len(args) :])
+            given = [*args, *(a.default_value for a in parameters[len(args) :])]
+            values = (
+                spread(label, v, a.N, a.name, -(2**31)) if a.N and v else v
+                for a, v in zip(parameters, given, strict=True)
+            )
+            result = function(*values)
+            check(isinstance(result, Tensor), label, f"the callable must return a tensor, got {type(result).__name__}")
             fits = result.shape == output.shape and result.dtype == output.dtype and result.device == output.device
             check(
                 fits,

@@ -202,9 +202,9 @@ struct Asked {
         query{static_cast<DType>(dtype), sizes, count} {
     if (device_ < 0 || device_ > 1 || dtype < 0 || dtype > 3) throw std::runtime_error("ai3: unknown device or dtype");
   }
-  const Entry& select() const {
+  const Entry& select(const char** why = nullptr) const {
     Reason reason{};
-    const Entry* chosen = entry.operation->select(entry, device, query, reason);
+    const Entry* chosen = entry.operation->select(entry, device, query, reason, why);
     if (!chosen) throw std::runtime_error(reason.text);
     return *chosen;
   }
@@ -257,10 +257,15 @@ AI3_EXPORT int ai3_supports(const char* operation, const char* name, int device,
                             char* error, int64_t size) {
   return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count).select(), 1; });
 }
-// The name of the algorithm that runs: `name` itself unless it is a rule.
+// The name of the algorithm that runs: `name` itself unless it is a rule, which says into `error` why it chose it.
 AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
                                    int count, char* error, int64_t size) {
-  return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count).select().name.c_str(); });
+  return guarded(error, size, [&] {
+    const char* why = "";
+    const Entry& chosen = Asked(operation, name, device, dtype, sizes, count).select(&why);
+    std::snprintf(error, static_cast<size_t>(size), "%s", why);
+    return chosen.name.c_str();
+  });
 }
 namespace {
 struct Bytes {

@@ -50,10 +50,10 @@ struct Operation {
   int kind_count;
   const SharedOperator* shared;
   int shared_count;
-  const Entry* (*select)(const Entry&, Device, const Query&, Reason&);  // what runs, see below
-  int64_t (*workspace)(const Entry&, Device, const Query&);             // bytes, a direct call's packed weights included
-  int64_t (*packed_bytes)(const Entry&, Device, const Query&);          // bytes of what the pack operator returns
-  std::string (*describe)(const AlgorithmInfo&);                        // JSON members of its traits
+  const Entry* (*select)(const Entry&, Device, const Query&, Reason&, const char** why);  // what runs, see below
+  int64_t (*workspace)(const Entry&, Device, const Query&);     // bytes, a direct call's packed weights included
+  int64_t (*packed_bytes)(const Entry&, Device, const Query&);  // bytes of what the pack operator returns
+  std::string (*describe)(const AlgorithmInfo&);                // JSON members of its traits
 };
 inline constexpr int kKindsAtMost = 6;
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
@@ -94,10 +94,10 @@ std::vector<const Entry*> entries(const Operation& operation);
 AI3_INLINE const char* name_of(Device d) { return d == Device::cpu ? "CPU" : "CUDA"; }
 
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
-// cannot. `depth` rules have asked.
+// cannot. `depth` rules have asked; `why`, where given, gets why a rule chose.
 inline constexpr int kRulesAtMost = 8;
 template <class P>
-const Entry* select(const Entry& entry, Device device, const P& p, Reason& reason, int depth = 0) {
+const Entry* select(const Entry& entry, Device device, const P& p, Reason& reason, int depth = 0, const char** why = nullptr) {
   reason.text[0] = '\0';
   const auto* a = entry.algorithm<P>(device);
   if (!a) return refuse(reason, "has no %s kernel", name_of(device)), nullptr;
@@ -127,7 +127,10 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
     if (const Entry* preferred = entry.operation->state->preferred.load(std::memory_order_acquire);
         preferred && preferred != &entry) {
       Reason ignored;
-      if (const Entry* chosen = select(*preferred, device, p, ignored, depth + 1)) return chosen;
+      if (const Entry* chosen = select(*preferred, device, p, ignored, depth + 1)) {
+        if (why) *why = "registered as what default runs";
+        return chosen;
+      }
     }
   const Candidates<P> candidates{
       &context,
@@ -140,8 +143,9 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
             visit(state, e->name.c_str(), candidate->traits);
         }
       }};
-  const char* name = a->traits.choose(p, candidates);
-  const Entry* chosen = name ? context.find(p, name) : nullptr;
+  const Choice choice = a->traits.choose(p, candidates);
+  const Entry* chosen = choice.algorithm ? context.find(p, choice.algorithm) : nullptr;
+  if (why) *why = choice.why;
   if (!chosen) refuse(reason, "no algorithm that its rule may choose supports this case");
   return chosen;
 }
@@ -213,8 +217,8 @@ std::string describe(const AlgorithmInfo& info) {
 // The functions of an Operation over its problem struct, given `P problem_from(const Query&)`.
 template <class P, P (*problem_from)(const Query&)>
 struct Queries {
-  static const Entry* select(const Entry& e, Device d, const Query& q, Reason& reason) {
-    return ops::select(e, d, problem_from(q), reason);
+  static const Entry* select(const Entry& e, Device d, const Query& q, Reason& reason, const char** why) {
+    return ops::select(e, d, problem_from(q), reason, 0, why);
   }
   static int64_t workspace(const Entry& e, Device d, const Query& q) {
     const P p = problem_from(q);

@@ -4,7 +4,7 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-const char* choose(const Pool2dProblem&, const Candidates<Pool2dProblem>&) { return "direct"; }
+Choice choose(const Pool2dProblem&, const Candidates<Pool2dProblem>&) { return {"direct"}; }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(avg_pool2d, default, .choose = choose)
 

@@ -12,25 +12,25 @@ constexpr double kLeastFlops = 1e7;
 double flops(const Conv2dProblem& p) { return is_concrete(p) ? gemm_cost(p, 0, 1).flops : kLeastFlops; }
 
 struct Row {
-  const char* algorithm;
+  Choice choice;
   bool (*fits)(const Conv2dProblem&);
 };
 constexpr Row rows[] = {
-    // One input channel for each filter: no GEMM to be had.
-    {"depthwise", [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
-    // Fewer multiplications outweigh the transforms once both are amortized over enough channels (Lavin & Gray 2015).
-    {"winograd",
+    {{"depthwise", "one input channel for each filter: no GEMM to be had"},
+     [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
+    // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
+    {{"winograd", "saves more products than its transforms cost"},
      [](const Conv2dProblem& p) {
        return p.in_channels / p.groups >= 16 && p.out_channels / p.groups >= 16 && flops(p) >= kLeastFlops;
      }},
     // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
-    {"direct", [](const Conv2dProblem&) { return true; }},
+    {{"direct", "winograd cannot do it, or saves less than its transforms cost"}, [](const Conv2dProblem&) { return true; }},
 };
 
-const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   for (const Row& row : rows)
-    if (row.fits(p) && usable(p, row.algorithm)) return row.algorithm;
-  return nullptr;
+    if (row.fits(p) && usable(p, row.choice.algorithm)) return row.choice;
+  return {};
 }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, default, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .choose = choose)

@@ -106,8 +106,11 @@ struct PatchColumns {
       for (int64_t i = 0; i < pixels; i++) {
         const Acc<T>* row = from + (pixel + i) * P + column;
         Acc<T>* to = x + offset + i * step;
-        for (int64_t e = 0; as_weights && e < count; e++) to[e] += row[e * shape.taps];
-        for (int64_t e = 0; !as_weights && e < count; e += width) {
+        if (as_weights) {
+          for (int64_t e = 0; e < count; e++) to[e] += row[e * shape.taps];
+          continue;
+        }
+        for (int64_t e = 0; e < count; e += width) {
           if (count - e >= width)
             store(to + e, load(to + e) + load(row + e));
           else

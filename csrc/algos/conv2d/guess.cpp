@@ -10,7 +10,7 @@ namespace {
 
 constexpr double kErrorBound = 5e-5;  // of what may be chosen unasked: Winograd F(6x6, 3x3) may not
 
-const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   const Machine m = machine(1);  // one core's: the choice must not hang on the number of threads
   // Which of two times is lower depends on the machine only through operations per byte. That ratio is rounded to a power of two,
   // so that noise in its measurement does not change the choice.
@@ -23,7 +23,7 @@ const char* choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
     const double compute = c.flops / c.efficiency, memory = c.bytes * balance, time = compute > memory ? compute : memory;
     if (time < least || (best && time == least && __builtin_strcmp(name, best) < 0)) best = name, least = time;
   });
-  return best;
+  return {best, "the lowest modelled time"};
 }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, guess, .accuracy = Accuracy::bounded, .error_bound = kErrorBound, .choose = choose)

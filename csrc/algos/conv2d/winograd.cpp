@@ -9,7 +9,7 @@ namespace {
 // A byte from memory takes about the time of this many operations.
 constexpr double kOperationsPerByte = 8;
 
-const char* choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+Choice choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   auto time = [](const Cost& cost) {
     const double memory = kOperationsPerByte * cost.bytes;
     return cost.flops > memory ? cost.flops : memory;
@@ -17,8 +17,12 @@ const char* choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>&
   auto small = [&] {
     return time(TransformDomainTraits<Winograd<2>>::cost(p)) < time(TransformDomainTraits<Winograd<4>>::cost(p));
   };
-  const char* name = p.kernel_height != 3 || p.kernel_width != 3 ? "winograd_general" : small() ? "winograd_f2" : "winograd_f4";
-  return usable(p, name) ? name : nullptr;
+  Choice choice{"winograd_f4", "less work than F(2x2, 3x3)"};
+  if (p.kernel_height != 3 || p.kernel_width != 3)
+    choice = {"winograd_general", "the form for this kernel"};
+  else if (small())
+    choice = {"winograd_f2", "less work than F(4x4, 3x3) on a map this small"};
+  return usable(p, choice.algorithm) ? choice : Choice{};
 }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, winograd, .accuracy = Accuracy::bounded, .error_bound = 2e-5,

@@ -83,6 +83,11 @@ struct Cost {
 
 template <class Problem>
 struct Traits;
+// What a rule names: an algorithm of the operation, null where none will do, and in a few words why. Strings that stay.
+struct Choice {
+  const char* algorithm;
+  const char* why = "";
+};
 // What a rule may choose from: the other algorithms of the operation on the problem's device.
 template <class Problem>
 struct Candidates {
@@ -127,8 +132,8 @@ struct Traits {
   // in_height or in_width. `run` then always gets the packed weights: a direct call packs first.
   int64_t (*packed_bytes)(const Problem&) = nullptr;
   void (*pack)(const Problem&, const void* weight, void* packed) = nullptr;
-  // A rule instead of a kernel: names another algorithm of the operation (a string that stays), or null where none will do.
-  const char* (*choose)(const Problem& p, const Candidates<Problem>& usable) = nullptr;
+  // A rule instead of a kernel: names another algorithm of the operation.
+  Choice (*choose)(const Problem& p, const Candidates<Problem>& usable) = nullptr;
   // Instead of a kernel: calls PyTorch's own operators on the glue's tensors (csrc/ops/<operation>/, which defines `call`).
   void (*tensors)(const Problem& p, void* call) = nullptr;
   GradientNames (*gradients)(const Problem&) = nullptr;  // null: PyTorch's, whatever the problem

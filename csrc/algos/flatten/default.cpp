@@ -4,7 +4,7 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-const char* choose(const ElementwiseProblem&, const Candidates<ElementwiseProblem>&) { return "direct"; }
+Choice choose(const ElementwiseProblem&, const Candidates<ElementwiseProblem>&) { return {"direct"}; }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(flatten, default, .choose = choose)
 

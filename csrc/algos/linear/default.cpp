@@ -4,7 +4,7 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-const char* choose(const LinearProblem&, const Candidates<LinearProblem>&) { return "gemm"; }
+Choice choose(const LinearProblem&, const Candidates<LinearProblem>&) { return {"gemm"}; }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(linear, default, .choose = choose)
 

@@ -4,7 +4,7 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 AI3_ALGORITHM_WITHOUT_KERNEL(
-    flatten, default, .choose = [](const problem_of::flatten&, auto) { return "direct"; })
+    flatten, default, .choose = [](const problem_of::flatten&, auto) -> Choice { return {"direct"}; })
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -4,7 +4,7 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 AI3_ALGORITHM_WITHOUT_KERNEL(
-    max_pool2d, default, .choose = [](const problem_of::max_pool2d&, auto) { return "direct"; })
+    max_pool2d, default, .choose = [](const problem_of::max_pool2d&, auto) -> Choice { return {"direct"}; })
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -4,7 +4,7 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 AI3_ALGORITHM_WITHOUT_KERNEL(
-    relu, default, .choose = [](const problem_of::relu&, auto) { return "direct"; })
+    relu, default, .choose = [](const problem_of::relu&, auto) -> Choice { return {"direct"}; })
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
