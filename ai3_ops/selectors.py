@@ -275,7 +275,8 @@ def _choices(
     elif len(value) != len(indices):
         names = [places[i].names[0] or "the model itself" for i in indices]
         counts = f"{len(indices)} ({listed(names)}), got {len(value)}"
-        raise ValueError(f"selector {key!r}: a list needs one algorithm per layer: {counts}")
+        kinds = " or ".join(sorted({places[i].operation for i in indices})) or "conv2d"
+        raise ValueError(f"selector {key!r}: a list needs one algorithm per {kinds} layer: {counts}")
     else:
         answers = value
     found = {}
@@ -304,6 +305,8 @@ def _ask(function: Callable[..., Any], place: Place) -> Any:
 
 
 def _leaves_alone(value: Any) -> bool:
+    if isinstance(value, Preference):
+        return all(map(_leaves_alone, value))
     return value is None or value == "torch"
 
 

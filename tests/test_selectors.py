@@ -61,7 +61,7 @@ def test_leaving_alone(net, word):
 def test_a_list_counts_layers_in_module_order_and_in_call_order(net):
     assert used(swap(net, ["direct", None, "torch"])) == {"second.conv": "direct"}
     assert used(swap(net, ("direct", None, "torch"), X)) == {"stem": "direct"}
-    with pytest.raises(ValueError, match=r"one algorithm per layer: 3 \(second.conv, first.conv, stem\), got 2"):
+    with pytest.raises(ValueError, match=r"one algorithm per conv2d layer: 3 \(second.conv, first.conv, stem\), got 2"):
         swap(net, ["direct", "direct"])
     with pytest.raises(ValueError, match=r"20 \(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, …\), got 1"):
         swap(nn.Sequential(*(nn.Conv2d(1, 1, 1) for _ in range(20))), ["direct"])
@@ -195,6 +195,8 @@ def test_a_layer_of_no_operation(layer):
             swap(model, {"0": value})
     with pytest.raises(ValueError, match="what it matches makes no call"):
         swap(model, {"re:0": "direct"})
+    for value in (None, "torch", ai3_ops.prefer("torch")):
+        swap(model, {"0": value}, strict=True)
 
 
 @pytest.mark.parametrize(

@@ -111,10 +111,14 @@ inline Device device_of(const Entry& entry, const Tensor& t) {
   if (t.is_cuda()) return Device::cuda;
   fail(entry, "needs CPU or CUDA tensors");
 }
+inline std::string device_text(const Tensor& t) {
+  return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "neither CPU nor CUDA";
+}
 inline void check_same(const Entry& entry, const Tensor& input, const Tensor& other, const char* name) {
   check(other.scalar_type() == input.scalar_type(), entry, "needs input and ", name, " of one dtype, got ",
         torch::headeronly::toString(input.scalar_type()), " and ", torch::headeronly::toString(other.scalar_type()));
-  check(other.device() == input.device(), entry, "needs input and ", name, " on one device");
+  check(other.device() == input.device(), entry, "needs input and ", name, " on one device, got ", device_text(input), " and ",
+        device_text(other));
 }
 
 // A list argument for `count` dimensions: one element speaks of all of them, as in ATen.
