@@ -76,6 +76,14 @@ def test_verdicts():
     assert figures.verdict(row, [absent]) == "not measured: no such algorithm"
 
 
+def test_of_several_passes_the_median_counts():
+    passes = [[figures.Sample("a", v, ours=v), figures.Sample("b", note="none")] for v in (1.0, 3.0, 2.0)]
+    measured, absent = figures.merged(passes)
+    assert (measured.value, measured.ours, measured.passes) == (2.0, 2.0, [1.0, 3.0, 2.0])
+    assert (absent.value, absent.note) == (None, "none")
+    assert figures.merged(passes[:2])[0].value == 1.0
+
+
 def test_rows_run():
     run = figures.Settings(torch.get_num_threads(), 0.01, lambda words: None)
     small, rows = measure.conv2d(1, 16, 9, 16), [measure.linear(4, 32, 16)]
