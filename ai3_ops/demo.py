@@ -59,15 +59,21 @@ def network(name: str, weights: Path | None = None) -> Network:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # GoogLeNet and Inception announce a change of their initialization
-        model = models.get_model(name, weights=None)
+        size = {"image_size": preset.crop_size[0]} if name.startswith("vit_") else {}
+        model = models.get_model(name, weights=None, **size)
     source = weights or (cached if cached.exists() else None)
     if source:
         state = torch.load(source, map_location="cpu", weights_only=True)
         # Auxiliary classifiers are trained along but not part of every checkpoint, and eval mode does not run them.
-        missing, unexpected = model.load_state_dict(state, strict=False)
+        try:
+            missing, unexpected = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:  # sizes differ
+            raise ValueError(f"{source} does not fit {name}: {str(error).splitlines()[-1].strip()}") from None
         wrong = [key for key in (*missing, *unexpected) if "aux" not in key.lower()]
         if wrong:
             raise ValueError(f"{source} does not fit {name}: {len(wrong)} keys differ, such as {wrong[0]!r}")
+        if hasattr(model, "transform_input"):  # the checkpoints of GoogLeNet and Inception want their own normalization
+            model.transform_input = True
     origin = (
         f"weights from {weights}"
         if weights
@@ -345,7 +351,8 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     worst = max(errors.items(), key=lambda item: item[1], default=None)
     if worst:
         console.print(
-            f"Largest error of a layer against PyTorch: {worst[1]:.1e} of its largest output, in {worst[0]}.",
+            f"Largest error of a module without children against PyTorch's: {worst[1]:.1e} of its largest output, in "
+            f"{worst[0]}.",
             highlight=False,
         )
     if net.categories:

@@ -73,11 +73,11 @@ def version() -> str:
 
 
 def limits() -> dict[str, str]:
-    """Measured float32 multiply-add peak and read bandwidth with all threads, in words."""
-    flops, bandwidth = _library.machine(torch.get_num_threads())
+    """Measured float32 multiply-add peak and read bandwidth with all threads, and with the one that `guess` asks about."""
+    (flops, bandwidth), (flops_1, bandwidth_1) = map(_library.machine, (torch.get_num_threads(), 1))
     return {
-        "multiply-add peak": f"{flops / 1e9:.0f} GFLOP/s in float32 (measured)",
-        "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s (measured)",
+        "multiply-add peak": f"{flops / 1e9:.0f} GFLOP/s in float32, {flops_1 / 1e9:.0f} with one thread (measured)",
+        "read bandwidth": f"{bandwidth / 1e9:.1f} GB/s, {bandwidth_1 / 1e9:.1f} with one thread (measured)",
     }
 
 

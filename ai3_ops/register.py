@@ -96,7 +96,7 @@ def register(
             `AI3_ALGORITHM(<operation>, <name>)`, see docs/your-own-algorithm.md. It is compiled for this machine's
             instruction set and cached; only a header named here is ever built. Or a callable that takes the operator's
             tensors and arguments in the order of its schema. Without it, `register` is a decorator for such a callable.
-        default: the operation's `default` runs it wherever it supports the case.
+        default: of a header: the operation's `default` runs it wherever it supports the case.
         replace: takes the place of one that was registered under that name, a header of a header and a callable of a
             callable, also in models that are swapped already. The names of built-in algorithms stay theirs.
         exact: of a callable: rounds only as a sum of products does. A header says it in its macro (`.accuracy`).

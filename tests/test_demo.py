@@ -14,6 +14,7 @@ for package in ("torchvision", "sklearn", "matplotlib", "PIL"):
     pytest.importorskip(package, reason="needs ai3_ops[demo]")
 import matplotlib  # noqa: E402
 from rich.console import Console  # noqa: E402
+from torchvision import models  # noqa: E402
 
 import ai3_ops  # noqa: E402
 from ai3_ops import demo  # noqa: E402
@@ -98,8 +99,6 @@ def test_weights_are_those_given_else_those_in_the_cache(tmp_path, monkeypatch):
     assert given.origin == f"weights from {tmp_path / 'mine.pth'}"
     assert len(given.categories) == 1000
 
-    from torchvision import models
-
     name = models.get_model_weights("squeezenet1_1").DEFAULT.url.rsplit("/", 1)[-1]
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "mine.pth").rename(tmp_path / "checkpoints" / name)
@@ -110,6 +109,32 @@ def test_weights_are_those_given_else_those_in_the_cache(tmp_path, monkeypatch):
     torch.save({"other": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"does not fit squeezenet1_1: \d+ keys differ"):
         demo.network("squeezenet1_1", tmp_path / "other.pth")
+    torch.save({key: value[:1] for key, value in state.items()}, tmp_path / "narrow.pth")
+    with pytest.raises(ValueError, match=r"narrow.pth does not fit squeezenet1_1: size mismatch for"):
+        demo.network("squeezenet1_1", tmp_path / "narrow.pth")
+
+
+def test_pretrained_inception_normalizes_its_input(tmp_path):
+    random = demo.network("googlenet")
+    assert not random.model.transform_input
+    torch.save(random.model.state_dict(), tmp_path / "trained.pth")
+    assert demo.network("googlenet", tmp_path / "trained.pth").model.transform_input
+
+
+def classify(name):
+    with torch.device("meta"):
+        net = demo.network(name)
+        return net.model(torch.empty(2, 3, net.size, net.size)).shape
+
+
+def test_a_network_takes_images_of_the_size_that_its_weights_want():
+    assert classify("vit_h_14") == (2, 1000)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", models.list_models(module=models))
+def test_every_classification_network_can_be_built(name):
+    assert classify(name) == (2, 1000)
 
 
 def test_progress_bar():

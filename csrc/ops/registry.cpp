@@ -298,8 +298,8 @@ AI3_EXPORT int ai3_machine(int threads, double* flops, double* bytes, char* erro
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }
-// JSON: {"level": ..., "levels": [...], "operations": {name: {"sizes": [...], "algorithms": {name: {"CPU": {...}, "CUDA":
-// {...}}}}}}. Valid until the next call from the same thread.
+// JSON: {"level": ..., "operations": {name: {"sizes": "<names>", "algorithms": {name: {"CPU": {...}, "CUDA": {...}}}}}}. Valid
+// until the next call from the same thread.
 AI3_EXPORT const char* ai3_registry(char* error, int64_t size) {
   return guarded(error, size, [] { return registry_as_json(); });
 }

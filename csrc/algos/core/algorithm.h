@@ -123,7 +123,7 @@ struct Traits {
   bool deterministic = true;
   Layout layout = Layout::any;
   uint32_t dtypes = kAllDtypes;
-  bool epilogue = false;  // honours residual and activation; the packed operator exists only where it does
+  bool epilogue = false;  // of the packed operator: honours residual and activation
   // False, with the reason, for what the method cannot do. Sizes may be -1 (unknown): then only what no size could mend.
   bool (*supports)(const Problem&, Reason&) = nullptr;
   int64_t (*workspace)(const Problem&) = nullptr;  // bytes; null: none
