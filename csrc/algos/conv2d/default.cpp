@@ -9,7 +9,11 @@ namespace {
 constexpr double kLeastFlops = 1e7;
 
 // Of the direct method; many where a size is not known yet.
-double flops(const Conv2dProblem& p) { return is_concrete(p) ? gemm_cost(p, 0, 1).flops : kLeastFlops; }
+double flops(const Conv2dProblem& p) {
+  if (!is_concrete(p)) return kLeastFlops;
+  const ConvShape s(p);
+  return 2 * static_cast<double>(s.rows) * static_cast<double>(s.depth) * static_cast<double>(p.out_channels);
+}
 
 struct Row {
   Choice choice;

@@ -235,8 +235,10 @@ AI3_INLINE Cost gemm_cost(const Conv2dProblem& p, double patch_copies, double ef
   const double n = static_cast<double>(s.rows), k = static_cast<double>(s.depth), size = static_cast<double>(size_of(p.dtype));
   const double in = static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height * p.in_width);
   const double filters = static_cast<double>(p.out_channels);
-  return {2 * n * k * filters,
-          size * (in + n * filters) + 4 * k * filters + patch_copies * 4 * n * k * static_cast<double>(p.groups), efficiency};
+  const int64_t panel = with_type(p.dtype, []<class T>() { return int64_t{kPanel<Acc<T>>}; });
+  const double columns = static_cast<double>(p.groups * round_up(s.filters, panel));  // each group's last panel is padded
+  return {2 * n * k * columns,
+          size * (in + n * filters) + 4 * k * columns + patch_copies * 4 * n * k * static_cast<double>(p.groups), efficiency};
 }
 
 }  // namespace
