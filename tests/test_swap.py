@@ -67,7 +67,7 @@ def test_leaf_modules(module, shape):
     assert (
         (layer.calls, layer.torch_calls, layer.shapes[0]) == (1, 0, tuple(x.shape))
         or "same" in str(module)
-        or "mode" in str(module)
+        or "padding_mode" in str(module)
     )
     assert "algorithm=" in repr(swapped)
     assert repr(unswap(swapped)) == repr(module)
@@ -82,8 +82,6 @@ def test_in_place_keeps_its_effect():
 
 
 def test_default_leaves_in_place_relu_to_pytorch():
-    if not any(a.name == "default" for a in ai3_ops.algorithms("relu")):
-        pytest.skip("relu has no default yet")
     model = swap(nn.Sequential(nn.ReLU(inplace=True), nn.ReLU()), "default")
     assert next((row.used, row.reason) for row in explain(model).layers) == (
         "torch",
