@@ -330,7 +330,24 @@ def test_out_may_be_other_channels_of_the_input_s_buffer(algorithm, dtype, layou
             run(buffer[:, :4], pack, w.shape, b, *window, out=buffer[:, out])
 
 
-def test_operators_told_by_name_and_out_forms_pass_opcheck():
+PACKED_OUT = [(o, n) for o in ("conv2d", "linear") for n in names(o) if hasattr(ops, f"_{o}_{n}_packed_out")]
+
+
+@pytest.mark.parametrize(("operation", "algorithm"), PACKED_OUT)
+def test_out_forms_pass_opcheck(operation, algorithm):
+    info = ai3_ops.registry.algorithm(operation, algorithm, "cpu")
+    dtype = torch.float64 if "float64" in info.dtypes else torch.float32
+    groups = 4 if algorithm == "depthwise" else 1
+    shapes, window = {
+        "conv2d": (((2, 4, 6, 5), (8, 4 // groups, 3, 3), (8,), (2, 8, 6, 5)), ([1], [1], [1], groups)),
+        "linear": (((5, 3), (4, 3), (4,), (5, 4)), ()),
+    }[operation]
+    x, w, b, out = (data(*s).to(dtype) for s in shapes)
+    pack, run = (getattr(ops, f"_{operation}_{algorithm}_{form}") for form in ("pack", "packed_out"))
+    torch.library.opcheck(run.default, (x, pack(w, *window), list(w.shape), b, *window), {"out": out})
+
+
+def test_operators_told_by_name_pass_opcheck():
     x, w, b = (data(*s).requires_grad_() for s in ((2, 4, 6, 5), (6, 4, 3, 3), (6,)))
     torch.library.opcheck(
         ops._conv2d_mixed.default, (x, w, b, 1, 1), {"forward": "direct", "backward_weight": "im2col"}
@@ -340,11 +357,6 @@ def test_operators_told_by_name_and_out_forms_pass_opcheck():
     m, n, c = (data(*s).requires_grad_() for s in ((5, 3), (4, 3), (4,)))
     torch.library.opcheck(ops._linear_mixed.default, (m, n, c), {"forward": "gemm"})
     torch.library.opcheck(ops._linear_mixed_backward.default, (data(5, 4), m, n, mask), {"forward": "gemm"})
-    x, w, b, m, n, c = (t.detach() for t in (x, w, b, m, n, c))
-    pack = ops._conv2d_direct_pack(w, 1, 1)
-    torch.library.opcheck(ops._conv2d_direct_packed_out.default, (x, pack, list(w.shape), b, 1, 1), {"out": y.detach()})
-    pack = ops._linear_gemm_pack(n)
-    torch.library.opcheck(ops._linear_gemm_packed_out.default, (m, pack, list(n.shape), c), {"out": data(5, 4)})
 
 
 def test_deterministic_calls_refuse_what_is_not():
