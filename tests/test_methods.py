@@ -180,6 +180,20 @@ def test_sums_of_products_are_exact_on_integers(name):
     assert torch.equal(getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, groups=groups).double(), exact)
 
 
+@pytest.mark.parametrize("name", [a.name for a in own("conv2d") if a.accuracy == "exact"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_only_patches_hold_the_padding(name, layout):
+    """Its zeros are NaN where they are multiplied with an infinite weight."""
+    groups = 2 if name == "depthwise" else 1
+    x, w = torch.ones(1, 2, 4, 5), torch.ones(2, 2 // groups, 3, 3)
+    w[0, 0, 0, 0] = torch.inf
+    y = getattr(torch.ops.ai3, f"conv2d_{name}")(x.contiguous(memory_format=layout), w, padding=1, groups=groups)
+    border = torch.zeros(1, 2, 4, 5, dtype=torch.bool)
+    if name in ("im2col", "implicit_gemm", "implicit_precomp_gemm"):
+        border[0, 0, 0] = border[0, 0, :, 0] = True
+    assert torch.equal(y.isnan(), border)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("width", [148, 300])  # outputs that are asked for ahead, and that go past the caches
 @pytest.mark.parametrize(("channels", "kernel"), [(3, 3), (16, 1)])
