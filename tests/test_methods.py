@@ -12,7 +12,7 @@ from tester import ALGORITHMS
 
 import ai3_ops
 from ai3_ops import _flags, _library, registry
-from ai3_ops._cases import few_calls
+from ai3_ops._cases import Call, conv, few_calls
 
 F32 = torch.float32
 
@@ -134,6 +134,46 @@ def test_im2col_has_8_mib_of_the_matrix_of_patches_and_implicit_gemm_small_block
     part = explicit - weights
     assert min(matrix, 6 << 20) <= part <= (8 << 20) + 2**12
     assert implicit <= weights + 2**19 + 2**12 < matrix / 4
+
+
+EXACT = " ".join(a.name for a in own("conv2d") if a.accuracy == "exact")
+# What rules choose. Of `guess`, what follows on any processor of up to 32 operations for each byte that its memory delivers.
+CHOICES = [
+    ("default", conv((1, 32, 14, 14), (32, 1, 3, 3), padding=1, groups=32), "depthwise"),
+    ("default", conv((1, 32, 14, 14), (64, 1, 5, 5), 2, 2, groups=32), "depthwise"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), padding=1), "winograd_f4"),
+    ("default", conv((1, 256, 7, 7), (256, 256, 3, 3), padding=1), "winograd_f2"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 5, 5), padding=2), "winograd_general"),
+    ("default", conv((1, 16, 56, 56), (16, 16, 3, 3), padding=1), "winograd_f4"),
+    ("default", conv((1, 15, 56, 56), (64, 15, 3, 3), padding=1), "direct"),  # too few input channels
+    ("default", conv((1, 64, 56, 56), (15, 64, 3, 3), padding=1), "direct"),  # too few output channels
+    ("default", conv((1, 64, 28, 28), (64, 8, 3, 3), padding=1, groups=8), "direct"),  # too few of each group
+    ("default", conv((1, 32, 20, 20), (43, 32, 3, 3), padding=1), "direct"),  # 9.9 MFLOP
+    ("default", conv((1, 32, 20, 20), (44, 32, 3, 3), padding=1), "winograd_f4"),  # 10.1 MFLOP
+    ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), 2, 1), "direct"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), 1, 2, 2), "direct"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 1, 1)), "direct"),
+    ("winograd", conv((1, 64, 12, 12), (64, 64, 3, 3), padding=1), "winograd_f2"),
+    ("winograd", conv((1, 64, 13, 13), (64, 64, 3, 3), padding=1), "winograd_f4"),
+    *(
+        ("winograd", conv((1, 32, 14, 14), (32, 32, *kernel), padding=2), "winograd_general")
+        for kernel in ((5, 5), (1, 3), (3, 1), (1, 7), (7, 1))
+    ),
+    ("guess", conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1), "winograd_f4"),
+    ("guess", conv((1, 64, 56, 56), (64, 64, 11, 11), padding=5), "fft"),
+    ("guess", conv((1, 64, 28, 28), (64, 64, 1, 1)), EXACT),
+    ("guess", conv((1, 32, 14, 14), (32, 1, 3, 3), padding=1, groups=32), EXACT),
+]
+
+
+@pytest.mark.parametrize(("rule", "case", "names"), CHOICES)
+def test_rules_choose_as_documented_and_compute_nothing_else(rule, case, names):
+    call = Call(registry.algorithm("conv2d", rule, "cpu"), case, F32)
+    p = registry.OPERATIONS["conv2d"].problem("test", *call.tensors, *case.arguments)
+    chosen, why = registry.choice_sizes("conv2d", rule, "cpu", F32, **p.sizes)
+    assert chosen in names.split()
+    assert why
+    assert torch.equal(call.run(), Call(registry.algorithm("conv2d", chosen, "cpu"), case, F32).run())
 
 
 @pytest.mark.parametrize(("channels", "size"), [(64, 56), (256, 28), (512, 14)])
