@@ -114,11 +114,15 @@ def test_turns_cover_networks_and_algorithms():
     assert set(algorithms) == set(ALGORITHMS)
 
 
+def check_every_operation(name, size):
+    selectors = every_operation()
+    rows = check(name, size, selectors, set(selectors.values()))
+    assert {row.operation for row in rows} == {row.operation for row in rows if row.used != "torch"}
+
+
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_operations_at_once(name):
-    selectors = every_operation()
-    rows = check(name, NETWORKS[name], selectors, set(selectors.values()))
-    assert {row.operation for row in rows} == {row.operation for row in rows if row.used != "torch"}
+    check_every_operation(name, NETWORKS[name])
 
 
 @pytest.mark.full
@@ -133,5 +137,4 @@ def test_networks_whole(name, algorithm):
 @pytest.mark.full
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_operations_at_once_whole(name):
-    selectors = every_operation()
-    check(name, 299 if name == "inception_v3" else 224, selectors, set(selectors.values()))
+    check_every_operation(name, 299 if name == "inception_v3" else 224)
