@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ai3_ops import _library, registry
 from ai3_ops._cases import (
@@ -85,25 +86,30 @@ def info_bound(info: AlgorithmInfo) -> str:
 
 
 def check_nonfinite(info: AlgorithmInfo) -> None:
-    """NaN and infinities in the input come out where ATen's do; a method that mixes outputs may spread, never hide them."""
-    rules = OPERATIONS[info.operation]
-    for call in few_calls(info, 3, "float32" if "float32" in info.dtypes else None):
-        for value in (math.nan, math.inf, -math.inf):
-            inputs = call.tensors
-            assert inputs[0] is not None
-            inputs[0] = inputs[0].contiguous()
-            inputs[0].view(-1)[inputs[0].numel() // 2] = value
-            ours = call.operator(*inputs)
-            theirs = rules.aten(*inputs, *call.case.arguments)
-            hidden = torch.isfinite(ours) & ~torch.isfinite(theirs)
-            require(not hidden.any(), f"{call}: {value} in the input is lost in {int(hidden.sum())} outputs")
-            if info.accuracy == "exact":
-                require(
-                    torch.equal(ours.isnan(), theirs.isnan()),
-                    f"{call}: with {value} in the input, NaN elsewhere than in ATen",
-                )
-                spread = ours.isinf() != theirs.isinf()
-                require(not spread.any(), f"{call}: with {value} in the input, infinities elsewhere than in ATen")
+    """NaN and infinities come out where ATen's do; a method that mixes outputs may spread, never hide them.
+
+    In weight and bias only without padding: whether it is multiplied with the weights differs within ATen too.
+    """
+    rules, dtype = OPERATIONS[info.operation], "float32" if "float32" in info.dtypes else None
+    places = [(call, 0) for call in few_calls(info, 3, dtype)]
+    if info.operation in ("conv2d", "linear"):
+        unpadded = [c for c in few_calls(info, 100, dtype) if c.case.arguments[1:2] in ((), (0,))]
+        places += [(c, i) for c in unpadded[:3] for i in (1, 2) if c.case.shapes[i] is not None]
+    for (call, place), value in itertools.product(places, (math.nan, math.inf, -math.inf)):
+        inputs = call.tensors
+        changed = inputs[place]
+        assert changed is not None
+        inputs[place] = changed = changed.contiguous()
+        changed.view(-1)[changed.numel() // 2] = value
+        ours = call.operator(*inputs)
+        theirs = rules.aten(*inputs, *call.case.arguments)
+        what = f"{call}: with {value} in tensor {place}"
+        hidden = torch.isfinite(ours) & ~torch.isfinite(theirs)
+        require(not hidden.any(), f"{what}, {int(hidden.sum())} outputs that must not be finite are")
+        if info.accuracy == "exact":
+            require(torch.equal(ours.isnan(), theirs.isnan()), f"{what}, NaN elsewhere than in ATen")
+            spread = ours.isinf() != theirs.isinf()
+            require(not spread.any(), f"{what}, infinities elsewhere than in ATen")
 
 
 def check_zeros(info: AlgorithmInfo) -> None:
@@ -397,6 +403,20 @@ def sum_of_squares(function: Callable[..., Tensor], *values: Tensor) -> Tensor:
     return function(*values).square().sum()
 
 
+class _LastCall(TorchDispatchMode):
+    """Remembers the last call of an operator of the project's, as vmap has folded it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ai3":
+            self.func, self.args = func, args
+        return func(*args, **kwargs or {})
+
+    def refused(self, info: AlgorithmInfo) -> bool:
+        """Whether the algorithm, or who computes its gradients, does not support it."""
+        args = self.args if self.func is info.operator else (*self.args[1:3], None, *self.args[3:-1])
+        return not registry.supports(info.operation, info.name, *args)[0]
+
+
 def check_vmap(info: AlgorithmInfo) -> None:
     """`torch.func.vmap`, and gradients inside of it, for every choice of batched tensors, equal to a loop."""
     for call in few_calls(info, 5):
@@ -415,15 +435,15 @@ def check_vmap(info: AlgorithmInfo) -> None:
 
             loss = torch.func.grad(functools.partial(sum_of_squares, ours), argnums=tuple(range(len(leaves))))
             what = f"{call}: vmap over {', '.join(n for n, c in zip(names, choice, strict=False) if c)}"
-            limit = 1e-6 if call.dtype == torch.float64 and info.accuracy == "exact" else 3e-2
+            limit = gradient_limit(info, call.dtype)  # folding changes at most the order of sums
             for function in (lambda *values, ours=ours: (ours(*values),), loss):
-                with warnings.catch_warnings():
+                with warnings.catch_warnings(), _LastCall() as last:
                     warnings.simplefilter("error")
                     try:
                         got = torch.vmap(function, dims)(*args)
                     except RuntimeError as error:  # folded into groups or channels that the method does not have
-                        folded = function is loss or any(choice[1:])
-                        require(folded and "algorithms that support this case" in str(error), f"{what}: {error}")
+                        refused = "algorithms that support this case" in str(error) and last.refused(info)
+                        require(refused, f"{what}: {error}")
                         continue
                 parts = [function(*sample(i)) for i in range(3)]
                 for g, e in zip(got, map(torch.stack, zip(*parts, strict=True)), strict=True):
@@ -450,8 +470,8 @@ def check_flops(info: AlgorithmInfo) -> None:
 
 def check_workspace(info: AlgorithmInfo) -> None:
     """A call on the CPU allocates the workspace that the registry states, beside its output."""
-    if info.device != "cpu" or info.vendor or info.python or info.rule or info.layout != "any":
-        return
+    if info.device != "cpu" or info.vendor or info.python or info.rule or info.layout == "nhwc":
+        return  # inputs are contiguous below: only for "nhwc" would they be converted
     rules, name = OPERATIONS[info.operation], f"ai3::{info.operation}_{info.name}"
     for call in few_calls(info, 4, "float32" if "float32" in info.dtypes else None, large=True):
         inputs = call.tensors

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from tester import each_algorithm
+from tester import ALGORITHMS
 
 import ai3_ops
 from ai3_ops import _flags, _library, registry
-from ai3_ops._cases import few_calls
+from ai3_ops._cases import Call, conv, few_calls
 
 F32 = torch.float32
 
@@ -61,7 +61,7 @@ VENDORS = {
 }
 
 
-@pytest.mark.parametrize("info", ai3_ops.algorithms(device="cpu"), ids=lambda a: f"{a.operation}_{a.name}")
+@pytest.mark.parametrize("info", [a for a in ALGORITHMS if a.device == "cpu"], ids=lambda a: f"{a.operation}_{a.name}")
 def test_own_methods_call_none_of_pytorch_s_operators(info):
     """For pools, relu and linear too, whose results alone could be ATen's."""
     call = few_calls(info, 1, "float32" if "float32" in info.dtypes else None, large=True)[0]
@@ -136,6 +136,46 @@ def test_im2col_has_8_mib_of_the_matrix_of_patches_and_implicit_gemm_small_block
     assert implicit <= weights + 2**19 + 2**12 < matrix / 4
 
 
+EXACT = " ".join(a.name for a in own("conv2d") if a.accuracy == "exact")
+# What rules choose. Of `guess`, what follows on any processor of up to 32 operations for each byte that its memory delivers.
+CHOICES = [
+    ("default", conv((1, 32, 14, 14), (32, 1, 3, 3), padding=1, groups=32), "depthwise"),
+    ("default", conv((1, 32, 14, 14), (64, 1, 5, 5), 2, 2, groups=32), "depthwise"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), padding=1), "winograd_f4"),
+    ("default", conv((1, 256, 7, 7), (256, 256, 3, 3), padding=1), "winograd_f2"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 5, 5), padding=2), "winograd_general"),
+    ("default", conv((1, 16, 56, 56), (16, 16, 3, 3), padding=1), "winograd_f4"),
+    ("default", conv((1, 15, 56, 56), (64, 15, 3, 3), padding=1), "direct"),  # too few input channels
+    ("default", conv((1, 64, 56, 56), (15, 64, 3, 3), padding=1), "direct"),  # too few output channels
+    ("default", conv((1, 64, 28, 28), (64, 8, 3, 3), padding=1, groups=8), "direct"),  # too few of each group
+    ("default", conv((1, 32, 20, 20), (43, 32, 3, 3), padding=1), "direct"),  # 9.9 MFLOP
+    ("default", conv((1, 32, 20, 20), (44, 32, 3, 3), padding=1), "winograd_f4"),  # 10.1 MFLOP
+    ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), 2, 1), "direct"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), 1, 2, 2), "direct"),
+    ("default", conv((1, 64, 28, 28), (64, 64, 1, 1)), "direct"),
+    ("winograd", conv((1, 64, 12, 12), (64, 64, 3, 3), padding=1), "winograd_f2"),
+    ("winograd", conv((1, 64, 13, 13), (64, 64, 3, 3), padding=1), "winograd_f4"),
+    *(
+        ("winograd", conv((1, 32, 14, 14), (32, 32, *kernel), padding=2), "winograd_general")
+        for kernel in ((5, 5), (1, 3), (3, 1), (1, 7), (7, 1))
+    ),
+    ("guess", conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1), "winograd_f4"),
+    ("guess", conv((1, 64, 56, 56), (64, 64, 11, 11), padding=5), "fft"),
+    ("guess", conv((1, 64, 28, 28), (64, 64, 1, 1)), EXACT),
+    ("guess", conv((1, 32, 14, 14), (32, 1, 3, 3), padding=1, groups=32), EXACT),
+]
+
+
+@pytest.mark.parametrize(("rule", "case", "names"), CHOICES)
+def test_rules_choose_as_documented_and_compute_nothing_else(rule, case, names):
+    call = Call(registry.algorithm("conv2d", rule, "cpu"), case, F32)
+    p = registry.OPERATIONS["conv2d"].problem("test", *call.tensors, *case.arguments)
+    chosen, why = registry.choice_sizes("conv2d", rule, "cpu", F32, **p.sizes)
+    assert chosen in names.split()
+    assert why
+    assert torch.equal(call.run(), Call(registry.algorithm("conv2d", chosen, "cpu"), case, F32).run())
+
+
 @pytest.mark.parametrize(("channels", "size"), [(64, 56), (256, 28), (512, 14)])
 def test_guess_never_takes_the_least_accurate(channels, size):
     p = registry.OPERATIONS["conv2d"].problem(
@@ -178,6 +218,20 @@ def test_sums_of_products_are_exact_on_integers(name):
     x, w = integers(1, 16, 14, 14), integers(16, 16 // groups, 3, 3)
     exact = torch.conv2d(x.double(), w.double(), groups=groups)
     assert torch.equal(getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, groups=groups).double(), exact)
+
+
+@pytest.mark.parametrize("name", [a.name for a in own("conv2d") if a.accuracy == "exact"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_only_patches_hold_the_padding(name, layout):
+    """Its zeros are NaN where they are multiplied with an infinite weight."""
+    groups = 2 if name == "depthwise" else 1
+    x, w = torch.ones(1, 2, 4, 5), torch.ones(2, 2 // groups, 3, 3)
+    w[0, 0, 0, 0] = torch.inf
+    y = getattr(torch.ops.ai3, f"conv2d_{name}")(x.contiguous(memory_format=layout), w, padding=1, groups=groups)
+    border = torch.zeros(1, 2, 4, 5, dtype=torch.bool)
+    if name in ("im2col", "implicit_gemm", "implicit_precomp_gemm"):
+        border[0, 0, 0] = border[0, 0, :, 0] = True
+    assert torch.equal(y.isnan(), border)
 
 
 @pytest.mark.parametrize("bias", [True, False])

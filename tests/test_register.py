@@ -18,7 +18,7 @@ import torch
 import ai3_ops
 from ai3_ops import register as register_function
 from ai3_ops import registry
-from ai3_ops._cases import CASES, Call
+from ai3_ops._cases import CASES, Call, conv
 from ai3_ops._checks import CHECKS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,7 @@ SCALED = """
 template <class T>
 void conv2d_{name}(const ai3::Conv2dProblem& p, const T* x, const T* w, const T*, T* y, ai3::Workspace&) {{
   const ai3::Acc<T> scale = {factor} * ai3::widen(w[0]);
-  for (int64_t i = 0; i < p.in_height * p.in_width; i++) y[i] = ai3::narrowed<T>(scale * ai3::widen(x[i]));
+  for (int64_t i = 0; i < p.batch * p.in_height * p.in_width; i++) y[i] = ai3::narrowed<T>(scale * ai3::widen(x[i]));
 }}
 inline bool {name}_supports(const ai3::Conv2dProblem& p, ai3::Reason& reason) {{
   const int64_t weights = p.in_channels * p.out_channels * p.kernel_height * p.kernel_width;
@@ -445,16 +445,20 @@ def test_check_shows_the_failing_case():
         ai3_ops.check("relu", "user_wrung")
 
 
-def test_check_lets_an_algorithm_refuse_groups(header, capfd):
+def test_check_lets_an_algorithm_refuse_groups(header, capfd, monkeypatch):
     """vmap makes groups of samples whose weights, or whose weights' gradients, differ."""
     text = scaled("user_single").replace("weights == 1 ||", "(weights == 1 && p.groups == 1) ||")
     register_function("conv2d", "user_single", header(text))
     info, x, w = registry.algorithm("conv2d", "user_single"), X.double(), W.double()
     with pytest.raises(RuntimeError, match="needs one weight; algorithms that support this case"):
         torch.vmap(torch.func.grad(lambda w, x: info.operator(x, w).sum()), (None, 0))(w, torch.stack([x, x]))
+    monkeypatch.setitem(CASES, "conv2d", [conv((1, 1, 4, 5), (1, 1, 1, 1), bias=False)])
     CHECKS["vmap"](info)
     CHECKS["workspace"](info)
     assert not capfd.readouterr().err
+    monkeypatch.setattr(registry, "supports", lambda *_: (True, ""))
+    with pytest.raises(AssertionError, match=r"vmap over input, weight: .*needs one weight"):
+        CHECKS["vmap"](info)
 
 
 def test_a_failing_case_names_its_arguments():

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 import ai3_ops
-from ai3_ops import registry
 
 ops = torch.ops.ai3
 GEOMETRIES = [
@@ -336,7 +335,8 @@ PACKED_OUT = [(o, n) for o in ("conv2d", "linear") for n in names(o) if hasattr(
 
 @pytest.mark.parametrize(("operation", "algorithm"), PACKED_OUT)
 def test_out_forms_pass_opcheck(operation, algorithm):
-    dtype = torch.float64 if "float64" in registry.algorithm(operation, algorithm, "cpu").dtypes else torch.float32
+    info = ai3_ops.registry.algorithm(operation, algorithm, "cpu")
+    dtype = torch.float64 if "float64" in info.dtypes else torch.float32
     groups = 4 if algorithm == "depthwise" else 1
     shapes, window = {
         "conv2d": (((2, 4, 6, 5), (8, 4 // groups, 3, 3), (8,), (2, 8, 6, 5)), ([1], [1], [1], groups)),
