@@ -67,7 +67,7 @@ class Layer:
 
     def batch(self, n: int) -> Layer:
         """The same layer on n images (a count of elements or rows belongs to one)."""
-        if self.operation in ("linear", "relu"):
+        if self.operation in ("linear", "relu", "flatten"):
             return Layer(re.sub(r"\b(M|count)=(\d+)", lambda size: f"{size[1]}={n * int(size[2])}", self.line))
         return Layer(re.sub(r"\bN=\d+", f"N={n}", self.line))
 
@@ -88,6 +88,8 @@ class Layer:
                 return nn.AdaptiveAvgPool2d(s["out"])
             case "relu":
                 return nn.ReLU()
+            case "flatten":
+                return nn.Flatten(0)
         raise ValueError(f"no such layer: {self.line}")
 
     def input(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -95,7 +97,7 @@ class Layer:
         s = self.sizes
         if self.operation == "linear":
             return torch.randn(s["M"], s["K"]).to(dtype)
-        if self.operation == "relu":
+        if "count" in s:
             return torch.randn(s["count"]).to(dtype)
         return torch.randn(s["N"], s["C"], s["H"], s["W"]).to(dtype).to(memory_format=torch.channels_last)
 
@@ -131,7 +133,7 @@ class Layer:
         match self.operation:
             case "linear":
                 elements = s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]
-            case "relu":
+            case "relu" | "flatten":
                 elements = 2 * s["count"]
             case _:
                 channels = s.get("K", s["C"])
@@ -144,7 +146,7 @@ class Layer:
         s = self.sizes
         if self.operation == "linear":
             return f"{s['M']}x{s['K']} -> {s['N']}"
-        if self.operation == "relu":
+        if "count" in s:
             return f"{s['count']}"
         size = f"{s['H']}²" if s["H"] == s["W"] else f"{s['H']}x{s['W']}"
         batch = f"{s['N']}x " if s["N"] != 1 else ""

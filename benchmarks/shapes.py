@@ -1,6 +1,6 @@
 """Writes benchmarks/shapes/<network>.txt: every layer of a network, one line per distinct shape, with its count.
 
-The benchmarks read these files. Run again after adding a network: ``python benchmarks/shapes.py``.
+The benchmarks read these files. Run again after adding a network: ``python -m benchmarks.shapes``.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 import torchvision
-from torch import nn
-from torchvision.models.swin_transformer import ShiftedWindowAttention
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ai3_ops.nn.calls import Call
 
 HERE = Path(__file__).resolve().parent / "shapes"
 NETWORKS = {
@@ -49,7 +54,7 @@ class UNet(nn.Module):
     def _twice(c: int, k: int) -> nn.Sequential:
         return nn.Sequential(nn.Conv2d(c, k, 3, padding=1), nn.ReLU(), nn.Conv2d(k, k, 3, padding=1), nn.ReLU())
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Down, and up again beside what came down."""
         levels = [x := self.down[0](x)]
         for block in self.down[1:]:
@@ -59,57 +64,73 @@ class UNet(nn.Module):
         return self.classes(x)
 
 
-def _pair(value: int | tuple[int, ...]) -> str:
+def _pair(value: int | Sequence[int]) -> str:
     a, b = (value, value) if isinstance(value, int) else value
     return str(a) if a == b else f"{a},{b}"
 
 
-def _lines(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[str]:
-    """What a call of a module computes itself, not by its children."""
-    match module:
-        case nn.Conv2d():
-            n, c, h, w = x.shape
-            return [
-                f"conv2d N={n} C={c} H={h} W={w} K={module.out_channels} kernel={_pair(module.kernel_size)} "
-                f"stride={_pair(module.stride)} pad={_pair(module.padding)} "
-                f"dilation={_pair(module.dilation)} groups={module.groups}"
-            ]
-        case nn.Linear():
-            return [_linear(x, y.shape[-1])]
-        case nn.MultiheadAttention() | ShiftedWindowAttention():  # projections by functional calls
-            return [_linear(x, 3 * x.shape[-1]), _linear(x, x.shape[-1])]
-        case nn.MaxPool2d() | nn.AvgPool2d():
-            name = "max_pool2d" if isinstance(module, nn.MaxPool2d) else "avg_pool2d"
-            n, c, h, w = x.shape
-            return [
-                f"{name} N={n} C={c} H={h} W={w} kernel={_pair(module.kernel_size)} stride={_pair(module.stride)} "
-                f"pad={_pair(module.padding)} ceil={int(module.ceil_mode)}"
-            ]
-        case nn.AdaptiveAvgPool2d():
-            n, c, h, w = x.shape
-            return [f"adaptive_avg_pool2d N={n} C={c} H={h} W={w} out={_pair(tuple(y.shape[-2:]))}"]
-        case nn.ReLU():
-            return [f"relu count={x.numel()}"]
-    return []
+def _image(x: Tensor) -> str:
+    n, c, h, w = x.shape
+    return f"N={n} C={c} H={h} W={w}"
 
 
-def _linear(x: torch.Tensor, features: int) -> str:
+def _linear(x: Tensor, features: int) -> str:
     return f"linear M={x.numel() // x.shape[-1]} K={x.shape[-1]} N={features}"
 
 
-def shapes(name: str, size: int, batch: int) -> Counter[str]:
-    """The layers of one network at (batch, 3, size, size), with how often each occurs."""
-    model = (UNet() if name == "unet" else torchvision.models.get_model(name, weights=None)).eval()
-    found: Counter[str] = Counter()
+def _line(call: Call, y: Tensor, x: Tensor, *args: Any) -> str:
+    """What a call computes, given its output and the operator's arguments."""
+    match call.operation, args:
+        case "conv2d", (weight, _, stride, pad, dilation, groups):
+            return (
+                f"conv2d {_image(x)} K={weight.shape[0]} kernel={_pair(weight.shape[2:])} stride={_pair(stride)} "
+                f"pad={_pair(pad)} dilation={_pair(dilation)} groups={groups}"
+            )
+        case "linear", _:
+            return _linear(x, y.shape[-1])
+        case ("max_pool2d", (kernel, stride, pad, 1, ceil)) | ("avg_pool2d", (kernel, stride, pad, ceil, True, None)):
+            window = f"kernel={_pair(kernel)} stride={_pair(stride)} pad={_pair(pad)}"
+            return f"{call.operation} {_image(x)} {window} ceil={int(ceil)}"
+        case "adaptive_avg_pool2d", _:
+            return f"adaptive_avg_pool2d {_image(x)} out={_pair(y.shape[-2:])}"
+        case "relu" | "flatten", _:
+            return f"{call.operation} count={x.numel()}"
+    raise ValueError(f"no line says {call.operation} with {args}")
 
-    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        found.update(_lines(module, inputs[0], output))
 
-    for module in model.modules():
-        module.register_forward_hook(hook)
-    with torch.inference_mode():
-        model.to("meta")(torch.empty(batch, 3, size, size, device="meta"))
-    return found
+class _Layers(TorchFunctionMode):
+    """Counts the layers that a network computes, whether its modules are called for them or functions."""
+
+    calls: ClassVar[dict[Any, Call]] = {
+        function: kind()
+        for kind in Call.by_name.values()
+        for function in (*kind.functions, kind.function, *(getattr(Tensor, name) for name in kind.methods))
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        y = func(*args, **kwargs)
+        if func is F.multi_head_attention_forward:  # the mode is off inside, where the projections are called
+            x = args[0]
+            self.found.update([_linear(x, 3 * x.shape[-1]), _linear(x, x.shape[-1])])
+        elif call := self.calls.get(func):
+            self.found[_line(call, y, *call.arguments(*args, **kwargs))] += 1
+        return y
+
+
+def text(name: str) -> str:
+    """The file of a network for one image: its layers in order, with how often each occurs."""
+    size = NETWORKS.get(name, 224)
+    with torch.inference_mode(), torch.device("meta"):
+        model = (UNet() if name == "unet" else torchvision.models.get_model(name, weights=None)).eval()
+        x = torch.empty(1, 3, size, size)
+        with _Layers() as layers:
+            model(x)
+    return "\n".join([f"# {name}, {tuple(x.shape)}", *(f"{line} # x{n}" for line, n in layers.found.items()), ""])
 
 
 def main() -> None:
@@ -118,10 +139,9 @@ def main() -> None:
     parser.add_argument("networks", nargs="*", default=list(NETWORKS), help="torchvision names, or unet")
     arguments = parser.parse_args()
     for name in arguments.networks:
-        size = NETWORKS.get(name, 224)
-        lines = [f"{line} # x{count}" for line, count in shapes(name, size, 1).items()]
-        (HERE / f"{name}.txt").write_text(f"# {name}, ({1}, 3, {size}, {size})\n" + "\n".join(lines) + "\n")
-        print(f"{name}: {len(lines)} shapes")
+        content = text(name)
+        (HERE / f"{name}.txt").write_text(content)
+        print(f"{name}: {len(content.splitlines()) - 1} shapes")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
-from benchmarks import figures, layers  # noqa: E402
+from benchmarks import figures, layers, shapes  # noqa: E402
 
 LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
 
@@ -20,6 +20,12 @@ def test_shape_files_become_modules():
             assert layer.flops == 2 * y.numel() * module.weight[0].numel(), layer.line
         assert layer.bytes > 0
         assert len(str(layer)) < 60
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization:FutureWarning")
+@pytest.mark.parametrize("name", shapes.NETWORKS)
+def test_shape_files_are_what_the_networks_compute(name):
+    assert (measure.SHAPES / f"{name}.txt").read_text() == shapes.text(name)
 
 
 def test_batch():

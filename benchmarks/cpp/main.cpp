@@ -137,8 +137,8 @@ void add(const std::string& operation, const std::string& variant, const std::st
     Reason reason;
     if (!a.run || !(a.traits.dtypes & dtype_bit(sizes.dtype)) || (a.traits.supports && !a.traits.supports(sizes, reason)))
       continue;
-    if constexpr (requires { sizes.x_stride; })
-      if (a.traits.layout != Layout::any && (a.traits.layout == Layout::nhwc) != (sizes.y_stride.c == 1)) continue;
+    // By the variant's name: the strides of a 1x1 output are those of both layouts.
+    if (a.traits.layout != Layout::any && (a.traits.layout == Layout::nhwc) != variant.ends_with("nhwc")) continue;
     benchmark::RegisterBenchmark(name(info.name).c_str(), [&a, make](benchmark::State& s) {
       time_kernel(s, a, make());
     })->UseRealTime();
@@ -279,7 +279,8 @@ void add_elementwise(const Shape& s, const Type& type, int threads) {
     c.problem = p;
     c.input = at::randn({p.count}).to(type.scalar);
     c.output = at::empty_like(c.input);
-    c.reference = [x = c.input] { return at::relu(x); };
+    // PyTorch's flatten is a view: beside our copy stands PyTorch's copy.
+    c.reference = [x = c.input, relu = s.operation == "relu"] { return relu ? at::relu(x) : x.clone(); };
     c.bytes = 2.0 * static_cast<double>(c.input.nbytes());
     return c;
   });
@@ -321,14 +322,16 @@ int run(int argc, char** argv) {
       const Type& type = type_named(dtype);
       if (s.operation == "linear")
         add_linear(s, type, o.threads);
-      else if (s.operation == "relu")
+      else if (s.operation == "relu" || s.operation == "flatten")
         add_elementwise(s, type, o.threads);
       else
         for (const std::string& layout : o.layouts)
           if (s.operation == "conv2d")
             add_conv2d(s, type, layout, o.threads);
-          else
+          else if (s.operation.ends_with("pool2d"))
             add_pool2d(s, type, layout, o.threads);
+          else
+            throw std::runtime_error("benchmark shape: no operation " + s.operation);
     }
   const size_t ran = benchmark::RunSpecifiedBenchmarks();
   benchmark::Shutdown();
