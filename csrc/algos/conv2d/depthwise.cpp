@@ -515,7 +515,7 @@ void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& works
 }
 
 Cost cost(const Conv2dProblem& p) {
-  return {2 * outputs(p) * static_cast<double>(p.kernel_height * p.kernel_width), bytes(p), .3};
+  return {2 * outputs(p) * static_cast<double>(p.kernel_height * p.kernel_width), bytes(p), .6};
 }
 
 AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .cost = cost, .packed_bytes = packed_bytes, .pack = pack,
