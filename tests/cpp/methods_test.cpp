@@ -125,27 +125,25 @@ TEST_P(Counting, MultiplicationsAreThoseOfTheMethod) {
 INSTANTIATE_TEST_SUITE_P(, Counting, testing::ValuesIn(all_promises()),
                          [](const auto& info) { return std::to_string(info.index) + "_" + info.param.first; });
 
-LinearProblem linear_problem() {
+LinearProblem linear_problem(int64_t in, int64_t out) {
   LinearProblem p{};
-  p.dtype = DType::f32, p.threads = 1, p.rows = kWidth, p.in_features = p.out_features = kChannels;
+  p.dtype = DType::f32, p.threads = 1, p.rows = kWidth, p.in_features = in, p.out_features = out;
   return p;
+}
+int64_t count_linear(const std::string& name, int64_t in, int64_t out) {
+  return count(reinterpret_cast<const Algorithm<LinearProblem>&>(*algorithm("counting", "linear", name)),
+               linear_problem(in, out));
 }
 
 class CountingLinear : public testing::TestWithParam<std::string> {};
 
 TEST_P(CountingLinear, EachProductOnce) {
-  const AlgorithmInfo* info = algorithm("counting", "linear", GetParam());
-  ASSERT_NE(info, nullptr);
-  auto multiplications = [&](int64_t in, int64_t out) {
-    LinearProblem p = linear_problem();
-    p.in_features = in, p.out_features = out;
-    return count(reinterpret_cast<const Algorithm<LinearProblem>&>(*info), p);
-  };
-  EXPECT_EQ(per_channel_pair(multiplications), kWidth);
-  EXPECT_EQ(multiplications(2 * kChannels, 3), 2 * kChannels * 3 * kWidth) << "few outputs";
+  EXPECT_EQ(per_channel_pair([](int64_t in, int64_t out) { return count_linear(GetParam(), in, out); }), kWidth);
 }
-INSTANTIATE_TEST_SUITE_P(, CountingLinear, testing::ValuesIn(methods(linear_problem())),
+INSTANTIATE_TEST_SUITE_P(, CountingLinear, testing::ValuesIn(methods(linear_problem(kChannels, kChannels))),
                          [](const auto& info) { return info.param; });
+
+TEST(CountingGemm, FewOutputsMultiplyNoPanelOfZeros) { EXPECT_EQ(count_linear("gemm", 32, 3), 32 * 3 * kWidth); }
 
 TEST(CountingDepthwise, EachProductOnce) {
   const AlgorithmInfo* info = algorithm("counting", "conv2d", "depthwise");
