@@ -480,7 +480,7 @@ def check_workspace(info: AlgorithmInfo) -> None:
         p = rules.problem(name, *inputs, *call.case.arguments)
         stated = registry.workspace_sizes(info.operation, info.name, p.device, p.dtype, **p.sizes)
         _library.release_workspace()
-        with torch.inference_mode(), _quiet_profiler(), torch.profiler.profile(profile_memory=True) as profile:
+        with torch.inference_mode(), profiled(profile_memory=True) as profile:
             output = call.operator(*inputs)
         rest = allocated(profile) - output.numel() * output.element_size() + _library.release_workspace()
         slack = 4096 if stated < HUGE_PAGE else HUGE_PAGE
@@ -488,17 +488,17 @@ def check_workspace(info: AlgorithmInfo) -> None:
 
 
 @contextlib.contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    """Else it says on stderr that it starts and stops."""
+def profiled(**options: Any) -> Iterator[torch.profiler.profile]:
+    """torch's profiler, kept from saying on stderr that it starts and stops: it asks at its first use in a process."""
     name = "KINETO_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "99"
+    given = name in os.environ
+    os.environ.setdefault(name, "99")
     try:
-        yield
+        with torch.profiler.profile(**options) as profile:
+            yield profile
     finally:
-        del os.environ[name]
+        if not given:
+            del os.environ[name]
 
 
 def allocated(profile: Any) -> int:

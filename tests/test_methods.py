@@ -13,6 +13,7 @@ from tester import ALGORITHMS
 import ai3_ops
 from ai3_ops import _flags, _library, registry
 from ai3_ops._cases import Call, conv, few_calls
+from ai3_ops._checks import profiled
 
 F32 = torch.float32
 
@@ -66,7 +67,7 @@ def test_own_methods_call_none_of_pytorch_s_operators(info):
     """For pools, relu and linear too, whose results alone could be ATen's."""
     call = few_calls(info, 1, "float32" if "float32" in info.dtypes else None, large=True)[0]
     inputs = call.tensors
-    with torch.inference_mode(), torch.profiler.profile() as profile:
+    with torch.inference_mode(), profiled() as profile:
         call.operator(*inputs)
     called = {event.name for event in profile.events()} - ALLOCATES
     if info.vendor:

@@ -455,7 +455,7 @@ def test_check_lets_an_algorithm_refuse_groups(header, capfd, monkeypatch):
     monkeypatch.setitem(CASES, "conv2d", [conv((1, 1, 4, 5), (1, 1, 1, 1), bias=False)])
     CHECKS["vmap"](info)
     CHECKS["workspace"](info)
-    assert "user_single" not in capfd.readouterr().err  # torch's profiler may have something to say
+    assert not capfd.readouterr().err
     monkeypatch.setattr(registry, "supports", lambda *_: (True, ""))
     with pytest.raises(AssertionError, match=r"vmap over input, weight: .*needs one weight"):
         CHECKS["vmap"](info)
