@@ -213,6 +213,8 @@ def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: T
     bound = info.error_bound or 2e-2
     if dtype == torch.float64 and info.accuracy == "bounded":
         bound *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+    if info.accuracy == "approximate":  # two operands of 8 bits: all that can be said where all outputs cancel
+        return torch.maximum(bound * largest, 2.0**-8 * magnitude) + stored
     return bound * largest + stored
 
 

@@ -22,6 +22,7 @@ def test_algorithm(info, check):
     CHECKS[check](info)
 
 
+@pytest.mark.hypothesis  # which the plugin says of tests that are decorated themselves
 @pytest.mark.parametrize("operation", sorted({a.operation for a in ALGORITHMS}))
 def test_shapes_that_nobody_thought_of(operation):
     infos = [a for a in ALGORITHMS if a.operation == operation]
