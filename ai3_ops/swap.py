@@ -10,7 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -306,13 +306,7 @@ class _Watch(TorchFunctionMode):
         self.order: list[Call] = []
         self.stack: list[nn.Module] = []
         self.expected = False  # the next function is the site's own
-        self.kinds = {
-            f: o for o in registry.operations() if o in Call.by_name for f in self._functions(Call.by_name[o])
-        }
-
-    @staticmethod
-    def _functions(kind: type[Call]) -> list[Callable[..., Any]]:
-        return [*kind.functions, kind.function, *(getattr(Tensor, name) for name in kind.methods)]
+        self.kinds = {f: o for o in registry.operations() if o in Call.by_name for f in Call.by_name[o].seen_as()}
 
     def seen(self, call: Call) -> None:
         """Called by a site just before its own function."""

@@ -101,11 +101,7 @@ def _line(call: Call, y: Tensor, x: Tensor, *args: Any) -> str:
 class _Layers(TorchFunctionMode):
     """Counts the layers that a network computes, whether its modules are called for them or functions."""
 
-    calls: ClassVar[dict[Any, Call]] = {
-        function: kind()
-        for kind in Call.by_name.values()
-        for function in (*kind.functions, kind.function, *(getattr(Tensor, name) for name in kind.methods))
-    }
+    calls: ClassVar[dict[Any, Call]] = {f: kind() for kind in Call.by_name.values() for f in kind.seen_as()}
 
     def __init__(self) -> None:
         super().__init__()

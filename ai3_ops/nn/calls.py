@@ -125,6 +125,11 @@ class Call:
         if hasattr(cls, "operation"):
             Call.by_name[cls.operation] = cls
 
+    @classmethod
+    def seen_as(cls) -> tuple[Callable[..., Any], ...]:
+        """All that a TorchFunctionMode may see when PyTorch computes this call."""
+        return *cls.functions, cls.function, *(getattr(Tensor, name) for name in cls.methods)
+
     def __init__(self, suffix: str = "") -> None:
         self.suffix = suffix  # what follows the module's qualified name: "" or ":relu_1"
         self.layer = suffix  # the whole name at the swap, for messages
