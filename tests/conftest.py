@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 
@@ -23,6 +24,21 @@ def shared_tmp(tmp_path_factory):
     """A directory of this run, one for all processes of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def once(shared_tmp):
+    """Makes a file that all processes of a run share: the first that asks for it makes it, the others wait."""
+
+    def made(name, make):
+        path = shared_tmp / name
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(path)
+        return path
+
+    return made
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,6 +6,7 @@ made to be difficult. All in float64, so that detection's thresholds and sorting
 
 import copy
 import io
+import json
 import os
 import pickle
 import socket
@@ -514,16 +515,18 @@ def ddp_worker(rank, port, results):
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def ddp_results():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(ddp_worker, (port, results), nprocs=2)
-        return dict(results)
+@pytest.fixture(scope="session")
+def ddp_results(once):
+    def train(path):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        with torch.multiprocessing.get_context("spawn").Manager() as manager:
+            results = manager.dict()
+            torch.multiprocessing.spawn(ddp_worker, (port, results), nprocs=2)
+            path.write_text(json.dumps(dict(results)))
+
+    return json.loads(once("ddp_results", train).read_text())
 
 
 def test_ddp_with_two_processes(kind, ddp_results):

@@ -1,6 +1,5 @@
 """AOTInductor: one package per dtype that calls every operator, run from Python and from a C++ program without Python."""
 
-import fcntl
 import pathlib
 import subprocess
 
@@ -20,19 +19,18 @@ TOLERANCE = {2: 1e-2, 4: 1e-4, 8: 1e-4}  # by bytes per element, as the C++ prog
 
 
 @pytest.fixture(scope="session")
-def runner(compiler, shared_tmp):
+def runner(compiler, once):
     """The C++ program."""
-    program = shared_tmp / "aoti_runner"
     names = ["torch", "torch_cpu", "c10", *(["torch_cuda", "c10_cuda"] if torch.cuda.is_available() else [])]
     libraries = ["-Wl,--no-as-needed", f"-L{TORCH}/lib", *(f"-l{n}" for n in names), "-ldl", f"-Wl,-rpath,{TORCH}/lib"]
     includes = [f"-isystem{TORCH}/include", f"-isystem{TORCH}/include/torch/csrc/api/include"]
-    with open(f"{program}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not program.exists():
-            command = [compiler, "-std=c++20", "-O0", *includes, str(RUNNER), "-o", str(program), *libraries]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            assert done.returncode == 0, done.stderr
-    return program
+
+    def build(program):
+        command = [compiler, "-std=c++20", "-O0", *includes, str(RUNNER), "-o", str(program), *libraries]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    return once("aoti_runner", build)
 
 
 def package(model, path, *inputs):
