@@ -43,7 +43,7 @@ test: cpp-test .venv/.wheel-test
 CTEST = ctest --output-on-failure --no-tests=ignore --parallel $(WORKERS) --test-dir
 cpp-test: build .venv/.test
 	$(call say,C++ tests)
-	cmake -S . -B $(BUILD) -DAI3_BUILD_TESTS=ON >> .venv/build.log
+	cmake -S . -B $(BUILD) $(CMAKE_ARGS) -DAI3_BUILD_TESTS=ON >> .venv/build.log
 	cmake --build $(BUILD) --parallel $(JOBS)
 	$(CTEST) $(BUILD)
 
@@ -76,7 +76,7 @@ wheel-test: .venv/.wheel-test
 # Every layer of the networks beside PyTorch, into docs/benchmarks/; with FILTER the kernels alone, and nothing is written.
 ifdef FILTER
 bench: build
-	cmake -S . -B $(BUILD) -DAI3_BUILD_BENCHMARKS=ON
+	cmake -S . -B $(BUILD) $(CMAKE_ARGS) -DAI3_BUILD_BENCHMARKS=ON
 	grep -q '^build ai3_bench:' $(BUILD)/build.ninja || \
 	  { echo "make: needs Google Benchmark, which is neither installed nor can be downloaded" >&2; exit 1; }
 	cmake --build $(BUILD) --parallel $(JOBS)

@@ -6,7 +6,7 @@ Environment:
     CUDA_HOME               where the CUDA toolkit is; else nvcc on PATH, else /usr/local/cuda
     TORCH_CUDA_ARCH_LIST    GPU architectures, such as "8.0 9.0+PTX"; see cmake/cuda.cmake for the default
     MAX_JOBS                parallel compilations; by default as many as processors and memory allow
-    DEBUG=1                 -O1 -g
+    DEBUG=1                 -O1 -g1
     CMAKE_ARGS              further arguments of cmake
     AI3_PREBUILT            a package directory whose libraries and headers are packed, instead of building them again
 """

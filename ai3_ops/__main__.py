@@ -28,6 +28,14 @@ def selectors(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
 
 
+def at_least_one(text: str) -> int:
+    """A number of repetitions."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"needs 1 or more, got {number}")
+    return number
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     top = argparse.ArgumentParser(
@@ -41,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--output", type=Path, default=Path("demo.png"), help="where the picture goes (default: demo.png)"
     )
-    demo.add_argument("--repeats", type=int, default=7, help="timed runs of each algorithm, in turns (default: 7)")
+    demo.add_argument(
+        "--repeats", type=at_least_one, default=7, help="timed runs of each algorithm, in turns (default: 7)"
+    )
     demo.add_argument(
         "--tolerance", type=float, default=1e-3, help="largest error that counts as agreement (default: 1e-3)"
     )
@@ -143,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
                 from ai3_ops import demo
 
                 return demo.main(arguments, console)
-    except (ValueError, TypeError, ImportError, FileNotFoundError) as mistake:
+    except (ValueError, TypeError, ImportError, OSError) as mistake:
         top.exit(2, f"ai3_ops {arguments.command}: {mistake}\n")
 
 

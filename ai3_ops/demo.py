@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
+import pickle
 import statistics
 import time
 import warnings
@@ -63,7 +65,12 @@ def network(name: str, weights: Path | None = None) -> Network:
         model = models.get_model(name, weights=None, **size)
     source = weights or (cached if cached.exists() else None)
     if source:
-        state = torch.load(source, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(source, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+            raise ValueError(f"{source} is no file of weights (a state_dict): {str(error).splitlines()[0]}") from None
+        if not isinstance(state, dict):
+            raise ValueError(f"{source} holds no state_dict but a {type(state).__name__}")
         # Auxiliary classifiers are trained along but not part of every checkpoint, and eval mode does not run them.
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)
@@ -309,6 +316,8 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
     net = network(arguments.model, arguments.weights)
+    if not os.access(arguments.output.absolute().parent, os.W_OK):
+        raise ValueError(f"--output {arguments.output}: its folder does not exist or cannot be written")
     try:
         device = torch.device(arguments.device)
     except RuntimeError as error:

@@ -138,9 +138,9 @@ def _chosen(call: Call) -> tuple[str, str]:
     assert call.algorithm is not None
     assert call.example is not None
     name = call.algorithm.name
-    problem = call.problem(*map(Spec.tensor, call.example))
     device = next(a.device for a in call.example if isinstance(a, Spec))
     try:
+        problem = call.problem(*map(Spec.tensor, call.example))
         return registry.choice_sizes(call.operation, name, device, problem.dtype, **problem.sizes)
     except RuntimeError:
         return name, ""

@@ -224,6 +224,8 @@ def cache_directory() -> Path:
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError:
         return _private_directory()
+    if not os.access(directory, os.W_OK):
+        return _private_directory()
     owner = directory.stat()
     if owner.st_uid != os.geteuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(f"ai3_ops: {directory} must belong to you and be writable by nobody else")

@@ -124,7 +124,10 @@ def algorithms(operation: str | None = None, device: str | torch.device | None =
     load_entry_points()
     if operation is not None:
         _known(operation, operations(), "operation")
-    kind = None if device is None else torch.device(device).type
+    try:
+        kind = None if device is None else torch.device(device).type
+    except RuntimeError:  # no word that PyTorch knows
+        kind = str(device)
     if kind is not None:
         _known(kind, _library.DEVICES, "device")
     return [a for a in registered() if operation in (None, a.operation) and kind in (None, a.device)]
@@ -199,7 +202,7 @@ def supports(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> tuple
 def resolve(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> str:
     """The algorithm that a call with these arguments runs: `algorithm` itself, or what its rule (`default`) chooses.
 
-    RuntimeError where there is none, ValueError for unknown names.
+    On the meta device the answer is the CPU's. RuntimeError where there is none, ValueError for unknown names.
     """
     _check_names(operation, algorithm)
     p = _problem(operation, algorithm, args, kwargs)
@@ -240,7 +243,10 @@ def choice_sizes(
     """As `resolve_sizes`, and why the rule chose it, in a few words; "" where there is nothing to say."""
     if (operation, algorithm) in _python:
         return algorithm, ""
-    return _library.resolve(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
+    kind = _kernel_device(device)
+    if kind not in _library.DEVICES:
+        raise RuntimeError(f"ai3::{operation}_{algorithm}: has no kernel for {kind} tensors")
+    return _library.resolve(operation, algorithm, kind, dtype, _query(operation, sizes))
 
 
 def workspace_sizes(
@@ -256,13 +262,24 @@ def packed_bytes_sizes(
     operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
 ) -> int:
     """Bytes of the tensor that ai3::_<operation>_<algorithm>_pack returns; on the meta device, what the CPU's does."""
+    return _library.packed_bytes(operation, algorithm, _kernel_device(device), dtype, _query(operation, sizes))
+
+
+def _kernel_device(device: str | torch.device) -> str:
+    """Whose kernels are asked about: on the meta device, the CPU's."""
     kind = torch.device(device).type
-    kind = "cpu" if kind == "meta" else kind
-    return _library.packed_bytes(operation, algorithm, kind, dtype, _query(operation, sizes))
+    return "cpu" if kind == "meta" else kind
 
 
 def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
-    return OPERATIONS[operation].problem(f"ai3::{operation}_{algorithm}", *args, **kwargs)
+    name = f"{operation}_{algorithm}"
+    known = [a.name for a in getattr(torch.ops.ai3, name).default._schema.arguments]
+    for given in kwargs:
+        if given not in known:
+            near = difflib.get_close_matches(given, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"its arguments: {', '.join(known)}"
+            raise TypeError(f"ai3::{name} has no argument {given!r}; {hint}")
+    return OPERATIONS[operation].problem(f"ai3::{name}", *args, **kwargs)
 
 
 def _query(operation: str, sizes: dict[str, Any]) -> list[int]:

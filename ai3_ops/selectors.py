@@ -86,6 +86,9 @@ def _keywords(operator: torch._ops.OpOverload) -> list[torch.Argument]:
     return [a for a in operator._schema.arguments if a.kwarg_only]
 
 
+_AUTO = '"auto" measures and comes with ai3_ops.tune, in a later version; "default" chooses by rules'
+
+
 class Preference(tuple[Any, ...]):
     """What `prefer` returns."""
 
@@ -97,6 +100,8 @@ def prefer(*choices: str | Algorithm | None) -> Preference:
     """The first of several algorithms that supports the layer; end with "torch" to leave the others alone."""
     if not choices:
         raise ValueError("prefer() needs at least one algorithm")
+    if "auto" in choices:
+        raise ValueError(_AUTO)
     for choice in choices:
         if not isinstance(choice, (str, Algorithm, type(None))):
             raise TypeError(f"prefer() takes names and Algorithm(...), got {choice!r}")
@@ -110,11 +115,6 @@ class Choice:
     candidates: tuple[Algorithm | None, ...]  # in order of preference; None is PyTorch
     requested: str
     single: bool  # names this layer only: not being able to is an error
-
-    @property
-    def leaves_alone(self) -> bool:
-        """Whether PyTorch was asked for."""
-        return self.candidates == (None,)
 
 
 @dataclass
@@ -186,7 +186,7 @@ def _check_form(value: Selector, label: str) -> None:
             f"{label}dicts do not nest; write each name out, as in {{'layer1.conv': 'direct'}}, got {value!r}"
         )
     if value == "auto":
-        raise ValueError('"auto" measures and comes with ai3_ops.tune, in a later version; "default" chooses by rules')
+        raise ValueError(_AUTO)
     if isinstance(value, (Mapping, nn.Module, type)) or not (
         value is None or isinstance(value, (str, Algorithm, Sequence)) or callable(value)
     ):
@@ -281,7 +281,9 @@ def _choices(
         answers = value
     found = {}
     for index, answer in zip(indices, answers, strict=True):
-        if not (answer is None or isinstance(answer, (str, Algorithm, Preference))) or answer == "auto":
+        if answer == "auto":
+            raise ValueError(_AUTO)
+        if not (answer is None or isinstance(answer, (str, Algorithm, Preference))):
             raise ValueError(
                 f"selector {key!r} gives {answer!r} for {places[index].names[0]!r}, which names no algorithm"
             )
@@ -345,10 +347,11 @@ def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: lis
     place = Place(operation, module, names, ":")
     best: tuple[tuple[int, int], bool] | None = None
     for order, (key, value) in enumerate(selectors.items()):
-        strengths = _matches(key, [place], [key], {})
-        if key.startswith("re:"):
+        if key.startswith("re:"):  # which need not match this call
             pattern = re.compile(key.removeprefix("re:"))
             strengths = {0: (_REGEX, 0)} if any(map(pattern.fullmatch, names)) else {}
+        else:
+            strengths = _matches(key, [place], [key], {})
         if 0 not in strengths:
             continue
         kind, depth = strengths[0]

@@ -201,6 +201,19 @@ def test_wrong_selectors_are_refused_before_anything_takes_time(tmp_path, monkey
     assert "did you mean 'winograd'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments", [["--weights", "README.md"], ["--output", "no/such/folder/demo.png"], ["--repeats", "0"]]
+)
+def test_mistakes_are_one_sentence_before_anything_takes_time(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("no weights")
+    monkeypatch.setattr(demo, "train_digits", None)
+    with pytest.raises(SystemExit) as end:
+        main(["demo", "--model", "squeezenet1_1", *arguments])
+    assert end.value.code == 2
+    assert arguments[0] in (error := capsys.readouterr().err) or arguments[1] in error
+
+
 def test_demo_fails_when_outputs_differ(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DIGITS_EPOCHS", 1)
     monkeypatch.setattr(demo, "network", lambda *_: small()[0])

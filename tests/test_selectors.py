@@ -173,6 +173,8 @@ def test_a_name_under_a_general_key_speaks_of_the_operations_that_have_it(net):
         ({"head": "direct"}, "'head': no call there has direct"),
         ("auto", "tune"),
         ({"conv2d": "auto"}, "tune"),
+        (["auto"] * 3, "tune"),
+        (lambda module: "auto", "tune"),
         ({"conv2d": Algorithm("mean", allow_tf32=True)}, "no conv2d algorithm 'mean'"),
         (Algorithm("direct", backward_input="dirct"), "no conv2d algorithm 'dirct'"),
         (Algorithm("direct", backward_input="prototype"), "'prototype' is a Python callable"),
@@ -212,6 +214,18 @@ def test_a_layer_of_no_operation(layer):
 def test_wrong_types(net, selectors, words):
     with pytest.raises(TypeError, match=words):
         swap(net, selectors)
+
+
+def test_a_regex_beside_modules_that_are_out_of_reach():
+    net = nn.Sequential(torch.jit.script(nn.Linear(4, 4)), nn.Linear(4, 4), nn.MultiheadAttention(4, 2))
+    for strict in (False, True):
+        swapped = ai3_ops.swap(net, {"re:1": "gemm"}, strict=strict)
+        assert [layer.used for layer in ai3_ops.explain(swapped).layers if layer.name == "1"] == ["gemm"]
+
+
+def test_auto_is_no_preference_yet():
+    with pytest.raises(ValueError, match="tune"):
+        ai3_ops.prefer("auto", "direct")
 
 
 def test_operations_and_star_may_match_nothing():

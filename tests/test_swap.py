@@ -256,6 +256,32 @@ def test_algorithms_of_gradients_are_known_at_swap_time():
         swap(model, {"0": choice}, strict=True)(x)
 
 
+def test_explain_a_rule_after_a_first_call_that_fails_or_is_pytorchs():
+    swapped = swap(nn.Conv2d(3, 4, 3), "default")
+    with pytest.raises(RuntimeError, match="channels"):
+        swapped(torch.rand(1, 5, 8, 8))
+    assert explain(swapped).layers[0].shapes is None
+    swapped(torch.rand(1, 3, 8, 8))
+    assert explain(swapped).layers[0].used == "direct"
+    numbers = swap(nn.Conv2d(3, 4, 3), "default").to(torch.complex64)
+    numbers(torch.rand(1, 3, 8, 8, dtype=torch.complex64))
+    assert explain(numbers).layers[0].torch_calls == 1
+    meta = swap(nn.Conv2d(3, 4, 3, device="meta"), "default", torch.rand(1, 3, 8, 8, device="meta"))
+    meta(torch.rand(1, 3, 8, 8, device="meta"))
+    assert explain(meta).layers[0].used == "direct"
+
+
+def test_a_deterministic_result_is_asked_for_at_the_swap():
+    with pytest.raises(ValueError, match="not deterministic"):
+        swap(nn.Conv2d(3, 4, 3), {"": ai3_ops.Algorithm("gemm", deterministic=True)})
+
+
+def test_calls_of_other_types_on_meta_are_pytorchs():
+    swapped = swap(nn.ReLU(), {"relu": "direct"})
+    for _ in range(2):
+        assert swapped(torch.empty(3, dtype=torch.int32, device="meta")).shape == (3,)
+
+
 def test_a_nondeterministic_algorithm_in_deterministic_mode():
     name = next(
         a.name for a in ai3_ops.algorithms("conv2d", "cpu") if not a.deterministic and not a.rule and not a.python

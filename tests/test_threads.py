@@ -75,3 +75,54 @@ def test_a_swapped_model():
             swapped = ai3_ops.swap(model, choices, x[0])
             for i, y in at_once(torch.inference_mode()(swapped), x):
                 assert same_bits(y, expected[i])
+
+
+def test_swaps_beside_calls():
+    """torch.fx puts functions of its own into nn.Module while it traces: calls of other threads pass them by."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.register_buffer("scale", torch.ones(4, 1, 1))
+
+        def forward(self, x):
+            return torch.relu(self.conv(x) * self.scale)
+
+    net = nn.Sequential(Block(), Block())
+    net[1].conv = nn.Conv2d(4, 4, 3)
+    x, stop, call, attribute = torch.rand(1, 3, 9, 9), threading.Event(), nn.Module.__call__, nn.Module.__getattr__
+    expected = net(x).detach()
+
+    def serve():
+        calls = 0
+        while not stop.is_set() or calls == 0:
+            torch.testing.assert_close(net(x), expected)
+            calls += 1
+
+    with ThreadPoolExecutor(6) as pool:
+        served = [pool.submit(serve) for _ in range(2)]
+        swapped = [pool.submit(ai3_ops.swap, net, {"conv2d": "direct", "relu": "direct"}) for _ in range(12)]
+        for future in swapped:
+            torch.testing.assert_close(future.result()(x), expected)
+        stop.set()
+        for future in served:
+            future.result()
+    assert nn.Module.__call__ is call
+    assert nn.Module.__getattr__ is attribute
+    assert "__getattribute__" not in vars(nn.Module)
+
+
+def test_plans_of_many_shapes():
+    """A rule has a plan for each shape; threads make them at the same time."""
+    swapped = ai3_ops.swap(nn.Conv2d(3, 4, 3), "default")
+    images = [torch.rand(1, 3, 5 + i // 20, 5 + i % 20) for i in range(300)]
+    with torch.no_grad():
+        expected = [swapped(x) for x in images]
+
+    def call(item):
+        with torch.no_grad():
+            return swapped(item[0]), item[1]
+
+    for _, (y, wanted) in at_once(call, list(zip(images, expected, strict=True))):
+        assert same_bits(y, wanted)

@@ -190,6 +190,8 @@ class Call:
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
         """The reason why `algorithm` cannot do a problem, "" where it can."""
         roles = {algorithm.backward[1]: "backward_weight", algorithm.backward[0]: "backward_input"}
+        if algorithm.parameters.get("deterministic"):
+            problem = problem._replace(sizes=problem.sizes | {"deterministic": True})
         for name in algorithm.names:
             ok, reason = registry.supports_problem(self.operation, name, problem)
             if not ok:
@@ -276,7 +278,8 @@ class Call:
             return operator(*args, **self.options)
         if _tracing_state() is not None:  # torch.jit.trace does
             return operator(*args, **self.switches(args[0]))
-        if self.example is None:
+        first = self.example is None
+        if first:
             self.example = tuple(map(Spec.of, args))
         self.calls += 1
         if not (self.refused and self.key(args) in self.refused):
@@ -285,6 +288,7 @@ class Call:
             except RuntimeError:
                 reason = self.refusal_now(args)
                 if self.strict or not reason:
+                    self.example = None if first else self.example
                     raise
             if len(self.refused) < _REMEMBERED and forward_ad._current_level < 0:  # which the key does not tell
                 self.refused[self.key(args)] = reason
@@ -372,7 +376,7 @@ class Call:
         assert self.operator is not None
         name = self.algorithm.name
         if self.rule:
-            name = registry.resolve(self.operation, name, *args)
+            name = self.resolved(name, args)
         infer = base.operator_named(f"_{self.operation}_{name}_infer")
         if infer is None or self.algorithm.parameters:
             return None
@@ -381,6 +385,10 @@ class Call:
         except RuntimeError:  # the operator says why
             return None
         return CallPlan(infer, CallPlan.text(numbers), base.operator_named(f"_{self.operation}_{name}_pack"))
+
+    def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
+        """What a rule chooses for such a call."""
+        return registry.resolve(self.operation, rule, *args)
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
@@ -410,7 +418,9 @@ class Call:
     @staticmethod
     def key(args: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the support of a call hangs on."""
-        mode = torch.is_autocast_enabled(args[0].device.type), torch.are_deterministic_algorithms_enabled()
+        device = args[0].device.type
+        autocast = device in _library.DEVICES and torch.is_autocast_enabled(device)
+        mode = autocast, torch.are_deterministic_algorithms_enabled()
         return (registry.generation(), mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
 
 
@@ -420,7 +430,7 @@ class _Weighted(Call):
     @property
     def pack(self) -> Pack | None:
         """A packed weight that is kept."""
-        return next((p.packed[0] for p in self.plans.values() if p is not None and p.packed[0] is not None), None)
+        return next((p.packed[0] for p in list(self.plans.values()) if p is not None and p.packed[0] is not None), None)
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """With the pack, where the algorithm packs."""
@@ -455,7 +465,7 @@ class _Weighted(Call):
             return None
         if plan.pack is not None and not self._affordable(plan.pack, args):
             return None
-        for other in self.plans.values():
+        for other in list(self.plans.values()):  # other threads make plans too
             if other is not None and (other.pack, other.numbers) == (plan.pack, plan.numbers):
                 plan.packed = other.packed
         return plan
@@ -522,6 +532,11 @@ class _Switched(_Weighted):
     def allow_tf32() -> bool:
         """PyTorch's switch for this operation."""
         raise NotImplementedError
+
+    def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
+        """Also as PyTorch's switch has it."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return registry.resolve(self.operation, rule, *args, deterministic=deterministic)
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """What the algorithm was given goes before PyTorch's switches."""

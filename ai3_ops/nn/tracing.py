@@ -161,6 +161,7 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.refusal = ""
         self.running = False
+        self.thread = threading.get_ident()
         self.proxies: list[weakref.ref[_Proxy]] = []
         self.paths = {m: tuple(name.split(".")) if name else () for name, m in module.named_modules()}
         self.guards: dict[tuple[Any, str], Guard] = {}
@@ -175,6 +176,19 @@ class _Tracer(fx.Tracer):
     # What torch.fx asks -----------------------------------------------------------------------------------------------
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
+
+    # torch.fx puts its own functions into nn.Module while it traces: other threads' modules are none of its business.
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if threading.get_ident() != self.thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def keep(self, proxy: _Proxy) -> _Proxy:
         self.proxies.append(weakref.ref(proxy))
@@ -226,10 +240,9 @@ class _Tracer(fx.Tracer):
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Sees reads of attributes, the code that runs, and functions of tensors that are not followed."""
-        thread = threading.get_ident()
 
         def attribute(module: nn.Module, name: str) -> Any:
-            if threading.get_ident() == thread and self.running:
+            if threading.get_ident() == self.thread and self.running:
                 self.read(module, name, sys._getframe(1))
             return object.__getattribute__(module, name)
 
@@ -478,6 +491,9 @@ def _ambience(inference: bool) -> Iterator[None]:
             torch.set_autocast_dtype(device, dtype)
 
 
+_TRACING = threading.RLock()  # held by whoever has put functions of the tracer's into nn.Module
+
+
 # Tracing --------------------------------------------------------------------------------------------------------------
 def arguments_of(forward: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """Names of the arguments without and with defaults, `self` left out."""
@@ -505,7 +521,7 @@ def trace(module: nn.Module, training: bool, inference: bool = False) -> Traced:
     try:
         for m in before:
             m.__dict__["training"] = training
-        with _ambience(inference):
+        with _TRACING, _ambience(inference):
             graph = tracer.trace(module)
     except Exception as error:  # whatever the user's forward raises when it is given proxies
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -162,7 +162,7 @@ class Operation:
             check(math.prod(problem.shape) * 8 < 2**63, label, f"a tensor of sizes {problem.shape} is too large")
         ok, reason = registry.supports_problem(self.name, algorithm, problem)
         if not ok:
-            names = sorted({a.name for a in registry.algorithms(self.name)} - {algorithm})
+            names = sorted({a.name for a in registry.algorithms(self.name) if not a.python} - {algorithm})
             able = [name for name in names if registry.supports_problem(self.name, name, problem)[0]]
             raise RuntimeError(f"{label}: {reason}; algorithms that support this case: {', '.join(able) or 'none'}")
         return problem

@@ -27,6 +27,26 @@ class Conv2d(Weighted):
         named = (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
         return [base.spread(label, value, 2, name, least) for name, value, least in named]
 
+    @staticmethod
+    def checked_weight(label: str, weight: Tensor, groups: int) -> tuple[Any, Any, int, int]:
+        """Its sizes; RuntimeError for what no input fits."""
+        check(
+            weight.ndim == 4,
+            label,
+            "needs a 4-D weight (out_channels, in_channels/groups, kernel_height, kernel_width), got "
+            f"{tuple(weight.shape)}",
+        )
+        k, cg, *kernel = weight.shape
+        r, s = map(int, kernel)  # a kernel of unknown size has no algorithm: a traced one becomes constant
+        check(groups > 0, label, f"needs groups of at least 1, got {groups}")
+        check(
+            (k > 0) & (k % groups == 0),
+            label,
+            f"needs a number of output channels that groups divides, got {k} and groups {groups}",
+        )
+        check((r > 0) & (s > 0), label, f"needs a kernel of at least 1x1, got {tuple(weight.shape)}")
+        return k, cg, r, s
+
     def problem(
         self,
         label: str,
@@ -37,36 +57,24 @@ class Conv2d(Weighted):
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
+        *,
+        deterministic: bool = False,
         **_: Any,
     ) -> Problem:
         """Input (N, C, H, W) or (C, H, W), weight (K, C/groups, R, S), bias (K); RuntimeError for what does not fit."""
         base.check_same(label, input, weight, "weight")
-        check(
-            weight.ndim == 4,
-            label,
-            "needs a 4-D weight (out_channels, in_channels/groups, kernel_height, kernel_width), got "
-            f"{tuple(weight.shape)}",
-        )
+        k, cg, r, s = self.checked_weight(label, weight, groups)
         check(input.ndim in (3, 4), label, f"needs input (N, C, H, W) or (C, H, W), got {tuple(input.shape)}")
         base.check_dtype(label, input)
         stride, padding, dilation = self.pairs(label, stride, padding, dilation)
         x = base.batched(input)
         n, c, h, w = x.shape
-        k, cg, *kernel = weight.shape
-        r, s = map(int, kernel)  # a kernel of unknown size has no algorithm: a traced one becomes constant
-        check(groups > 0, label, f"needs groups of at least 1, got {groups}")
-        check(
-            (k > 0) & (k % groups == 0),
-            label,
-            f"needs a number of output channels that groups divides, got {k} and groups {groups}",
-        )
         check(
             (c > 0) & (c == cg * groups),
             label,
             f"needs input of {cg * groups} channels for weight {tuple(weight.shape)} and groups {groups}, got "
             f"{tuple(input.shape)}",
         )
-        check((r > 0) & (s > 0), label, f"needs a kernel of at least 1x1, got {tuple(weight.shape)}")
         outputs = []
         for size, taps, step, pad, spacing in zip((h, w), (r, s), stride, padding, dilation, strict=True):
             padded, extent = size + 2 * pad, spacing * (taps - 1) + 1
@@ -90,6 +98,7 @@ class Conv2d(Weighted):
             "stride_h": stride[0], "stride_w": stride[1], "pad_h": padding[0], "pad_w": padding[1],
             "dilation_h": dilation[0], "dilation_w": dilation[1],
             "groups": groups, "has_bias": bias is not None, "channels_last": channels_last,
+            "deterministic": deterministic,
         }  # fmt: skip
         return Problem(input.device.type, input.dtype, sizes, (n, k, *outputs), channels_last, input.ndim == 3)
 
@@ -97,7 +106,7 @@ class Conv2d(Weighted):
         """Nothing about the input."""
         (sh, sw), (ph, pw), (dh, dw) = self.pairs(label, *window[:3])
         groups = window[3]
-        k, cg, r, s = map(int, weight.shape)
+        k, cg, r, s = self.checked_weight(label, weight, groups)
         return {
             "in_channels": cg * groups, "out_channels": k, "kernel_height": r, "kernel_width": s, "stride_h": sh,
             "stride_w": sw, "pad_h": ph, "pad_w": pw, "dilation_h": dh, "dilation_w": dw, "groups": groups, "has_bias": 0,

@@ -19,7 +19,16 @@ class Linear(Weighted):
     name = "linear"
     aten = staticmethod(torch.nn.functional.linear)
 
-    def problem(self, label: str, input: Tensor, weight: Tensor, bias: Tensor | None = None, **_: Any) -> Problem:
+    def problem(
+        self,
+        label: str,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        deterministic: bool = False,
+        **_: Any,
+    ) -> Problem:
         """Input (..., in_features), weight (out_features, in_features) or (in_features,); RuntimeError otherwise."""
         base.check_same(label, input, weight, "weight")
         check(input.ndim > 0, label, "needs input of at least one dimension")
@@ -48,11 +57,13 @@ class Linear(Weighted):
             rows = rows * size
         sizes = {
             "rows": rows, "in_features": input.shape[-1], "out_features": out_features, "has_bias": bias is not None,
+            "deterministic": deterministic,
         }  # fmt: skip
         return Problem(input.device.type, input.dtype, sizes, (*input.shape[:-1], *weight.shape[:-1]))
 
     def weight_sizes(self, label: str, weight: Tensor) -> dict[str, int]:
         """Nothing about the input."""
+        check(weight.ndim == 2, label, f"needs a weight (out_features, in_features), got {tuple(weight.shape)}")
         return {"in_features": int(weight.shape[1]), "out_features": int(weight.shape[0]), "has_bias": 0}
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:

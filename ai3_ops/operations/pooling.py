@@ -58,7 +58,7 @@ def window_problem(
         label,
         f"needs padding of at most half the kernel size, got padding {pad} and kernel_size {kernel}",
     )
-    check(divisor_override != 0, label, "needs a divisor_override other than 0")
+    check(divisor_override != 0, label, "needs a divisor_override other than 0, got 0")
     n, c, h, w = batch_of(label, input).shape
     check(
         (c > 0) & (h > 0) & (w > 0),

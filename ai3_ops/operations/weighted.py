@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ai3_ops import registry
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Operation, check
+from ai3_ops.operations.base import Operation, Problem, check
 
 
 class Weighted(Operation):
@@ -48,7 +48,13 @@ class Weighted(Operation):
         """ai3::_<operation>_<algorithm>_pack: as many elements, in one dimension, as the registry says."""
 
         def fake(weight: Tensor, *window: Any) -> Tensor:
-            sizes = self.weight_sizes(f"ai3::{self.name}_{algorithm}", weight, *window, *self.window[len(window) :])
+            label = f"ai3::{self.name}_{algorithm}"
+            base.check_dtype(label, weight)
+            sizes = self.weight_sizes(label, weight, *window, *self.window[len(window) :])
+            ok, reason = registry.supports_problem(
+                self.name, algorithm, Problem(weight.device.type, weight.dtype, sizes, ())
+            )
+            check(ok, label, reason)
             size = registry.packed_bytes_sizes(self.name, algorithm, weight.device, weight.dtype, **sizes)
             return weight.new_empty(size // weight.element_size())
 

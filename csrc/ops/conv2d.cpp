@@ -30,15 +30,16 @@ void check_window(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
 }
 
 Conv2dProblem problem_from(const Query& q) {
-  if (q.count != 16) throw std::runtime_error("ai3: a conv2d query needs 16 sizes");
+  if (q.count != 17) throw std::runtime_error("ai3: a conv2d query needs 17 sizes");
   const int64_t* s = q.sizes;
-  if (s[7] == 0 || s[8] == 0 || s[13] == 0) throw std::runtime_error("needs stride and groups of at least 1, got 0");
+  for (int i : {5, 6, 7, 8, 11, 12, 13})
+    if (s[i] == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
   Conv2dProblem p{};
   p.dtype = q.dtype;
   p.batch = s[0], p.in_channels = s[1], p.in_height = s[2], p.in_width = s[3];
   p.out_channels = s[4], p.kernel_height = s[5], p.kernel_width = s[6];
   p.stride_h = s[7], p.stride_w = s[8], p.pad_h = s[9], p.pad_w = s[10], p.dilation_h = s[11], p.dilation_w = s[12];
-  p.groups = s[13], p.has_bias = s[14] != 0;
+  p.groups = s[13], p.has_bias = s[14] != 0, p.deterministic = s[16] > 0;
   check_numel({p.batch, p.in_channels, p.in_height, p.in_width});
   check_numel({p.out_channels, p.in_channels, p.kernel_height, p.kernel_width});
   check_each({s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12]});
@@ -86,6 +87,7 @@ Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
                            c.dilation[0],
                            c.dilation[1],
                            c.groups,
+                           0,
                            0,
                            0};
   return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
@@ -224,7 +226,7 @@ AI3_WEIGHTED_OPERATORS("conv2d", Conv2dOperation, ", int[2] stride=1, int[2] pad
 AI3_OPERATION(
     conv2d,
     "batch in_channels in_height in_width out_channels kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h "
-    "dilation_w groups has_bias channels_last",
+    "dilation_w groups has_bias channels_last deterministic",
     kinds, std::size(kinds), shared, std::size(shared), AI3_QUERIES(Conv2dProblem, problem_from))
 const Operation& Conv2dOperation::operation() { return conv2d_operation; }
 

@@ -8,6 +8,7 @@ void forward(const Entry& entry, StableIValue* stack) {
   Arguments in(stack, inference);
   const Tensor input = in.take<Tensor>();
   const int64_t asked_start = in.take<int64_t>(), asked_end = in.take<int64_t>();
+  if (inference) check_inference(entry);
   const Sizes sizes = sizes_of(input);
   const int64_t rank = std::max<int64_t>(input.dim(), 1);
   auto dimension = [&](int64_t d, const char* name) {
@@ -31,7 +32,7 @@ void forward(const Entry& entry, StableIValue* stack) {
 
 constexpr OperatorKind kinds[] = {
     {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward<false>, nullptr},
-    {"_flatten_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>, true},
+    {"_flatten_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
 };
 AI3_OPERATION(flatten, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 

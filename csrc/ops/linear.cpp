@@ -9,10 +9,11 @@ void set_threads(LinearProblem& p) {
 }
 
 LinearProblem problem_from(const Query& q) {
-  if (q.count != 4) throw std::runtime_error("ai3: a linear query needs 4 sizes");
+  if (q.count != 5) throw std::runtime_error("ai3: a linear query needs 5 sizes");
   LinearProblem p{};
   p.dtype = q.dtype;
-  p.rows = q.sizes[0], p.in_features = q.sizes[1], p.out_features = q.sizes[2], p.has_bias = q.sizes[3] != 0;
+  p.rows = q.sizes[0], p.in_features = q.sizes[1], p.out_features = q.sizes[2], p.has_bias = q.sizes[3] != 0,
+  p.deterministic = q.sizes[4] > 0;
   check_numel({p.rows, p.in_features}), check_numel({p.in_features, p.out_features}), check_numel({p.rows, p.out_features});
   set_threads(p);
   return p;
@@ -140,7 +141,7 @@ struct LinearOperation {
   }
   static Problem problem_of_weight(const Entry& entry, Call& c) {
     check(c.weight.dim() == 2, entry, "needs a weight (out_features, in_features), got ", c.weight);
-    const int64_t sizes[] = {-1, c.weight.size(1), c.weight.size(0), 0};
+    const int64_t sizes[] = {-1, c.weight.size(1), c.weight.size(0), 0, 0};
     return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
   }
   static constexpr auto description = pack_description;
@@ -149,7 +150,7 @@ struct LinearOperation {
 };
 
 AI3_WEIGHTED_OPERATORS("linear", LinearOperation, "", "", "")
-AI3_OPERATION(linear, "rows in_features out_features has_bias", kinds, std::size(kinds), shared, std::size(shared),
+AI3_OPERATION(linear, "rows in_features out_features has_bias deterministic", kinds, std::size(kinds), shared, std::size(shared),
               AI3_QUERIES(LinearProblem, problem_from))
 const Operation& LinearOperation::operation() { return linear_operation; }
 

@@ -12,6 +12,7 @@ void forward(const Entry& entry, StableIValue* stack) {
                .padding = in.take_list(2),
                .dilation = in.take_list(2),
                .ceil_mode = in.take<bool>()};
+  if (inference) check_inference(entry);
   give(stack, 0, pool2d_run(entry, c));
 }
 
@@ -19,7 +20,7 @@ constexpr OperatorKind kinds[] = {
     {"max_pool2d_", "",
      "(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> Tensor",
      forward<false>, nullptr},
-    {"_max_pool2d_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<Pool2dProblem>, true},
+    {"_max_pool2d_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<Pool2dProblem>},
 };
 AI3_OPERATION(max_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, pool2d_from))
 

@@ -56,7 +56,7 @@ Tensor pool2d_run(const Entry& asked, Pool2dCall& c) {
   for (int i : {0, 1})
     check(c.padding[i] <= c.kernel[i] / 2, asked, "needs padding of at most half the kernel size, got padding ", c.padding,
           " and kernel_size ", c.kernel);
-  check(!c.divisor || *c.divisor != 0, asked, "needs a divisor_override other than 0");
+  check(!c.divisor || *c.divisor != 0, asked, "needs a divisor_override other than 0, got 0");
   Pool2dProblem p = problem_of_input(asked, c.input);
   check(p.channels > 0 && p.in_height > 0 && p.in_width > 0, asked, "needs input with no dimension of 0 but the batch, got ",
         c.input);

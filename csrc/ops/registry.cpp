@@ -54,8 +54,6 @@ void boxed(StableIValue* stack, uint64_t, uint64_t) {
   const Entry& entry = *slots[i / kKindsAtMost];
   const OperatorKind& kind = entry.operation->kinds[i % kKindsAtMost];
   try {
-    if (kind.inference && aoti_torch_grad_mode_is_enabled())
-      fail(entry, kind.suffix, " is for inference: call it without gradients");
     kind.call(entry, stack);
   } catch (...) {
     rethrow(std::string(entry.operation->name) + "_" + entry.name);

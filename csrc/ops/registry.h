@@ -21,7 +21,6 @@ struct OperatorKind {
   const char* signature;  // arguments and results of the schema
   void (*call)(const Entry&, StableIValue* stack);
   bool (*wanted)(const AlgorithmInfo&);  // null: every algorithm gets it
-  bool inference = false;                // refuses calls with gradients enabled
 };
 // An operator of the operation itself, which is told the algorithms by name.
 struct SharedOperator {
@@ -196,8 +195,9 @@ inline int64_t weight_bytes(const Conv2dProblem& p) {
 inline int64_t weight_bytes(const LinearProblem& p) { return checked_product({p.out_features, p.in_features, size_of(p.dtype)}); }
 template <class P>
 int64_t packed_tensor_bytes(const Traits<P>& traits, const P& p) {
+  // A copy of the weight, which CUDA's algorithms take, has a size that no pack for the CPU has, lest one be taken for the other.
   if constexpr (requires { weight_bytes(p); })
-    return checked_add(traits.packed_bytes ? packed_bytes_of(traits, p) : round_up(weight_bytes(p), 64), 64);
+    return checked_add(traits.packed_bytes ? packed_bytes_of(traits, p) : checked_add(round_up(weight_bytes(p), 64), 32), 64);
   else
     return 0;
 }
@@ -224,7 +224,8 @@ struct Queries {
     const P p = problem_from(q);
     Reason reason;
     const Entry* chosen = ops::select(e, d, p, reason);
-    return chosen ? workspace_bytes_of(chosen->algorithm<P>(d)->traits, p) : 0;
+    if (!chosen) throw std::runtime_error(reason.text);
+    return workspace_bytes_of(chosen->algorithm<P>(d)->traits, p);
   }
   static int64_t packed_bytes(const Entry& e, Device d, const Query& q) {
     const auto* a = e.algorithm<P>(d);

@@ -4,8 +4,10 @@ namespace ai3::ops {
 namespace {
 
 // One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first.
+template <bool inference>
 void forward(const Entry& entry, StableIValue* stack) {
   const Tensor input = Arguments(stack).take<Tensor>();
+  if (inference) check_inference(entry);
   dtype_of(entry, input), device_of(entry, input);
   Tensor output = empty_as(input);
   bool same = true;
@@ -15,8 +17,8 @@ void forward(const Entry& entry, StableIValue* stack) {
 }
 
 constexpr OperatorKind kinds[] = {
-    {"relu_", "", "(Tensor input) -> Tensor", forward, nullptr},
-    {"_relu_", "_infer", "(Tensor input) -> Tensor", forward, is_method<ElementwiseProblem>, true},
+    {"relu_", "", "(Tensor input) -> Tensor", forward<false>, nullptr},
+    {"_relu_", "_infer", "(Tensor input) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
 };
 AI3_OPERATION(relu, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 

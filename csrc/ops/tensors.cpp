@@ -89,15 +89,15 @@ Extent extent_of(const Tensor& t, int64_t period) {
 
 void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name) {
   if (out.numel() == 0 || other.numel() == 0) return;
-  const int64_t size = static_cast<int64_t>(out.element_size());
+  const int64_t size = static_cast<int64_t>(out.element_size()), other_size = static_cast<int64_t>(other.element_size());
   const Extent a = extent_of(out, 1), b = extent_of(other, 1);
-  bool apart = a.first + a.last + size <= b.first || b.first + b.last + size <= a.first;
+  bool apart = a.first + a.last + size <= b.first || b.first + b.last + other_size <= a.first;
   for (int64_t d = 0; d < out.dim() && !apart; d++) {
     const int64_t period = out.stride(d) * size;
     if (out.size(d) == 1 || period == 0) continue;
     const Extent x = extent_of(out, period), y = extent_of(other, period);
     const int64_t shift = ((x.first - y.first) % period + period) % period;
-    apart = shift >= y.rest + size && shift + x.rest + size <= period;
+    apart = shift >= y.rest + other_size && shift + x.rest + size <= period;
   }
   check(apart, entry, "needs an out that shares no memory with ", name);
 }

@@ -96,6 +96,11 @@ void check(bool ok, const Entry& entry, const Parts&... parts) {
     fail(entry, parts...);
 }
 
+// For operators that know no gradients, once their arguments are taken.
+inline void check_inference(const Entry& entry) {
+  check(!aoti_torch_grad_mode_is_enabled(), entry, "_infer is for inference: call it without gradients");
+}
+
 inline DType dtype_of(const Entry& entry, const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Double: return DType::f64;

@@ -130,10 +130,11 @@ struct WeightedOperators {
     Call c = forward_call(in);
     c.weight_size = in.take_list(O::weight_rank);
     c.weight_channels_last = in.take<bool>(), c.deterministic = in.take<bool>();
+    check_inference(entry);
     if (!(entry.defined & 1u << kPackKind)) c.weight_size.clear();
     give(stack, 0, O::run(entry, c));
   }
-  static Call packed_call(const Entry& entry, Arguments& in) {
+  static Call packed_call(const Entry& entry, Arguments& in, bool with_out) {
     Call c;
     c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.weight_size = in.take<Sizes>();
     c.bias = in.take<std::optional<Tensor>>();
@@ -142,6 +143,7 @@ struct WeightedOperators {
     const std::string activation = in.take<std::string>();
     c.take_prologue(in);
     c.take_options(in);
+    if (with_out) c.output = in.take<Tensor>();
     check(c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
           c.weight_size);
     c.activation = activation_named(entry, activation);
@@ -149,13 +151,12 @@ struct WeightedOperators {
   }
   static void packed(const Entry& entry, StableIValue* stack) {
     Arguments in(stack);
-    Call c = packed_call(entry, in);
+    Call c = packed_call(entry, in, false);
     give(stack, 0, O::run(entry, c));
   }
   static void packed_out(const Entry& entry, StableIValue* stack) {
     Arguments in(stack);
-    Call c = packed_call(entry, in);
-    c.output = in.take<Tensor>();
+    Call c = packed_call(entry, in, true);
     O::run(entry, c);
   }
 };
@@ -180,7 +181,7 @@ struct WeightedOperators {
       {"_" operation "_", "_packed_out", AI3_PACKED(window, prologue) ", Tensor(a!) out) -> ()",                              \
        WeightedOperators<O>::packed_out, has_packs<O::Problem>},                                                              \
       {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers) -> Tensor",                     \
-       WeightedOperators<O>::infer, is_method<O::Problem>, true},                                                             \
+       WeightedOperators<O>::infer, is_method<O::Problem>},                                                                   \
   };                                                                                                                          \
   constexpr SharedOperator shared[] = {                                                                                       \
       {"_" operation "_mixed" AI3_FORWARD(window) AI3_NAMES ") -> Tensor", WeightedOperators<O>::mixed},                      \

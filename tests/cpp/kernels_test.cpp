@@ -87,6 +87,7 @@ class Kernel : public testing::Test {
         EXPECT_TRUE(supported(a_, unknown, reason)) << "refuses where sizes are unknown: " << reason.text;
         forget_window(unknown);
         EXPECT_TRUE(supported(a_, unknown, reason)) << "refuses where the window is unknown: " << reason.text;
+        if (t.cost) t.cost(unknown);  // which rules may ask for
         for (const Way& way : {Way{Flush::end, Values::integers}, Way{Flush::begin, Values::reals}}) {
           check(p, way, way.flush == Flush::begin ? 3 : 1);
           if (HasFatalFailure()) return;

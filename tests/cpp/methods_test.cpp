@@ -55,6 +55,7 @@ struct Promise {
 };
 void PrintTo(const Promise& p, std::ostream* out) { *out << p.why; }
 constexpr double kDirect = kPixels * 9, kLargeDirect = 24 * 24 * 121;
+constexpr double kLargeSpectra = 4. * 32 * 16 * 3;  // four tiles of 32x32, half of whose spectrum says all, complex products
 constexpr double kInside = (3 * kHeight - 2) * (3 * kWidth - 2);  // of kPadded's products, those whose input exists
 const std::multimap<std::string, Promise> promises = {
     {"direct", {"each product once", kNoPadding, kDirect, kDirect}},
@@ -80,7 +81,7 @@ const std::multimap<std::string, Promise> promises = {
     {"winograd_general", {"F(4, 7), 10 for 28", kernel_of(1, 7), kPixels * 2.5, 1.02 * kPixels * 2.5}},
     {"winograd_general", {"F(4, 7), 10 for 28", kernel_of(7, 1), kPixels * 2.5, 1.02 * kPixels * 2.5}},
     {"winograd_f2", {"padding costs nothing more", kPadded, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
-    {"fft", {"below direct for large kernels", kLargeKernel, 0, kLargeDirect / 4}},
+    {"fft", {"below direct for large kernels", kLargeKernel, kLargeSpectra, kLargeDirect / 4}},
 };
 
 // The counting kernels of an operation that can do p.

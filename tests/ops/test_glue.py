@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import subprocess
@@ -12,9 +13,10 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import ai3_ops
-from ai3_ops import _library
+from ai3_ops import _library, registry
 
 ops = torch.ops.ai3
 LAYOUTS = {
@@ -221,3 +223,105 @@ def test_large_outputs_are_asked_for_in_huge_pages():
         elif rest and " " in rest and len(first) in (8, 12):
             inside = int(first, 16) <= place < int(rest.split()[0], 16)
     assert " hg" in flags
+
+
+def test_queries_of_no_window_are_refused():
+    """These divided by zero, which no process survives."""
+    with pytest.raises(RuntimeError, match="kernel of at least 1x1"):
+        ops._conv2d_fft_pack(torch.empty(8, 3, 0, 3, device="meta"))
+    known = {"kernel_height": 3, "kernel_width": 3, "stride_h": 2, "stride_w": 2}
+    for name in [a.name for a in ai3_ops.algorithms("conv2d", "cpu") if not a.python]:
+        registry.supports_sizes("conv2d", name, "cpu", torch.float32, **known)
+        for dimension in ("kernel_height", "stride_w", "dilation_h", "groups"):
+            with pytest.raises(RuntimeError, match="got 0"):
+                registry.workspace_sizes("conv2d", name, "cpu", torch.float32, **{dimension: 0})
+
+
+def test_a_guess_without_the_batch_is_that_for_one_image():
+    sizes = {
+        "in_channels": 64, "in_height": 56, "in_width": 56, "out_channels": 64, "kernel_height": 3, "kernel_width": 3,
+        "stride_h": 1, "stride_w": 1, "pad_h": 1, "pad_w": 1, "dilation_h": 1, "dilation_w": 1, "groups": 1,
+    }  # fmt: skip
+    names = {registry.resolve_sizes("conv2d", "guess", "cpu", torch.float32, batch=n, **sizes) for n in (1, None)}
+    assert len(names) == 1
+    assert names.pop().startswith("winograd")
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        ((8, 8, 5, 5), "3x3 kernel"),
+        ((8, 8, 3), "4-D weight"),
+        ((8, 8, 3, 3, 3), "4-D weight"),
+        ((0, 8, 3, 3), "output"),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_weight_that_cannot_be_packed(device, weight, words):
+    with pytest.raises(RuntimeError, match=rf"ai3::conv2d_winograd_f4: .*{words}"):
+        ops._conv2d_winograd_f4_pack(torch.empty(weight, device=device))
+
+
+def test_a_copy_of_a_weight_is_never_taken_for_its_pack():
+    """On CUDA a weight is copied, on the CPU packed: one moved to the other device has another size."""
+    if not any(a.device == "cuda" for a in ai3_ops.algorithms("linear")):
+        pytest.skip("needs the CUDA part")
+    for size in ((512, 256), (32, 16), (31, 16)):
+        sizes = {"in_features": size[1], "out_features": size[0]}
+        packed = {d: registry.packed_bytes_sizes("linear", "gemm", d, torch.float32, **sizes) for d in ("cpu", "cuda")}
+        assert packed["cpu"] != packed["cuda"]
+
+
+def test_refused_calls_keep_no_tensor():
+    w = torch.ones(8, 8, 3, 3)
+    pack = ops._conv2d_direct_pack(w)
+    calls = (
+        lambda x, y: ops._relu_direct_infer(x),
+        lambda x, y: ops._flatten_direct_infer(x, "0 -1"),
+        lambda x, y: ops._max_pool2d_direct_infer(x, "2 2 2 2 0 0 1 1 0"),
+        lambda x, y: ops._conv2d_direct_packed_out(x, pack, w.shape, activation="foo", out=y),
+        lambda x, y: ops._conv2d_direct_packed_out(x, pack, (8, 8), out=y),
+    )
+    for call in calls:
+        x, y = torch.ones(1, 8, 9, 9), torch.empty(1, 8, 7, 7)
+        storages = [StorageWeakRef(t.untyped_storage()) for t in (x, y)]
+        with pytest.raises(RuntimeError) as error:
+            call(x, y)
+        del x, y, error
+        gc.collect()  # the error's frames
+        assert all(s.expired() for s in storages)
+
+
+def test_workspace_of_what_cannot_be_done_is_refused():
+    with pytest.raises(RuntimeError, match="3x3 kernel"):
+        registry.workspace_sizes("conv2d", "winograd_f4", "cpu", torch.float32, kernel_height=5, kernel_width=5)
+
+
+def test_a_stride_beyond_the_image_has_gradients():
+    x = torch.rand(1, 4, 8, 8).contiguous(memory_format=torch.channels_last).requires_grad_()
+    w = torch.rand(4, 1, 1, 3, requires_grad=True)
+    window = ((2**31 - 1, 2**30), (0, 1), (1, 1), 4)
+    given = torch.autograd.grad(ops.conv2d_depthwise(x, w, None, *window).sum(), (x, w))
+    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN cannot
+        expected = torch.autograd.grad(F.conv2d(x, w, None, *window).sum(), (x, w))
+    for a, e in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_what_is_asked_is_what_the_operator_takes():
+    x, w = torch.rand(1, 8, 9, 9), torch.rand(8, 8, 3, 3)
+    for ask in (ai3_ops.supports, ai3_ops.resolve):
+        with pytest.raises(TypeError, match=r"ai3::conv2d_direct has no argument 'strid'; did you mean 'stride'\?"):
+            ask("conv2d", "direct", x, w, strid=2)
+    assert ai3_ops.supports("conv2d", "gemm", x, w) == (True, "")
+    ok, reason = ai3_ops.supports("conv2d", "gemm", x, w, deterministic=True)
+    assert (ok, "not deterministic" in reason) == (False, True)
+    with pytest.raises(RuntimeError, match="not deterministic"):
+        ai3_ops.resolve("conv2d", "gemm", x, w, deterministic=True)
+    with pytest.raises(RuntimeError, match="not deterministic"):
+        ops.conv2d_gemm(x.to("meta"), w.to("meta"), deterministic=True)
+    assert ai3_ops.resolve("conv2d", "default", x.to("meta"), w.to("meta")) == ai3_ops.resolve(
+        "conv2d", "default", x, w
+    )
+    with pytest.raises(ValueError, match="no device 'gpu'"):
+        ai3_ops.algorithms(device="gpu")

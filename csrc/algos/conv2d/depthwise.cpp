@@ -296,9 +296,9 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
 // The taps of one dimension that reach an element `position` places behind the padded edge: first, first + step, ...; the first
 // meets dY's element `at`, each further one the element `back` before.
 struct Taps {
-  int64_t first = 0, step = 1, at, back;
-  Taps(int64_t position, int64_t dilation, int64_t stride, int64_t kernel) {
-    while (step * dilation % stride) step++;
+  int64_t first = 0, step, at, back;
+  Taps(int64_t position, int64_t dilation, int64_t stride, int64_t kernel)
+      : step(stride / greatest_common_divisor(stride, dilation)) {
     while (first < kernel && (position - first * dilation) % stride) first++;
     at = (position - first * dilation) / stride, back = step * dilation / stride;
   }

@@ -496,7 +496,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   // from begin to end; otherwise a task's rows of input and output stay there while blocks pass over them.
   constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 384 << 10;
   const bool weights_stay = b.blocks * panel * static_cast<int64_t>(sizeof(A)) <= kWeightBytes;
-  const int64_t row_elements = p.stride_h * p.in_width * b.channels + p.out_width * b.out_channels, images = p.batch * p.groups;
+  const int64_t row_elements = smaller(p.stride_h, p.in_height) * p.in_width * b.channels + p.out_width * b.out_channels,
+                images = p.batch * p.groups;
   const bool split_rows = images < p.threads && b.blocks < 4 * p.threads;
   const int64_t fitting =
       weights_stay ? images * p.out_height / (8 * p.threads) : kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));

@@ -15,11 +15,16 @@ Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   // Which of two times is lower depends on the machine only through operations per byte. That ratio is rounded to a power of two,
   // so that noise in its measurement does not change the choice.
   const double balance = exp2(round(log2(m.flops / m.bytes))) * (p.dtype == DType::f64 ? .5 : 1);
+  Conv2dProblem known = p;  // a query may leave sizes open: then it is about the smallest
+  for (int64_t* size : {&known.batch, &known.in_channels, &known.in_height, &known.in_width, &known.out_channels,
+                        &known.kernel_height, &known.kernel_width, &known.out_height, &known.out_width, &known.stride_h,
+                        &known.stride_w, &known.dilation_h, &known.dilation_w, &known.groups})
+    *size = *size < 1 ? 1 : *size;
   const char* best = nullptr;
   double least = INFINITY;
   usable.each(p, [&](const char* name, const Traits<Conv2dProblem>& traits) {
     if (!traits.cost || traits.accuracy == Accuracy::approximate || traits.error_bound > kErrorBound) return;
-    const Cost c = traits.cost(p);
+    const Cost c = traits.cost(known);
     const double compute = c.flops / c.efficiency, memory = c.bytes * balance, time = compute > memory ? compute : memory;
     if (time < least || (best && time == least && __builtin_strcmp(name, best) < 0)) best = name, least = time;
   });

@@ -35,12 +35,13 @@ struct Axis {
 
   Axis(int64_t in_size, int64_t out_size, int64_t kernel_size, int64_t stride_, int64_t pad_, int64_t dilation_, int64_t extent,
        int64_t most_taps)
-      : in(in_size), out(out_size < 1 ? 1 : out_size), kernel(kernel_size), stride(stride_), pad(pad_), dilation(dilation_) {
-    int64_t divisor = stride;
-    for (int64_t r = dilation; r != 0;) {
-      const int64_t t = divisor % r;
-      divisor = r, r = t;
-    }
+      : in(in_size),
+        out(known(out_size)),
+        kernel(known(kernel_size)),
+        stride(known(stride_)),
+        pad(pad_),
+        dilation(known(dilation_)) {
+    const int64_t divisor = greatest_common_divisor(stride, dilation);
     phases = dilation / divisor, inner_stride = stride / divisor, spacing = checked_mul(inner_stride, dilation);
     residues = inner_stride < kernel ? inner_stride : kernel;
     taps = ceil_div(kernel, inner_stride);
@@ -50,6 +51,8 @@ struct Axis {
     tiles_of_phase = ceil_div(ceil_div(out, phases), tile);
     tiles = tiles_of_phase * (phases < out ? phases : out);
   }
+  // A query may not know a size (-1), or ask about none at all.
+  static int64_t known(int64_t size) { return size < 1 ? 1 : size; }
   int64_t tap(int64_t branch, int64_t t) const { return (branch / residues * taps + t) * inner_stride + branch % residues; }
   int64_t first_output(int64_t t) const { return t / tiles_of_phase + t % tiles_of_phase * tile * phases; }
   int64_t outputs(int64_t first) const {

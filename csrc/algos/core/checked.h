@@ -23,6 +23,13 @@ AI3_INLINE int64_t checked_product(std::initializer_list<int64_t> factors) {
   for (const int64_t* f = factors.begin(); f != factors.end(); f++) r = checked_mul(r, *f);
   return r;
 }
+AI3_INLINE int64_t greatest_common_divisor(int64_t a, int64_t b) {
+  while (b != 0) {
+    const int64_t rest = a % b;
+    a = b, b = rest;
+  }
+  return a;
+}
 AI3_INLINE int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 AI3_INLINE int64_t round_up(int64_t a, int64_t b) { return checked_mul(ceil_div(a, b), b); }
 

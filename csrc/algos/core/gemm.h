@@ -1,7 +1,7 @@
 // Packed matrix multiplication, C = A * B, after Goto & van de Geijn (2008) and BLIS (Van Zee & van de Geijn 2015): B lies in
 // panels of two vectors' width; a micro-kernel keeps up to kRows rows of one panel's columns in registers and reads A element by
-// element. Sums stay in registers over the whole of k: they are never rounded to a storage type, and do not depend on blocks or
-// threads.
+// element. Sums stay in registers over a block of k and in the accumulator's type between blocks: they are never rounded to a
+// storage type, and do not depend on blocks or threads.
 //
 // Panels of B: [ceil(n / kPanel)][k][kPanel], the last one zero-padded. The panels of a weight also serve as A of the transposed
 // product, so that one packing serves both layouts of a convolution:

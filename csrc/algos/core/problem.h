@@ -14,7 +14,8 @@ struct Strides4 {
 };
 
 // y[n][k][i][j] = bias[k] + sum over c, r, s of w[k][c][r][s] * x[n][g(k) + c][i*stride_h + r*dilation_h - pad_h][...],
-// as torch.nn.functional.conv2d. A size of -1 is unknown (only in `supports`, which may then not depend on it).
+// as torch.nn.functional.conv2d. A size of -1 is unknown (in queries only: `supports` may then
+// not depend on it, rules and costs make do without it).
 struct Conv2dProblem {
   DType dtype;
   int32_t threads;  // how many may be used

@@ -10,11 +10,9 @@
 namespace ai3::inline AI3_LEVEL {
 
 #ifdef AI3_COUNT_OPERATIONS
-inline constexpr bool kCounting = true;
 extern int64_t multiplications;  // of scalars; a vector operation counts its width. Not atomic: count on one thread.
 AI3_INLINE void count_multiplications(int64_t n) { multiplications += n; }
 #else
-inline constexpr bool kCounting = false;
 AI3_INLINE void count_multiplications(int64_t) {}
 #endif
 

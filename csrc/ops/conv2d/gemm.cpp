@@ -9,16 +9,24 @@ namespace {
 
 using torch::stable::reshape;
 
+bool plain(const Conv2dProblem& p) {
+  return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
+}
+// The im2col matrix; PyTorch allocates it.
+int64_t workspace(const Conv2dProblem& p) {
+  const int64_t size = p.dtype == DType::f64 ? 8 : 4;
+  return plain(p) ? 0
+                  : checked_product({size, p.batch, p.in_channels, p.kernel_height, p.kernel_width, p.out_height, p.out_width});
+}
+
 void conv2d_gemm(const Conv2dProblem& p, void* call) {
   auto& c = *static_cast<Conv2dCall*>(call);
   const int64_t kg = p.out_channels / p.groups, pixels = p.out_height * p.out_width;
   const int64_t depth = p.in_channels / p.groups * p.kernel_height * p.kernel_width;
-  const bool plain =
-      p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
   const Sizes kernel = {p.kernel_height, p.kernel_width};
   const ScalarType dtype = c.input.scalar_type();
   auto widened = [&](const Tensor& t) { return size_of(p.dtype) == 2 ? torch::stable::to(t, ScalarType::Float) : t; };
-  const Tensor columns = plain ? c.input : call_aten("aten::im2col", "", c.input, kernel, c.dilation, c.padding, c.stride);
+  const Tensor columns = plain(p) ? c.input : call_aten("aten::im2col", "", c.input, kernel, c.dilation, c.padding, c.stride);
   // (1, g, K/g, depth) x (N, g, depth, pixels)
   const Tensor w = reshape(widened(c.weight), Sizes{1, p.groups, kg, depth});
   Tensor y = reshape(torch::stable::matmul(w, reshape(widened(columns), Sizes{p.batch, p.groups, depth, pixels})),
@@ -28,7 +36,7 @@ void conv2d_gemm(const Conv2dProblem& p, void* call) {
   c.output = dense(size_of(p.dtype) == 2 ? torch::stable::to(y, dtype) : y, c.channels_last);
 }
 
-AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, gemm, .deterministic = false, .tensors = conv2d_gemm)
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, gemm, .deterministic = false, .workspace = workspace, .tensors = conv2d_gemm)
 
 }  // namespace
 }  // namespace ai3::ops
