@@ -35,8 +35,7 @@ build: $(BUILD)/build.ninja
 test: cpp-test .venv/.wheel-test
 	$(call say,Python tests)
 	.venv/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
-	$(MAKE) sanitize SANITIZERS=address LEVELS=portable FLAGS_address="$(FLAGS_address);-fno-sanitize-address-use-after-scope" \
-	  CTEST_ARGS="-E Guards"
+	$(MAKE) sanitize SANITIZERS=address LEVELS=portable CTEST_ARGS="-E Guards"
 	$(call say,the wheel on each torch and Python: short tests)
 	.venv/bin/python .ci/wheels.py --reduced
 
@@ -56,7 +55,7 @@ test-full: test
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; docs/decisions/sanitizers.md.
 SANITIZERS := address thread
 LEVELS :=
-FLAGS_address := -fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all
+FLAGS_address := -fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all;-fno-sanitize-address-use-after-scope
 FLAGS_thread := -fsanitize=thread
 sanitize: .venv/.torch
 	for sanitizer in $(SANITIZERS); do \
