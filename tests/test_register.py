@@ -345,7 +345,7 @@ def test_swapped_modules_see_what_is_registered_later(header, monkeypatch):
     model = ai3_ops.swap(torch.nn.Conv2d(1, 1, 1, bias=False), "default")
     asked = []
     resolve = registry.resolve
-    monkeypatch.setattr(registry, "resolve", lambda *args: asked.append(args) or resolve(*args))
+    monkeypatch.setattr(registry, "resolve", lambda *args, **options: asked.append(args) or resolve(*args, **options))
     with torch.no_grad():
         model.weight.fill_(5)
         for _ in range(2):
