@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
     explain.add_argument("--json", action="store_true", help="print JSON")
     for command in (demo, explain):
         network = "a torchvision classification network (default: resnet18)"
-        command.add_argument("--model", default="resnet18", help=network)
-        command.add_argument("model", nargs="?", default=argparse.SUPPRESS, help="the same as --model")
+        command.add_argument("--model", help=network)
+        command.add_argument("network", nargs="?", metavar="model", help="the same as --model")
         command.add_argument(
             "--weights", type=Path, help="a state_dict; else pretrained weights if in torch's cache, else random"
         )
@@ -137,6 +137,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a command; its exit status. A mistake in the arguments is one sentence and status 2."""
     top = parser()
     arguments = top.parse_args(argv)
+    if "model" in arguments:
+        names = {name for name in (arguments.model, arguments.network) if name is not None}
+        if len(names) > 1:
+            top.error(f"two networks: {' and '.join(sorted(names))}")
+        arguments.model = next(iter(names), "resnet18")
     # Into a file or a pipe: wide enough for tables, whatever COLUMNS says.
     console = Console() if sys.stdout.isatty() else Console(width=140)
     try:

@@ -329,6 +329,11 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
             __import__(module)
         except ImportError:
             raise ImportError(f"needs {package}: pip install 'ai3_ops[demo]'") from None
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if arguments.output.suffix.lstrip(".").lower() not in formats:
+        raise ValueError(f"--output {arguments.output}: pictures end in {', '.join(formats)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ai3_ops.swap(net.model, arguments.selectors)  # wrong selectors are refused before anything takes time

@@ -107,6 +107,7 @@ def explain(model: nn.Module) -> Report:
 
 
 def _layer(module: str, call: Call, trouble: str) -> Layer:
+    call.revive()
     shapes = None if call.example is None else [a.shape for a in call.example if isinstance(a, Spec)]
     swapped = call.algorithm is not None
     rule = call.algorithm is not None and registry.is_rule(call.operation, call.algorithm.name)

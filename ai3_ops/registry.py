@@ -273,7 +273,13 @@ def _kernel_device(device: str | torch.device) -> str:
 
 def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
     name = f"{operation}_{algorithm}"
-    known = [a.name for a in getattr(torch.ops.ai3, name).default._schema.arguments]
+    schema = getattr(torch.ops.ai3, name).default._schema.arguments
+    known = [a.name for a in schema]
+    missing = [a.name for a in schema[len(args) :] if a.name not in kwargs and not a.has_default_value()]
+    if missing:
+        raise TypeError(f"ai3::{name} needs {' and '.join(missing)}")
+    if len(args) > sum(not a.kwarg_only for a in schema):
+        raise TypeError(f"ai3::{name} takes {', '.join(known)}, got {len(args)} positional arguments")
     for given in kwargs:
         if given not in known:
             near = difflib.get_close_matches(given, known, n=1)

@@ -35,11 +35,13 @@ class Algorithm:
         self.parameters = parameters
         if not parameters:
             return
-        known = {a.name for i in registry.registered() if i.name == name for a in _keywords(i.operator)}
-        for parameter in parameters if known else ():  # one of the user's own may not be registered yet
+        known = {a.name: str(a.type) for i in registry.registered() if i.name == name for a in _keywords(i.operator)}
+        for parameter, value in parameters.items() if known else ():  # one of the user's own may not be registered yet
             if parameter not in known:
-                known |= {"backward_input", "backward_weight"}
-                raise TypeError(f"Algorithm({name!r}) has no parameter {parameter!r}{near(parameter, sorted(known))}")
+                words = sorted({*known, "backward_input", "backward_weight"})
+                raise TypeError(f"Algorithm({name!r}) has no parameter {parameter!r}{near(parameter, words)}")
+            if known[parameter] == "bool" and not isinstance(value, bool):
+                raise TypeError(f"Algorithm({name!r}) needs {parameter} to be True or False, got {value!r}")
 
     @property
     def names(self) -> list[str]:
@@ -187,6 +189,10 @@ def _check_form(value: Selector, label: str) -> None:
         )
     if value == "auto":
         raise ValueError(_AUTO)
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        raise TypeError(
+            f"{label}an operator is no selector; name its algorithm, as 'direct' for ai3::conv2d_direct, got {value}"
+        )
     if isinstance(value, (Mapping, nn.Module, type)) or not (
         value is None or isinstance(value, (str, Algorithm, Sequence)) or callable(value)
     ):

@@ -36,6 +36,7 @@ class Lost:
     reason: str
     seen: dict[str, int] = field(default_factory=dict)
     source: list[str] = field(default_factory=list)
+    of_torch: bool = False  # a module of PyTorch's own that is left to it, as docs/swap.md says
 
 
 @dataclass
@@ -173,7 +174,7 @@ def _swap(
         sites = _observe(model, sites, lost, example_inputs)
     reasons = {name: lost[module].reason for name, module in names.items() if module in lost}
     choices = assign(selectors, sites, names, reasons)
-    scripted = _check_lost(selectors, names, lost, example_inputs is not None, strict)
+    scripted, others = _check_lost(selectors, names, lost, example_inputs is not None, strict)
     stay: Counter[str] = Counter()
     for index, site in enumerate(sites):
         if index in choices:
@@ -187,6 +188,12 @@ def _swap(
         warnings.warn(
             f"ai3_ops.swap: layers that torch.jit compiled stay as they are: {listed(scripted)}; swap before "
             "torch.jit.trace",
+            stacklevel=3,
+        )
+    if others:
+        warnings.warn(
+            f"ai3_ops.swap: calls of {listed(others)} stay PyTorch's, since they cannot be replaced; "
+            "ai3_ops.explain gives each reason",
             stacklevel=3,
         )
     if stay:
@@ -226,7 +233,7 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
             lost[module] = Lost("it is a torch.fx.GraphModule, which generates its own forward")
         elif f"{type(module).__module__}.".startswith("torch."):
             if _source_calls(module, operations):
-                lost[module] = Lost(f"the forward of {type(module).__name__} is left to PyTorch")
+                lost[module] = Lost(f"the forward of {type(module).__name__} is left to PyTorch", of_torch=True)
         else:
             try:
                 rewrite = Rewrite(module, operations)
@@ -373,7 +380,12 @@ def _run(model: nn.Module, example_inputs: Any) -> None:
             model(*args, **kwargs)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"ai3_ops.swap: running the model on the example inputs failed: {what}") from error
+            given = ", ".join(
+                [*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())]
+            )
+            raise RuntimeError(
+                f"ai3_ops.swap: running the model on the example inputs ({given}) failed: {what}"
+            ) from error
 
 
 @contextmanager
@@ -466,23 +478,23 @@ def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
 
 def _check_lost(
     selectors: Selector, names: dict[str, nn.Module], lost: dict[nn.Module, Lost], observed: bool, strict: bool
-) -> list[str]:
-    """Names what torch.jit compiled of what the selectors speak of; when strict, anything out of reach is an error."""
+) -> tuple[list[str], list[str]]:
+    """What the selectors speak of and is out of reach: what torch.jit compiled, and other modules; an error when strict."""
     scripted: dict[str, None] = {}
+    others: dict[str, None] = {}
     for module, what in lost.items():
         paths = [name for name, m in names.items() if m is module]
         opaque = isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
         for operation in what.seen if observed and not opaque else what.source:
-            if not (strict or opaque) or not spoken_of(selectors, operation, module, paths):
+            if (what.of_torch and not strict) or not spoken_of(selectors, operation, module, paths):
                 continue
-            if opaque:
-                scripted[paths[0] or "the model itself"] = None
+            (scripted if opaque else others)[paths[0] or "the model itself"] = None
             if strict:
                 raise ValueError(
                     f"ai3_ops.swap: {paths[0] or 'the model itself'} ({type(module).__name__}) calls {operation}, "
                     f"which cannot be replaced: {what.reason}"
                 )
-    return list(scripted)
+    return list(scripted), list(others)
 
 
 # Applying -------------------------------------------------------------------------------------------------------------

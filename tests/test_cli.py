@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ai3_ops import doctor, registry
-from ai3_ops.__main__ import main, parser, selectors
+from ai3_ops import demo, doctor, registry
+from ai3_ops.__main__ import main, selectors
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
@@ -76,10 +76,15 @@ def test_an_unknown_network(command, name, capsys, monkeypatch):
     assert not shown.out
 
 
-def test_the_network_with_and_without_its_option():
-    for command in ("explain", "demo"):
-        given = ([], ["--model", "vgg16"], ["vgg16"])
-        assert [parser().parse_args([command, *g]).model for g in given] == ["resnet18", "vgg16", "vgg16"]
+def test_the_network_with_and_without_its_option(monkeypatch, capsys):
+    names = []
+    monkeypatch.setattr(demo, "main", lambda arguments, console: names.append(arguments.model) or 0)
+    for given in ([], ["--model", "vgg16"], ["vgg16"], ["vgg16", "--model", "vgg16"]):
+        assert main(["demo", *given]) == 0
+    assert names == ["resnet18", "vgg16", "vgg16", "vgg16"]
+    with pytest.raises(SystemExit):
+        main(["explain", "vgg16", "--model", "resnet18"])
+    assert "two networks: resnet18 and vgg16" in capsys.readouterr().err
 
 
 def test_doctor_finds_nothing_broken():

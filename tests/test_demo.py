@@ -202,7 +202,8 @@ def test_wrong_selectors_are_refused_before_anything_takes_time(tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--weights", "README.md"], ["--output", "no/such/folder/demo.png"], ["--repeats", "0"]]
+    "arguments",
+    [["--weights", "README.md"], ["--output", "no/such/folder/demo.png"], ["--output", "demo.xyz"], ["--repeats", "0"]],
 )
 def test_mistakes_are_one_sentence_before_anything_takes_time(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -529,6 +529,12 @@ def test_a_loaded_model_says_that_its_algorithm_is_not_registered(tmp_path):
         "    assert 'user_saved' in str(error), error\n"
         "else:\n"
         "    raise AssertionError('compiled without the algorithm')\n"
+        "assert 'user_saved' in ai3_ops.explain(model).layers[0].reason\n"
+        "ai3_ops.register('conv2d', 'user_saved', lambda x, w, b, *rest, **_: 2 * torch.conv2d(x, w, b, *rest[:4]))\n"
+        "layer = ai3_ops.explain(model).layers[0]\n"
+        "assert (layer.used, layer.reason) == ('user_saved', ''), layer\n"
+        "x = torch.ones(1, 1, 4, 4)\n"
+        "torch.testing.assert_close(model(x), 2 * torch.conv2d(x, model[0].weight, model[0].bias))\n"
     )
     result = subprocess.run([sys.executable, "-c", code, tmp_path / "model.pt"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -209,6 +209,8 @@ def test_a_layer_of_no_operation(layer):
         ({"first": 3}, "'first': a selector is a name.* got 3"),
         ({"first": {"conv": "direct"}}, "'first': dicts do not nest; write each name out"),
         (nn.Conv2d(1, 1, 1), "a selector is a name.* got Conv2d"),
+        (torch.ops.ai3.conv2d_direct, "an operator is no selector; name its algorithm"),
+        ({"first": torch.ops.ai3.conv2d_direct.default}, "'first': an operator is no selector"),
     ],
 )
 def test_wrong_types(net, selectors, words):
@@ -221,6 +223,11 @@ def test_a_regex_beside_modules_that_are_out_of_reach():
     for strict in (False, True):
         swapped = ai3_ops.swap(net, {"re:1": "gemm"}, strict=strict)
         assert [layer.used for layer in ai3_ops.explain(swapped).layers if layer.name == "1"] == ["gemm"]
+
+
+def test_parameters_have_the_operators_types():
+    with pytest.raises(TypeError, match="needs deterministic to be True or False, got 'yes'"):
+        Algorithm("direct", deterministic="yes")
 
 
 def test_auto_is_no_preference_yet():
@@ -244,7 +251,9 @@ def test_a_failed_swap_changes_nothing(net):
         assert [type(m) for m in net.modules()] == classes
         assert used(net) == state
     for inputs in (torch.randn(2, 5, 9, 9), X.double(), (X, X)):
-        with pytest.raises(RuntimeError, match="running the model on the example inputs failed: ") as error:
+        with pytest.raises(
+            RuntimeError, match=r"running the model on the example inputs \((Tensor, )?Tensor\) failed: "
+        ) as error:
             swap(net, "direct", inputs, inplace=True)
         assert isinstance(error.value.__cause__, (RuntimeError, TypeError))
         assert used(net) == state

@@ -446,6 +446,25 @@ def test_pytorchs_own_modules_are_reported():
             swap(model, {operation: EVERY[operation]}, strict=True)
 
 
+class Conditional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
+
+    def forward(self, x):
+        return F.conv2d(x + 1 if x.sum() > 0 else x, self.weight)
+
+
+def test_what_is_out_of_reach_is_a_warning_where_selectors_speak_of_it():
+    model = nn.Sequential(Conditional(), nn.LazyConv2d(4, 3), nn.MultiheadAttention(4, 2))
+    for selectors in ("direct", {"*": "direct"}):
+        with pytest.warns(UserWarning, match="calls of 0, 1 stay PyTorch's, since they cannot be replaced"):
+            swap(model, selectors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap(model, {"linear": "gemm"})  # PyTorch's own attention keeps its layers, as the documentation says
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(2, 4))])
 def test_a_child_that_torch_jit_compiled(compiled):

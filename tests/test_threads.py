@@ -103,9 +103,12 @@ def test_swaps_beside_calls():
     with ThreadPoolExecutor(6) as pool:
         served = [pool.submit(serve) for _ in range(2)]
         swapped = [pool.submit(ai3_ops.swap, net, {"conv2d": "direct", "relu": "direct"}) for _ in range(12)]
-        for future in swapped:
-            torch.testing.assert_close(future.result()(x), expected)
-        stop.set()
+        try:
+            for future in swapped:
+                assert not ai3_ops.explain(future.result()).unreached
+                torch.testing.assert_close(future.result()(x), expected)
+        finally:
+            stop.set()
         for future in served:
             future.result()
     assert nn.Module.__call__ is call

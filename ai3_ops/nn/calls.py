@@ -174,11 +174,17 @@ class Call:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._forget()
-        if self.algorithm is not None:
-            try:
-                self.choose(self.algorithm)
-            except ValueError as error:  # a user's algorithm that this process has not registered
-                self.reason = str(error)
+        self.revive()
+
+    def revive(self) -> None:
+        """Looks once for an algorithm that this process did not have: a user's own, registered since."""
+        if self.algorithm is None or self.operator is not None or self.generation == registry.generation():
+            return
+        try:
+            self.choose(self.algorithm)
+            self.reason = ""
+        except ValueError as error:
+            self.reason, self.generation = str(error), registry.generation()
 
     def choose(self, algorithm: Algorithm) -> None:
         """Computes with `algorithm` from now on; ValueError for names or parameters that do not exist."""
@@ -268,6 +274,9 @@ class Call:
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
         operator = self.operator
+        if operator is None and self.algorithm is not None and not _is_compiling():
+            self.revive()
+            operator = self.operator
         if _is_compiling():
             if operator is None and not self.watch:
                 raise RuntimeError(self.trouble)

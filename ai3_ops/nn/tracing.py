@@ -162,6 +162,9 @@ class _Tracer(fx.Tracer):
         self.refusal = ""
         self.running = False
         self.thread = threading.get_ident()
+        self.of_attributes: dict[
+            str, Any
+        ] = {}  # torch.fx's values of attributes, which other threads may be just looking at
         self.proxies: list[weakref.ref[_Proxy]] = []
         self.paths = {m: tuple(name.split(".")) if name else () for name, m in module.named_modules()}
         self.guards: dict[tuple[Any, str], Guard] = {}
@@ -188,6 +191,7 @@ class _Tracer(fx.Tracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if threading.get_ident() != self.thread:
             return attr_val
+        self.of_attributes = parameter_proxy_cache
         return super().getattr(attr, attr_val, parameter_proxy_cache)
 
     def keep(self, proxy: _Proxy) -> _Proxy:
@@ -491,7 +495,7 @@ def _ambience(inference: bool) -> Iterator[None]:
             torch.set_autocast_dtype(device, dtype)
 
 
-_TRACING = threading.RLock()  # held by whoever has put functions of the tracer's into nn.Module
+_TRACING = threading.RLock()  # torch.fx's functions in nn.Module, and collections of garbage, are the process's
 
 
 # Tracing --------------------------------------------------------------------------------------------------------------
@@ -516,12 +520,17 @@ def trace(module: nn.Module, training: bool, inference: bool = False) -> Traced:
 
     With `inference` under the modes of inference instead of those of training: the graph must be the same.
     """
+    with _TRACING:
+        return _trace(module, training, inference)
+
+
+def _trace(module: nn.Module, training: bool, inference: bool) -> Traced:
     before, generators = {m: _attributes(m) for m in module.modules()}, _generators()
     tracer, reason = _Tracer(module), ""
     try:
         for m in before:
             m.__dict__["training"] = training
-        with _TRACING, _ambience(inference):
+        with _ambience(inference):
             graph = tracer.trace(module)
     except Exception as error:  # whatever the user's forward raises when it is given proxies
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -542,6 +551,7 @@ def trace(module: nn.Module, training: bool, inference: bool = False) -> Traced:
         reason = reason or f"its forward changes the attribute {changed[0]!r}"
     if drawn:
         reason = reason or "its forward draws random numbers without using its inputs"
+    tracer.of_attributes.clear()
     if _let_go(tracer.proxies):
         reason = reason or "its forward keeps a value somewhere"
     if reason:

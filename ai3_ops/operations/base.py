@@ -72,6 +72,7 @@ def check_same(label: str, input: Tensor, other: Tensor, name: str) -> None:
 
 def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
     """A list argument for `count` dimensions: an int or one element speaks of all of them, as in ATen."""
+    check(not isinstance(value, str), label, f"{name} needs numbers, got {value!r}")
     values = (value,) if isinstance(value, (int, torch.SymInt)) else tuple(value)
     if len(values) == 1:
         values *= count

@@ -102,6 +102,7 @@ inline void check_inference(const Entry& entry) {
 }
 
 inline DType dtype_of(const Entry& entry, const Tensor& t) {
+  check(t.defined(), entry, "needs a tensor, got None");
   switch (t.scalar_type()) {
     case ScalarType::Double: return DType::f64;
     case ScalarType::Float: return DType::f32;
@@ -120,6 +121,7 @@ inline std::string device_text(const Tensor& t) {
   return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "neither CPU nor CUDA";
 }
 inline void check_same(const Entry& entry, const Tensor& input, const Tensor& other, const char* name) {
+  check(input.defined() && other.defined(), entry, "needs tensors as input and ", name, ", got None");
   check(other.scalar_type() == input.scalar_type(), entry, "needs input and ", name, " of one dtype, got ",
         torch::headeronly::toString(input.scalar_type()), " and ", torch::headeronly::toString(other.scalar_type()));
   check(other.device() == input.device(), entry, "needs input and ", name, " on one device, got ", device_text(input), " and ",

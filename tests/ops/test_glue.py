@@ -313,6 +313,15 @@ def test_what_is_asked_is_what_the_operator_takes():
     for ask in (ai3_ops.supports, ai3_ops.resolve):
         with pytest.raises(TypeError, match=r"ai3::conv2d_direct has no argument 'strid'; did you mean 'stride'\?"):
             ask("conv2d", "direct", x, w, strid=2)
+        with pytest.raises(TypeError, match="ai3::conv2d_direct needs weight"):
+            ask("conv2d", "direct", x)
+        with pytest.raises(TypeError, match="got 9 positional arguments"):
+            ask("conv2d", "direct", x, w, None, 1, 0, 1, 1, False, False)
+    assert ai3_ops.supports("conv2d", "direct", x, w, padding="same") == (False, "padding needs numbers, got 'same'")
+    with pytest.raises(RuntimeError, match=r"ai3::conv2d_direct: .*got None"):
+        ops.conv2d_direct(x, None)
+    with pytest.raises(RuntimeError, match=r"ai3::linear_gemm: .*got None"):
+        ops.linear_gemm(None, x)
     assert ai3_ops.supports("conv2d", "gemm", x, w) == (True, "")
     ok, reason = ai3_ops.supports("conv2d", "gemm", x, w, deterministic=True)
     assert (ok, "not deterministic" in reason) == (False, True)
