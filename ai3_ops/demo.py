@@ -316,8 +316,6 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
     net = network(arguments.model, arguments.weights)
-    if not os.access(arguments.output.absolute().parent, os.W_OK):
-        raise ValueError(f"--output {arguments.output}: its folder does not exist or cannot be written")
     try:
         device = torch.device(arguments.device)
     except RuntimeError as error:
@@ -331,6 +329,8 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
             raise ImportError(f"needs {package}: pip install 'ai3_ops[demo]'") from None
     from matplotlib.backend_bases import FigureCanvasBase
 
+    if not os.access(arguments.output.absolute().parent, os.W_OK):
+        raise ValueError(f"--output {arguments.output}: its folder does not exist or cannot be written")
     formats = FigureCanvasBase.get_supported_filetypes()
     if arguments.output.suffix.lstrip(".").lower() not in formats:
         raise ValueError(f"--output {arguments.output}: pictures end in {', '.join(formats)}")

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -243,9 +243,7 @@ def choice_sizes(
     """As `resolve_sizes`, and why the rule chose it, in a few words; "" where there is nothing to say."""
     if (operation, algorithm) in _python:
         return algorithm, ""
-    kind = _kernel_device(device)
-    if kind not in _library.DEVICES:
-        raise RuntimeError(f"ai3::{operation}_{algorithm}: has no kernel for {kind} tensors")
+    kind = _kernel_device(operation, algorithm, device)
     return _library.resolve(operation, algorithm, kind, dtype, _query(operation, sizes))
 
 
@@ -255,19 +253,23 @@ def workspace_sizes(
     """Bytes of workspace, packed weights included, that a direct call of these sizes allocates."""
     if (operation, algorithm) in _python:
         return 0
-    return _library.workspace(operation, algorithm, torch.device(device).type, dtype, _query(operation, sizes))
+    kind = _kernel_device(operation, algorithm, device)
+    return _library.workspace(operation, algorithm, kind, dtype, _query(operation, sizes))
 
 
 def packed_bytes_sizes(
     operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any
 ) -> int:
     """Bytes of the tensor that ai3::_<operation>_<algorithm>_pack returns; on the meta device, what the CPU's does."""
-    return _library.packed_bytes(operation, algorithm, _kernel_device(device), dtype, _query(operation, sizes))
+    kind = _kernel_device(operation, algorithm, device)
+    return _library.packed_bytes(operation, algorithm, kind, dtype, _query(operation, sizes))
 
 
-def _kernel_device(device: str | torch.device) -> str:
-    """Whose kernels are asked about: on the meta device, the CPU's."""
+def _kernel_device(operation: str, algorithm: str, device: str | torch.device) -> str:
+    """Whose kernels are asked about: on the meta device, the CPU's; RuntimeError for devices that have none."""
     kind = torch.device(device).type
+    if kind != "meta" and kind not in _library.DEVICES:
+        raise RuntimeError(f"ai3::{operation}_{algorithm}: has no kernel for {kind} tensors")
     return "cpu" if kind == "meta" else kind
 
 
@@ -282,8 +284,7 @@ def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict
         raise TypeError(f"ai3::{name} takes {', '.join(known)}, got {len(args)} positional arguments")
     for given in kwargs:
         if given not in known:
-            near = difflib.get_close_matches(given, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"its arguments: {', '.join(known)}"
+            hint = _near(given, known) or f"its arguments: {', '.join(known)}"
             raise TypeError(f"ai3::{name} has no argument {given!r}; {hint}")
     return OPERATIONS[operation].problem(f"ai3::{name}", *args, **kwargs)
 
@@ -313,10 +314,14 @@ def _check_names(operation: str, algorithm: str) -> None:
 _OWN = "; one of your own needs ai3_ops.register first"
 
 
+def _near(word: str, words: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, words)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
 def _known(word: str, words: Iterable[str], what: str, more: str = "") -> None:
     words = sorted(set(words))
     if word in words:
         return
-    near = difflib.get_close_matches(word, words)
-    hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are: {', '.join(words)}"
+    hint = _near(word, words) or f"there are: {', '.join(words)}"
     raise ValueError(f"no {what} {word!r}; {hint}{more}")

@@ -231,9 +231,9 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
                 sites.append(_Site(call.operation, module, paths, call=call, earlier=earlier))
         elif isinstance(module, fx.GraphModule):
             lost[module] = Lost("it is a torch.fx.GraphModule, which generates its own forward")
-        elif f"{type(module).__module__}.".startswith("torch."):
+        elif _is_of_torch(module):
             if _source_calls(module, operations):
-                lost[module] = Lost(f"the forward of {type(module).__name__} is left to PyTorch", of_torch=True)
+                lost[module] = _left_alone(module)
         else:
             try:
                 rewrite = Rewrite(module, operations)
@@ -249,6 +249,14 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
     for module, what in lost.items():
         what.source = _source_calls(module, operations)
     return sites, lost
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return f"{type(module).__module__}.".startswith("torch.")
+
+
+def _left_alone(module: nn.Module) -> Lost:
+    return Lost(f"the forward of {type(module).__name__} is left to PyTorch", of_torch=_is_of_torch(module))
 
 
 def _is_lazy(module: nn.Module) -> bool:
@@ -322,11 +330,11 @@ class _Watch(TorchFunctionMode):
             self.order.append(call)
 
     @staticmethod
-    def _reason(module: nn.Module) -> str:
+    def _why(module: nn.Module) -> Lost:
         rewrite = vars(module).get("_ai3")
         if isinstance(rewrite, Rewrite):
-            return rewrite.trouble or "the call is inside a function that torch.fx does not enter"
-        return f"the forward of {type(module).__name__} is left to PyTorch"
+            return Lost(rewrite.trouble or "the call is inside a function that torch.fx does not enter")
+        return _left_alone(module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation = self.kinds.get(func)
@@ -334,7 +342,7 @@ class _Watch(TorchFunctionMode):
             if self.expected:
                 self.expected = False
             elif self.stack and (self.stack[-1] in self.lost or leaf_class(original_class(self.stack[-1])) is None):
-                seen = self.lost.setdefault(self.stack[-1], Lost(self._reason(self.stack[-1]))).seen
+                seen = self.lost.setdefault(self.stack[-1], self._why(self.stack[-1])).seen
                 seen[operation] = seen.get(operation, 0) + 1
         return func(*args, **(kwargs or {}))
 
@@ -484,14 +492,15 @@ def _check_lost(
     others: dict[str, None] = {}
     for module, what in lost.items():
         paths = [name for name, m in names.items() if m is module]
+        shown = paths[0] or "the model itself"
         opaque = isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
         for operation in what.seen if observed and not opaque else what.source:
             if (what.of_torch and not strict) or not spoken_of(selectors, operation, module, paths):
                 continue
-            (scripted if opaque else others)[paths[0] or "the model itself"] = None
+            (scripted if opaque else others)[shown] = None
             if strict:
                 raise ValueError(
-                    f"ai3_ops.swap: {paths[0] or 'the model itself'} ({type(module).__name__}) calls {operation}, "
+                    f"ai3_ops.swap: {shown} ({type(module).__name__}) calls {operation}, "
                     f"which cannot be replaced: {what.reason}"
                 )
     return list(scripted), list(others)

@@ -100,4 +100,7 @@ def test_supports_takes_real_meta_and_fake_tensors():
     )
     assert not registry.supports_sizes("conv2d", "direct", "cpu", torch.int32)[0]
     assert not registry.supports_sizes("conv2d", "direct", "mps", torch.float32)[0]
+    for ask in (registry.choice_sizes, registry.workspace_sizes, registry.packed_bytes_sizes):
+        with pytest.raises(RuntimeError, match="ai3::conv2d_direct: has no kernel for mps tensors"):
+            ask("conv2d", "direct", "mps", torch.float32)
     assert ai3_ops.resolve("conv2d", "direct", x, w) == "direct"

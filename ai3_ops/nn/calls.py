@@ -274,9 +274,6 @@ class Call:
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
         operator = self.operator
-        if operator is None and self.algorithm is not None and not _is_compiling():
-            self.revive()
-            operator = self.operator
         if _is_compiling():
             if operator is None and not self.watch:
                 raise RuntimeError(self.trouble)
@@ -297,7 +294,8 @@ class Call:
             except RuntimeError:
                 reason = self.refusal_now(args)
                 if self.strict or not reason:
-                    self.example = None if first else self.example
+                    if first:
+                        self.example = None
                     raise
             if len(self.refused) < _REMEMBERED and forward_ad._current_level < 0:  # which the key does not tell
                 self.refused[self.key(args)] = reason
@@ -410,6 +408,9 @@ class Call:
 
     def without_operator(self, args: tuple[Any, ...]) -> Tensor:
         """A call that swap watches, or one whose algorithm this process does not have."""
+        self.revive()
+        if self.operator is not None:
+            return self.run(*args)
         if self.watch:
             self.watch(self)
             if self.example is None:

@@ -162,9 +162,7 @@ class _Tracer(fx.Tracer):
         self.refusal = ""
         self.running = False
         self.thread = threading.get_ident()
-        self.of_attributes: dict[
-            str, Any
-        ] = {}  # torch.fx's values of attributes, which other threads may be just looking at
+        self.of_attributes: dict[str, Any] = {}  # torch.fx's own memory of proxies
         self.proxies: list[weakref.ref[_Proxy]] = []
         self.paths = {m: tuple(name.split(".")) if name else () for name, m in module.named_modules()}
         self.guards: dict[tuple[Any, str], Guard] = {}
@@ -495,9 +493,6 @@ def _ambience(inference: bool) -> Iterator[None]:
             torch.set_autocast_dtype(device, dtype)
 
 
-_TRACING = threading.RLock()  # torch.fx's functions in nn.Module, and collections of garbage, are the process's
-
-
 # Tracing --------------------------------------------------------------------------------------------------------------
 def arguments_of(forward: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
     """Names of the arguments without and with defaults, `self` left out."""
@@ -513,6 +508,9 @@ def arguments_of(forward: Callable[..., Any]) -> tuple[list[str], dict[str, Any]
         else:
             names.append(p.name)
     return names, defaults
+
+
+_TRACING = threading.RLock()  # torch.fx's functions in nn.Module, and collections of garbage, are the process's
 
 
 def trace(module: nn.Module, training: bool, inference: bool = False) -> Traced:
@@ -551,7 +549,7 @@ def _trace(module: nn.Module, training: bool, inference: bool) -> Traced:
         reason = reason or f"its forward changes the attribute {changed[0]!r}"
     if drawn:
         reason = reason or "its forward draws random numbers without using its inputs"
-    tracer.of_attributes.clear()
+    tracer.of_attributes.clear()  # which frames of other threads may still hold
     if _let_go(tracer.proxies):
         reason = reason or "its forward keeps a value somewhere"
     if reason:

@@ -33,9 +33,6 @@ struct Blocking {
   }
 };
 
-AI3_INLINE bool is_pointwise(const Conv2dProblem& p) {
-  return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
-}
 // Whether NHWC pixels are multiplied by pairs of bfloat16, whose panels follow the other weights in the pack.
 AI3_INLINE bool multiplies_pairs(const Conv2dProblem& p) {
   return p.dtype == DType::bf16 && is_pointwise(p) && p.in_channels / p.groups % 2 == 0 && has_pair_products();

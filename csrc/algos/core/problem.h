@@ -30,6 +30,11 @@ struct Conv2dProblem {
   bool has_bias, has_residual, has_prologue, input_relu, allow_tf32, deterministic;
 };
 
+// 1x1 with stride 1 and no padding: a GEMM of channels and pixels.
+AI3_INLINE bool is_pointwise(const Conv2dProblem& p) {
+  return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
+}
+
 // y[m][n] = bias[n] + sum over k of x[m][k] * w[n][k]; everything contiguous.
 struct LinearProblem {
   DType dtype;

@@ -9,14 +9,11 @@ namespace {
 
 using torch::stable::reshape;
 
-bool plain(const Conv2dProblem& p) {
-  return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
-}
 // The im2col matrix; PyTorch allocates it.
 int64_t workspace(const Conv2dProblem& p) {
   const int64_t size = p.dtype == DType::f64 ? 8 : 4;
-  return plain(p) ? 0
-                  : checked_product({size, p.batch, p.in_channels, p.kernel_height, p.kernel_width, p.out_height, p.out_width});
+  if (is_pointwise(p)) return 0;
+  return checked_product({size, p.batch, p.in_channels, p.kernel_height, p.kernel_width, p.out_height, p.out_width});
 }
 
 void conv2d_gemm(const Conv2dProblem& p, void* call) {
@@ -26,7 +23,8 @@ void conv2d_gemm(const Conv2dProblem& p, void* call) {
   const Sizes kernel = {p.kernel_height, p.kernel_width};
   const ScalarType dtype = c.input.scalar_type();
   auto widened = [&](const Tensor& t) { return size_of(p.dtype) == 2 ? torch::stable::to(t, ScalarType::Float) : t; };
-  const Tensor columns = plain(p) ? c.input : call_aten("aten::im2col", "", c.input, kernel, c.dilation, c.padding, c.stride);
+  const Tensor columns =
+      is_pointwise(p) ? c.input : call_aten("aten::im2col", "", c.input, kernel, c.dilation, c.padding, c.stride);
   // (1, g, K/g, depth) x (N, g, depth, pixels)
   const Tensor w = reshape(widened(c.weight), Sizes{1, p.groups, kg, depth});
   Tensor y = reshape(torch::stable::matmul(w, reshape(widened(columns), Sizes{p.batch, p.groups, depth, pixels})),
