@@ -95,19 +95,20 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
   });
 }
 
-// How sums come into the output: its lines, which are not read, are likely in a cache where it is small, those of a larger one
-// are asked for beforehand, and those of one that no cache holds go past the caches, as whole lines; or sums are added to what is
-// there.
+// How sums come into the output: its lines, which are not read, are likely in a cache where it is small; those of a larger one go
+// past the caches where they are stored as a whole, else they are asked for beforehand; or sums are added to what is there.
 enum class Lines { cached, asked_for, past_caches, added_to };
-constexpr int64_t kAskedFrom = 4 << 20, kPastFrom = 16 << 20;  // bytes of output
+constexpr int64_t kLargeFrom = 4 << 20;  // bytes of output
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
-// the row, and how many blocks of output channels each of them has, which start from values `start_block` apart.
+// the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; whether a tile
+// asks for the pixels of the next one, which are new to it where windows do not overlap.
 struct Span {
   int64_t rows, columns, channels;
   int64_t x_row, x_column, x_channel, x_pixel;
   int64_t w_row, w_column, w_channel, w_block;
   int64_t tiles = 1, blocks = 1, start_block = 0;
+  bool asks = false;
   Lines lines = Lines::cached;
 };
 template <class A>
@@ -138,9 +139,13 @@ template <class A, int n, int v>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
+  // A step of a tile asks for its share of them.
+  const int64_t steps = span.blocks * span.rows * span.columns * span.channels,
+                share_bytes = span.asks ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / steps : 0;
   int64_t tiles = span.tiles;
   do {
     int64_t blocks = span.blocks;
+    const char* next = reinterpret_cast<const char*>(span.asks ? x + n * x_pixel : x);
     const A *wb = w, *from = start;
     A* to = tile;
     do {
@@ -174,7 +179,8 @@ template <class A, int n, int v>
 #pragma GCC unroll 2
               for (int q = 0; q < v; q++) sum[j][q] = fma(weights[q], pixel, sum[j][q]);
             }
-            pixels += x_channel, wc += w_channel;
+            __builtin_prefetch(next);
+            pixels += x_channel, wc += w_channel, next += share_bytes;
           } while (--c);
           xs += span.x_column, ws += span.w_column;
         } while (--s);
@@ -404,9 +410,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
 
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
   const bool whole_lines = has_whole_lines<T>(p.y_stride, y) && b.block * size % 64 == 0 && !needs_finish;
-  const Lines lines = written < kAskedFrom                  ? Lines::cached
-                      : written >= kPastFrom && whole_lines ? Lines::past_caches
-                                                            : Lines::asked_for;
+  const Lines lines = written < kLargeFrom ? Lines::cached : whole_lines ? Lines::past_caches : Lines::asked_for;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
   auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const T* bi,
@@ -473,7 +477,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
                          int64_t blocks) {
     if constexpr (same<T, A>) {
       Span span = joined(whole);
-      span.rows = valid.size(), span.blocks = blocks, span.lines = lines;
+      span.rows = valid.size(), span.blocks = blocks, span.lines = lines, span.asks = is_pointwise(problem);
       if (bi) span.start_block = b.block;
       const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h - p.pad_w * p.x_stride.w;
       int64_t tiles = ceil_div(columns.size(), tile_pixels), column = columns.begin;
