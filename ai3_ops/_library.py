@@ -59,7 +59,13 @@ C.ai3_packed_bytes.restype = ctypes.c_int64
 C.ai3_release_workspace.restype = ctypes.c_int64
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
 C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
-C.ai3_machine.argtypes = (ctypes.c_int, ctypes.POINTER(ctypes.c_double), ctypes.POINTER(ctypes.c_double), *_ERROR)
+C.ai3_machine.argtypes = (
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_double),
+    ctypes.POINTER(ctypes.c_double),
+    *_ERROR,
+)
 
 
 def registry() -> dict[str, Any]:
@@ -117,10 +123,10 @@ def release_workspace() -> int:
     return C.ai3_release_workspace()
 
 
-def machine(threads: int) -> tuple[float, float]:
+def machine(threads: int, again: bool = False) -> tuple[float, float]:
     """Measured float32 multiply-add peak (FLOP/s) and read bandwidth (bytes/s) of the level that runs, with `threads` threads."""
     flops, bandwidth, error = ctypes.c_double(), ctypes.c_double(), ctypes.create_string_buffer(_ERROR_SIZE)
-    if not C.ai3_machine(threads, ctypes.byref(flops), ctypes.byref(bandwidth), error, _ERROR_SIZE):
+    if not C.ai3_machine(threads, again, ctypes.byref(flops), ctypes.byref(bandwidth), error, _ERROR_SIZE):
         raise RuntimeError(f"ai3: {error.value.decode()}")
     return flops.value, bandwidth.value
 

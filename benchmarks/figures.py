@@ -15,6 +15,7 @@ import copy
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -30,6 +31,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from ai3_ops import _library
+
+TURNS = 5  # between measurements of the machine's limits
 SHORTLIST = 3  # of the own methods, by one call each, those that are measured in turns
 BFLOAT16 = torch.bfloat16
 
@@ -116,21 +120,34 @@ def training(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
 
 def of_peak(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
     """Linear's gemm as a share of the multiply-add peak."""
-    return _share(layers, lambda layer, threads: layer.flops / measure.limits(threads)[0])
+    return _share(layers, lambda layer, limits: layer.flops / limits[0])
 
 
 def of_bandwidth(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
     """Linear's gemm as a share of the read bandwidth."""
-    return _share(layers, lambda layer, threads: layer.bytes / measure.limits(threads)[1])
+    return _share(layers, lambda layer, limits: layer.bytes / limits[1])
 
 
-def _share(layers: Iterable[Layer], bound: Callable[[Layer, int], float]) -> Callable[[Settings], Iterator[Sample]]:
+def _share(
+    layers: Iterable[Layer], bound: Callable[[Layer, tuple[float, float]], float]
+) -> Callable[[Settings], Iterator[Sample]]:
+    """Against what the machine gives in the turns between ours: both change with what others do on it."""
+
     def samples(run: Settings) -> Iterator[Sample]:
-        for sample, layer in zip(forward(layers, ["gemm"])(run), layers, strict=True):
-            if sample.ours:
-                sample.theirs = bound(layer, run.threads)
-                sample.value = sample.theirs / sample.ours
-            yield sample
+        for layer in layers:
+            run.tick(f"{layer}, against the machine")
+            module, x = layer.module(), layer.input()
+            with torch.inference_mode():
+                call = _call(measure.swapped(layer, module, "gemm", x), x)
+                turns = [
+                    (
+                        *measure.interleaved([call], run.seconds / TURNS),
+                        bound(layer, _library.machine(run.threads, True)),
+                    )
+                    for _ in range(TURNS)
+                ]
+                ours, theirs = map(statistics.median, zip(*turns, strict=True))
+                yield _sample(layer, "gemm", ours, theirs, measure.Reference(layer, module, x).error(call()))
 
     return samples
 
@@ -440,8 +457,9 @@ def document(machine: dict[str, str], results: list[tuple[Row, list[Sample]]]) -
         "Written by `python -m benchmarks.figures`. Float32 unless said otherwise; ours is the module that `swap` returns, under",
         "`inference_mode` on channels_last input; oneDNN is PyTorch's prepacked operator; medians of turns that alternate in one",
         "process. Error: max|y - y64| / max|y64|, y64 in float64 (of convolutions above 1 GFLOP on a part of the output;",
-        "forward and backward: the largest of the gradients'). GFLOP/s: the direct method's work over the time. Where there",
-        "are several passes, of each layer the one with the median ratio.\n",
+        "forward and backward: the largest of the gradients'). GFLOP/s: the direct method's work over the time. Peak and",
+        "bandwidth, where they are the opponent, are measured between our turns. Where there are several passes, of each layer",
+        "the one with the median ratio.\n",
     )
     yield from measure.table(("machine", ""), machine.items())
     yield ""

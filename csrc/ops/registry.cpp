@@ -289,10 +289,11 @@ AI3_EXPORT int64_t ai3_packed_bytes(const char* operation, const char* name, int
                  })
       .value;
 }
-// What `guess` computes with, measured at the first call for a number of threads: float32 operations and bytes per second.
-AI3_EXPORT int ai3_machine(int threads, double* flops, double* bytes, char* error, int64_t size) {
+// What `guess` computes with, measured at the first call for a number of threads, or again: float32 operations and bytes per
+// second.
+AI3_EXPORT int ai3_machine(int threads, int again, double* flops, double* bytes, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    const Machine m = measure_machine(threads);
+    const Machine m = measure_machine(threads, again != 0);
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }

@@ -55,9 +55,9 @@ inline bool level_has_pair_products() {
 #endif
 }
 
-inline Machine measure_machine(int threads) {
+inline Machine measure_machine(int threads, bool again = false) {
   for (auto p = __start_ai3_probes; p != __stop_ai3_probes; p++)
-    if (level() == p->level) return p->measure(threads);
+    if (level() == p->level) return p->measure(threads, again);
   throw std::runtime_error("ai3: no kernels for level " + level());
 }
 
