@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import ai3_ops
 from ai3_ops import doctor, registry
-from ai3_ops.selectors import near
+from ai3_ops.registry import near
 
 SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
 

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -284,8 +284,8 @@ def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict
         raise TypeError(f"ai3::{name} takes {', '.join(known)}, got {len(args)} positional arguments")
     for given in kwargs:
         if given not in known:
-            hint = _near(given, known) or f"its arguments: {', '.join(known)}"
-            raise TypeError(f"ai3::{name} has no argument {given!r}; {hint}")
+            hint = near(given, known, _CUTOFF) or f"; its arguments: {', '.join(known)}"
+            raise TypeError(f"ai3::{name} has no argument {given!r}{hint}")
     return OPERATIONS[operation].problem(f"ai3::{name}", *args, **kwargs)
 
 
@@ -314,14 +314,18 @@ def _check_names(operation: str, algorithm: str) -> None:
 _OWN = "; one of your own needs ai3_ops.register first"
 
 
-def _near(word: str, words: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, words)
-    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+_CUTOFF = 0.6  # of names of operations, algorithms and arguments: they are short, and many are a little alike
+
+
+def near(word: str, words: Iterable[str], cutoff: float = 0.5) -> str:
+    """The end of an error message: words like `word`."""
+    close = difflib.get_close_matches(word, list(dict.fromkeys(words)), n=3, cutoff=cutoff)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _known(word: str, words: Iterable[str], what: str, more: str = "") -> None:
     words = sorted(set(words))
     if word in words:
         return
-    hint = _near(word, words) or f"there are: {', '.join(words)}"
-    raise ValueError(f"no {what} {word!r}; {hint}{more}")
+    hint = near(word, words, _CUTOFF) or f"; there are: {', '.join(words)}"
+    raise ValueError(f"no {what} {word!r}{hint}{more}")

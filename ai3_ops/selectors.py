@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ai3_ops import registry
+from ai3_ops.registry import near
 
 WORDS = ("default", "torch")  # bare strings that speak of every operation
 
@@ -139,12 +139,6 @@ Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Ma
 
 
 _SHOWN = 12  # names in a message
-
-
-def near(word: str, words: Iterable[str]) -> str:
-    """The end of an error message: words like `word`."""
-    close = difflib.get_close_matches(word, list(dict.fromkeys(words)), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def listed(names: Sequence[str]) -> str:

@@ -322,16 +322,9 @@ class Load:
         return f"{100 * max(0.0, busy - own) / max(total, 1e-9):.0f} % of the processors"
 
 
-@functools.cache
-def limits(threads: int) -> tuple[float, float]:
-    """Measured float32 multiply-add peak in FLOP/s and read bandwidth in bytes/s."""
-    flops, bandwidth = _library.machine(threads)
-    return flops, bandwidth
-
-
 def machine(threads: int, load: Load) -> dict[str, str]:
     """What the figures of a run must be read with."""
-    flops, bandwidth = limits(threads)
+    flops, bandwidth = _library.machine(threads)
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
     found = doctor.machine()
     found["threads"] = str(threads)
