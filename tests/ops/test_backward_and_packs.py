@@ -433,11 +433,19 @@ def test_own_gradients(algorithm, geometry, layout, dtype):
     assert found[1].is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize("name", [n for n in names("conv2d", backward="own") if n.startswith("winograd_f")])
+WINOGRAD_KERNELS = [(3, 3), (5, 5), (1, 7), (7, 1), (1, 3), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [(n, (3, 3)) for n in names("conv2d", backward="own") if n.startswith("winograd_f")]
+    + [("winograd_general", kernel) for kernel in WINOGRAD_KERNELS],
+)
 @pytest.mark.parametrize("padding", [0, 1, 2, 3])
-def test_winograd_gradients(name, padding):
+def test_winograd_gradients(name, kernel, padding):
     """By the method itself, within its bound (the input's padding would be negative for 3), whatever the threads."""
-    x, w = data(6, 20, 17, 18).float(), data(24, 20, 3, 3).float()
+    channels = 20 if kernel == (3, 3) else 32  # enough for each form to take its own gradients
+    x, w = data(6, channels, 17, 18).float(), data(24, channels, *kernel).float()
     grad = torch.randn_like(F.conv2d(x, w, None, 1, padding))
     bound = ai3_ops.registry.algorithm("conv2d", name, "cpu").error_bound
     expected = aten_gradients(x.double(), w.double(), grad.double(), 1, padding)

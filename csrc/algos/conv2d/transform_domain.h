@@ -69,6 +69,16 @@ struct Axis {
   }
 };
 
+// Zeros of each type, as many as channels of an image may have to be padded with them in place.
+constexpr int kZeroBytes = 8192;
+alignas(64) constexpr char zero_bytes[kZeroBytes] = {};
+template <class T>
+constexpr int64_t kZeros = kZeroBytes / sizeof(T);
+template <class T>
+AI3_INLINE const T* zeros() {
+  return reinterpret_cast<const T*>(zero_bytes);
+}
+
 // `count` channels that lie `stride` apart; the lanes after them are 0.
 template <class T>
 AI3_INLINE Vec<Acc<T>> load_channels(const T* p, int64_t stride, int64_t count) {
@@ -125,8 +135,8 @@ AI3_INLINE void store_rounded(bfloat16* p, Vec<double> v) {
   for (int j = 0; j < Vec<double>::width; j++) narrow(static_cast<float>(v[j]), p[j]);
 }
 
-// Rows of the transformed input, times a panel of weights as they are stored.
-template <class A, class Stored>
+// Rows of the transformed input, times a panel of weights as they are stored. `locality` is how near what is next is brought.
+template <class A, class Stored, int locality>
 struct TileRows {
   const A* data;
   int64_t stride;
@@ -134,7 +144,7 @@ struct TileRows {
   AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next next) const {
-    tile.template multiply<2>(StridedRows<A>{data, stride}, panel, k, next);
+    tile.template multiply<locality>(StridedRows<A>{data, stride}, panel, k, next);
   }
 };
 
@@ -151,10 +161,12 @@ struct TransformDomain {
   const Conv2dProblem& p;
   Axis h, w;
   int64_t group_in, group_out, panels, branches, depth;  // depth: of a group's products
+  int64_t parts;                                         // of it: with one group its channels follow from branch to branch
   int64_t tiles, row;                                    // elements between tiles of the transformed input and of the products
   int64_t block, blocks;
   int64_t stride, packed_stride;  // elements between positions of them, and of the packed weights
   bool fused;
+  bool cached;  // the panels of a position stay in the L1 cache while a block's tiles pass by
 
   [[gnu::noinline]] explicit TransformDomain(const Conv2dProblem& problem)  // once a call; its saturated sizes are no constants
       : p(problem),
@@ -163,12 +175,15 @@ struct TransformDomain {
     group_in = p.in_channels / p.groups, group_out = p.out_channels / p.groups;
     panels = ceil_div(group_out, kPanel<A>);
     branches = h.branches * w.branches, depth = checked_mul(branches, group_in);
+    parts = p.groups == 1 ? 1 : branches;
     tiles = checked_product({p.batch < 1 ? 1 : p.batch, h.tiles, w.tiles});
     const int64_t v_row = checked_mul(branches, p.in_channels);
     const int64_t m_row =
         round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
     row = round_up(v_row > m_row ? v_row : m_row, kWidth);
     plan();
+    cached =
+        fused && p.groups == 1 && checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
     stride = checked_add(checked_mul(block, row), kSkew);
     packed_stride = checked_add(checked_product({p.groups, panels, depth, kPanel<A>}), kSkew);
   }
@@ -256,10 +271,18 @@ struct TransformDomain {
       const T* from = image + ih * p.x_stride.h + iw * p.x_stride.w;
       A* to = v + slot * row + branch * p.in_channels;
       int64_t c = begin;
-      if (p.x_stride.c == 1 && top == 0 && left == 0 && bottom == kExtentH && right == kExtentW)
+      auto out = [&](int64_t position, V value) { store(to + position * stride + c, value); };
+      if (p.x_stride.c != 1) {
+      } else if (top == 0 && left == 0 && bottom == kExtentH && right == kExtentW) {
         for (; c + kWidth <= end; c += kWidth)
-          Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w + c); },
-                             [&](int64_t position, V value) { store(to + position * stride + c, value); });
+          Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w + c); }, out);
+      } else if (end <= kZeros<T>) {  // an edge tile reads zeros outside
+        const T* at[kExtentH][kExtentW];
+        for (int64_t i = 0; i < kExtentH; i++)
+          for (int64_t j = 0; j < kExtentW; j++)
+            at[i][j] = i >= top && i < bottom && j >= left && j < right ? from + i * step_h + j * step_w : zeros<T>();
+        for (; c + kWidth <= end; c += kWidth) Transform::forward([&](int64_t i, int64_t j) { return load(at[i][j] + c); }, out);
+      }
       if (c >= end) continue;
       V tile[kExtentH][kExtentW] = {};
       for (; c < end; c += kWidth) {
@@ -273,37 +296,68 @@ struct TransformDomain {
     }
   }
 
-  // Reads ahead the pixels that tile t adds to those of its neighbours.
-  void prefetch_input(const T* x, int64_t t) const {
-    const int64_t ih = h.first_input(h.first_output(t / w.tiles % h.tiles), 0),
-                  iw = w.first_input(w.first_output(t % w.tiles), 0);
-    const int64_t step_h = h.spacing * p.x_stride.h, step_w = w.spacing * p.x_stride.w;
-    int64_t top, bottom, left, right;
-    h.inside(ih, h.tile, top, bottom), w.inside(iw, w.tile, left, right);
-    const T* image = x + t / (w.tiles * h.tiles) * p.x_stride.n + ih * p.x_stride.h + iw * p.x_stride.w;
-    for (int64_t i = top; i < bottom; i++)
-      for (int64_t j = left; j < right; j++)
-        for (int64_t c = 0; c < p.in_channels; c += 64 / static_cast<int64_t>(sizeof(T)))
-          __builtin_prefetch(image + i * step_h + j * step_w + c, 0, 2);
+  // The input of a thread's next block of tiles, asked for evenly over the turns in which it multiplies this one: in each at most
+  // one row of the pixels that a tile adds to those of its neighbours. Asked for all at once they keep the products waiting.
+  struct Ahead {
+    const TransformDomain& d;
+    const T* x;
+    int64_t tile, rows, turns;   // the first tile, rows of pixels of all tiles
+    int64_t due = 0, asked = 0;  // due: rows a turn, in turns
+    const T* line = nullptr;     // of the tile's first row
+    int64_t top = 0;             // its place in the image
+
+    AI3_INLINE Next next() {
+      due += rows;
+      if (due < turns) return {reinterpret_cast<const char*>(x), 0};
+      due -= turns;
+      const int64_t r = asked % d.h.tile, t = tile + asked / d.h.tile;
+      asked++;
+      if (r == 0) {
+        top = d.h.first_input(d.h.first_output(t / d.w.tiles % d.h.tiles), 0);
+        line = x + t / (d.w.tiles * d.h.tiles) * d.p.x_stride.n + top * d.p.x_stride.h +
+               larger(0, d.w.first_input(d.w.first_output(t % d.w.tiles), 0)) * d.p.x_stride.w;
+      }
+      if (top + r < 0 || top + r >= d.p.in_height) return {reinterpret_cast<const char*>(x), 0};
+      return {reinterpret_cast<const char*>(line + r * d.p.x_stride.h),
+              d.w.tile * d.p.x_stride.w * static_cast<int64_t>(sizeof(T)) * d.parts / d.depth};
+    }
+  };
+  // For n tiles from `first` on; none where their pixels' channels do not lie side by side.
+  Ahead ahead_of(const T* x, int64_t first, int64_t n, int64_t tiles_now) const {
+    const bool none = n <= 0 || p.x_stride.c != 1 || h.spacing != 1 || w.spacing != 1;
+    const int64_t slabs = ceil_div(tiles_now, kRows);
+    return {*this, x, first, none ? 0 : n * h.tile, larger(1, kPositions * p.groups * panels * (cached ? slabs : slabs - 1))};
   }
 
   // One panel of the products of one position, `rows` tiles.
-  void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index) const {
+  void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index, Ahead& ahead) const {
     const int64_t panel = index % panels, group = index / panels % p.groups, position = index / panels / p.groups;
     const int64_t column = group * group_out + panel * kPanel<A>, left = group_out - panel * kPanel<A>;
     const int64_t columns = p.groups == 1 || left > kPanel<A> ? kPanel<A> : left;
     const Stored* panel_at = packed + position * packed_stride + (group * panels + panel) * depth * kPanel<A>;
     Output<A> out{m + position * stride + column, row};
-    // With one group its channels follow each other from branch to branch: one product.
-    const int64_t parts = p.groups == 1 ? 1 : branches, length = depth / parts;
-    const int64_t slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
+    const int64_t length = depth / parts, slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
     for (int64_t part = 0; part < parts; part++, out.add = true, panel_at += length * kPanel<A>) {
-      const TileRows<A, Stored> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
-      // The panel behind this one is multiplied next, and read once for few rows.
-      const Next next{reinterpret_cast<const char*>(panel_at) + length * bytes, bytes};
+      const TileRows<A, Stored, 2> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
       for (int64_t s = 0; s < slabs; s++) {
         const Share r = share(rows, slabs, s);
+        // The panel behind this one is multiplied next.
+        const Next next = s > 0 ? ahead.next() : Next{reinterpret_cast<const char*>(panel_at) + length * bytes, bytes};
         multiply_slab<A>(from.from(r.begin), r.end - r.begin, nullptr, columns, length, out.from(r.begin, 0), next);
+      }
+    }
+  }
+  // All panels of a position, where they stay in the L1 cache.
+  void multiply_cached(const A* v, const Stored* packed, A* m, int64_t rows, int64_t position, Ahead& ahead) const {
+    const Stored* at = packed + position * packed_stride;
+    const int64_t slabs = ceil_div(rows, kRows);
+    for (int64_t s = 0; s < slabs; s++) {
+      const Share r = share(rows, slabs, s);
+      const int64_t first = position * stride + r.begin * row;
+      for (int64_t q = 0; q < panels; q++) {
+        const TileRows<A, Stored, 3> from{v + first, row, at + q * depth * kPanel<A>};
+        multiply_slab<A>(from, r.end - r.begin, nullptr, kPanel<A>, depth, Output<A>{m + first + q * kPanel<A>, row},
+                         ahead.next());
       }
     }
   }
@@ -374,15 +428,12 @@ struct TransformDomain {
         by_tiles(begin, end, p.in_channels,
                  [&](int64_t i, int64_t c, int64_t last) { transform_input(x, v, first + i, i, c, last); });
       });
-      // The block after the next, or the next, is this thread's next one: read ahead while this one is multiplied.
-      const int64_t products = kPositions * p.groups * panels,
-                    ahead = fused && p.x_stride.c == 1 ? first + p.threads * block : tiles;
-      const int64_t left = tiles - ahead < 0 ? 0 : tiles - ahead < block ? tiles - ahead : block;
-      ranges(products, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
-          for (int64_t t = left * i / products; t < left * (i + 1) / products; t++) prefetch_input(x, ahead + t);
-          multiply(v, packed, m, n, i);
-        }
+      // The block after the next, or the next, is this thread's next one.
+      const int64_t later = fused ? first + p.threads * block : tiles;
+      ranges(kPositions * (cached ? 1 : p.groups * panels), [&](int64_t begin, int64_t end) {
+        Ahead ahead = ahead_of(x, later, smaller(block, tiles - later), n);
+        for (int64_t i = begin; i < end; i++)
+          cached ? multiply_cached(v, packed, m, n, i, ahead) : multiply(v, packed, m, n, i, ahead);
       });
       ranges(n * ceil_div(p.out_channels, kWidth), [&](int64_t begin, int64_t end) {
         by_tiles(begin, end, p.out_channels,

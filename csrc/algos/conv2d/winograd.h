@@ -135,7 +135,7 @@ struct ToomCook {
 template <class H, class W>
 struct Nested {
   static constexpr int kExtentH = H::kExtent, kExtentW = W::kExtent, kPositions = kExtentH * kExtentW, kMostTapsH = H::kTaps,
-                       kMostTapsW = W::kTaps;
+                       kMostTapsW = W::kTaps, kOutputsH = H::kOutputs, kOutputsW = W::kOutputs, kTaps = H::kTaps * W::kTaps;
   static constexpr double kForwardFlops = kExtentW * H::kInputFlops + kExtentH * W::kInputFlops,
                           kInverseFlops = kExtentW * H::kOutputFlops + H::kOutputs * W::kOutputFlops;
 

@@ -10,7 +10,7 @@ void conv2d_winograd_f2(const Conv2dProblem& p, const Buffers& buffers, Workspac
 }
 
 AI3_ALGORITHM(conv2d, winograd_f2, .accuracy = Accuracy::bounded, .error_bound = 5e-6, AI3_WINOGRAD_TRAITS(Winograd<2>),
-              AI3_WINOGRAD_GRADIENTS(2), .sliced = true)
+              AI3_WINOGRAD_GRADIENTS("winograd_f2", FormOf3x3<2>), .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -10,7 +10,7 @@ void conv2d_winograd_f4(const Conv2dProblem& p, const Buffers& buffers, Workspac
 }
 
 AI3_ALGORITHM(conv2d, winograd_f4, .accuracy = Accuracy::bounded, .error_bound = 2e-5, AI3_WINOGRAD_TRAITS(Winograd<4>),
-              AI3_WINOGRAD_GRADIENTS(4), .sliced = true)
+              AI3_WINOGRAD_GRADIENTS("winograd_f4", FormOf3x3<4>), .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -10,7 +10,7 @@ void conv2d_winograd_f6(const Conv2dProblem& p, const Buffers& buffers, Workspac
 }
 
 AI3_ALGORITHM(conv2d, winograd_f6, .accuracy = Accuracy::bounded, .error_bound = 1e-4, AI3_WINOGRAD_TRAITS(Winograd<6>),
-              AI3_WINOGRAD_GRADIENTS(6), .sliced = true)
+              AI3_WINOGRAD_GRADIENTS("winograd_f6", FormOf3x3<6>), .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

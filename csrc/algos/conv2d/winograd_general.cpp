@@ -1,7 +1,7 @@
 // Winograd's minimal filtering for kernels of other sizes than 3x3: F(2x2, 5x5), 36 products instead of 100; and in one dimension
 // F(4, 7), 10 instead of 28, and F(4, 3), 6 instead of 12. 3x3 kernels get F(2x4, 3x3), between F(2x2) and F(4x4): 24 instead
 // of 72.
-#include "winograd.h"
+#include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -30,7 +30,8 @@ void conv2d_winograd_general(const Conv2dProblem& p, const Buffers& buffers, Wor
 
 AI3_ALGORITHM(conv2d, winograd_general, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .epilogue = true,
               .supports = winograd_supports_any, .workspace = Forms::workspace, .cost = Forms::cost,
-              .packed_bytes = Forms::packed_bytes, .pack = Forms::pack, .gradients = by_patches, .sliced = true)
+              .packed_bytes = Forms::packed_bytes, .pack = Forms::pack, AI3_WINOGRAD_GRADIENTS("winograd_general", FormForKernel),
+              .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,4 +1,4 @@
-// Gradients by F(MxM, 3x3). dX is the transposed convolution of dY. dW is the transpose of the forward algorithm,
+// Gradients by Winograd's forms. dX is the transposed convolution of dY. dW is the transpose of the forward algorithm,
 //   dW = G^T [sum over tiles of (B^T x B) . (A dY A^T)] G,
 // one product of (filters x tiles) and (tiles x channels) matrices for each position: the same saving.
 #pragma once
@@ -31,12 +31,11 @@ struct Columns {
 
 // A task owns dW of some filters by some channels of a group. Its sums and a block of transformed tiles stay in the L2 cache. The
 // block does not depend on the threads, so that neither do the sums.
-template <int M, class T>
+template <class Form, class T>
 struct WinogradWeightGradient {
-  using Form = Winograd<M>;
   using A = Acc<T>;
   using V = Vec<A>;
-  static constexpr int64_t kWidth = V::width, P = kPanel<A>, kPositions = Form::kPositions, kTaps = 9,
+  static constexpr int64_t kWidth = V::width, P = kPanel<A>, kPositions = Form::kPositions, kTaps = Form::kTaps,
                            kSkew = TransformDomain<Form, T>::kSkew, kBlock = 28;
   const Conv2dProblem& p;
   TransformDomain<Form, T> domain;
@@ -90,7 +89,7 @@ struct WinogradWeightGradient {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow);
     const T* from = gy + t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
-    V tile[M][M] = {};
+    V tile[Form::kOutputsH][Form::kOutputsW] = {};
     for (int64_t f = 0; f < count; f += kWidth) {
       V sum(A{0});
       for (int64_t i = 0; i < rows; i++)
@@ -129,49 +128,67 @@ struct WinogradWeightGradient {
 
 // Who computes what: dX by patches where its padding would be negative, or where tiles are so few that transforming the weights
 // for one use does not pay; dW by patches where so few tiles share one inverse transform.
-template <int M>
+template <class Forms>
 struct WinogradGradient {
-  using Form = TransformDomainTraits<Winograd<M>>;
-
-  static GradientNames names(const Conv2dProblem& p, const char* name) {
-    // The time of a transformed weight, and of a weight's inverse transform, in operations.
-    constexpr double kTransform = 60, kInverse = 500, kOverhead = 1.2;
+  template <class Form>
+  static GradientNames names_of(const Conv2dProblem& p, const char* name) {
+    // The time of a transformed weight, and of a position of a weight's inverse transform, in operations.
+    constexpr double kTransform = 60, kInverse = 14, kOverhead = 1.2;
     const Conv2dProblem t = transposed(p);
     GradientNames names = by_patches(p);
-    const double weights = static_cast<double>(Form::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
+    const double weights = static_cast<double>(TransformDomainTraits<Form>::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
     const double filters = static_cast<double>(p.out_channels), group_in = static_cast<double>(p.in_channels / p.groups);
-    const double products = 2 * 9 * static_cast<double>(p.batch * p.out_height * p.out_width) * filters * group_in;
-    if (t.pad_h >= 0 && t.pad_w >= 0 && Form::cost(t).flops + kTransform * weights < products) names.input = name;
-    const TransformDomain<Winograd<M>, float> domain(p);
+    const double products = 2. * Form::kTaps * static_cast<double>(p.batch * p.out_height * p.out_width) * filters * group_in;
+    if (t.pad_h >= 0 && t.pad_w >= 0 && TransformDomainTraits<Form>::cost(t).flops + kTransform * weights < products)
+      names.input = name;
+    const TransformDomain<Form, float> domain(p);
     const double columns = static_cast<double>(round_up(p.in_channels / p.groups, kPanel<float>));
-    const double pair = kOverhead * 2 * Winograd<M>::kPositions * static_cast<double>(domain.tiles) + kInverse;
-    if (filters * columns * pair < products) names.weight = name;
+    const double position = kOverhead * 2 * static_cast<double>(domain.tiles) + kInverse;
+    if (filters * columns * Form::kPositions * position < products) names.weight = name;
     return names;
   }
+  static GradientNames names(const Conv2dProblem& p, const char* name) {
+    return Forms::with(p, [&]<class Form>() { return names_of<Form>(p, name); });
+  }
   static void run(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
-    with_type(p.dtype, [&]<class T>() {
-      const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
-      if (m.grad_weight)
-        WinogradWeightGradient<M, T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
-      if (!m.grad_input) return;
-      const Conv2dProblem t = transposed(p);
-      const typename Form::template Domain<T> domain(t);
-      Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
-      domain.pack(static_cast<const T*>(m.weight), packed, true);
-      domain.run({gy, packed, nullptr, nullptr, m.grad_input}, workspace);
+    Forms::with(p, [&]<class Form>() {
+      with_type(p.dtype, [&]<class T>() {
+        const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
+        if (m.grad_weight)
+          WinogradWeightGradient<Form, T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+        if (!m.grad_input) return;
+        const Conv2dProblem t = transposed(p);
+        const TransformDomain<Form, T> domain(t);
+        Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
+        domain.pack(static_cast<const T*>(m.weight), packed, true);
+        domain.run({gy, packed, nullptr, nullptr, m.grad_input}, workspace);
+      });
     });
   }
   static int64_t workspace(const Conv2dProblem& p, const GradientBuffers& m) {
-    const Conv2dProblem t = transposed(p);
-    const int64_t input = m.grad_input ? checked_add(workspace_bytes<char>(Form::packed_bytes(t)), Form::workspace(t)) : 0;
-    return with_type(
-        p.dtype, [&]<class T>() { return checked_add(input, m.grad_weight ? WinogradWeightGradient<M, T>(p).workspace() : 0); });
+    return Forms::with(p, [&]<class Form>() {
+      using Input = TransformDomainTraits<Form>;
+      const Conv2dProblem t = transposed(p);
+      const int64_t input = m.grad_input ? checked_add(workspace_bytes<char>(Input::packed_bytes(t)), Input::workspace(t)) : 0;
+      return with_type(p.dtype, [&]<class T>() {
+        return checked_add(input, m.grad_weight ? WinogradWeightGradient<Form, T>(p).workspace() : 0);
+      });
+    });
   }
 };
 
-#define AI3_WINOGRAD_GRADIENTS(M)                                                                     \
-  .gradients = [](const Conv2dProblem& p) { return WinogradGradient<M>::names(p, "winograd_f" #M); }, \
-  .backward = WinogradGradient<M>::run, .backward_workspace = WinogradGradient<M>::workspace
+// The one form of winograd_f2, _f4 and _f6.
+template <int M>
+struct FormOf3x3 {
+  template <class Body>
+  AI3_INLINE static auto with(const Conv2dProblem&, const Body& body) {
+    return body.template operator()<Winograd<M>>();
+  }
+};
+
+#define AI3_WINOGRAD_GRADIENTS(NAME, ...)                                                            \
+  .gradients = [](const Conv2dProblem& p) { return WinogradGradient<__VA_ARGS__>::names(p, NAME); }, \
+  .backward = WinogradGradient<__VA_ARGS__>::run, .backward_workspace = WinogradGradient<__VA_ARGS__>::workspace
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
