@@ -100,7 +100,7 @@ struct PatchColumns {
   }
   // Adds it to dX in NHWC.
   void scatter(const Acc<T>* from, int64_t begin, int64_t end, int64_t group, int64_t panel, Acc<T>* x) const {
-    constexpr int64_t width = P / 2;
+    constexpr int64_t width = P / 2, kAhead = 6;  // pixels
     const int64_t step = p.stride_w * p.x_stride.w;
     for_rectangles(begin, end, group, panel, [&](int64_t pixel, int64_t pixels, int64_t offset, int64_t column, int64_t count) {
       for (int64_t i = 0; i < pixels; i++) {
@@ -108,6 +108,11 @@ struct PatchColumns {
         Acc<T>* to = x + offset + i * step;
         if (as_weights) {
           for (int64_t e = 0; e < count; e++) to[e] += row[e * shape.taps];
+          continue;
+        }
+        if (count == P) {  // each pixel's lines come from the L2 cache
+          __builtin_prefetch(to + kAhead * step, 1), __builtin_prefetch(to + kAhead * step + width, 1);
+          store(to, load(to) + load(row)), store(to + width, load(to + width) + load(row + width));
           continue;
         }
         for (int64_t e = 0; e < count; e += width) {
