@@ -8,8 +8,8 @@
 
 namespace ai3::ops {
 
-// From here on what is fresh from the system comes in huge pages (docs/decisions/memory.md).
-constexpr int64_t kHugeFrom = int64_t{1} << 22;
+// Of these sizes what is fresh from the system comes in huge pages (docs/decisions/memory.md).
+constexpr int64_t kHugeFrom = int64_t{1} << 22, kHugeTo = int64_t{1} << 28;
 
 namespace {
 
@@ -26,7 +26,7 @@ Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType dtype,
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                                          to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0, &made));
   Tensor result(made);
-  if (bytes >= kHugeFrom) ask_for_huge_pages(result.const_data_ptr(), bytes);
+  if (bytes >= kHugeFrom && bytes < kHugeTo) ask_for_huge_pages(result.const_data_ptr(), bytes);
   return result;
 }
 

@@ -35,6 +35,12 @@ struct Share {
 };
 AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count * i / parts, count * (i + 1) / parts}; }
 
+// Rows that lie a multiple of 4 KiB apart share one set of the L1 cache, which has fewer ways than a slab has rows.
+template <class A>
+AI3_INLINE bool rows_collide(int64_t stride) {
+  return kRows > 8 && stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
+}
+
 // ---- Micro-kernel ------------------------------------------------------------------------------------------------------------
 
 // Memory that is needed next: the micro-kernel asks for `step` bytes of it with each element of k, as far ahead of its use as one
@@ -139,6 +145,7 @@ struct PairRows {
   }
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * 2; }
+  AI3_INLINE int64_t slab() const { return rows_collide<bfloat16>(stride) ? kRows / 2 : kRows; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<float, R>& tile, const float* panel, int64_t k, Next next) const {
     tile.multiply(*this, panel, k, next);
@@ -331,14 +338,16 @@ void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t panel
   constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Acc<T>)), kPanelsBytes = 256 << 10, kSpread = 16,
                     kNear = 4096;
   if (rows <= 0 || columns <= 0) return;
-  const int64_t slabs = ceil_div(rows, kRows), panel_total = ceil_div(columns, P);
+  int64_t slab = kRows;  // rows
+  if constexpr (requires { a.slab(); }) slab = a.slab();
+  const int64_t slabs = ceil_div(rows, slab), panel_total = ceil_div(columns, P);
   auto tile = [&](int64_t s, int64_t q, Next next) {
     const Share r = share(rows, slabs, s);
     multiply_slab<T>(a.from(r.begin), r.end - r.begin, panels + q * panel_stride, columns - q * P < P ? columns - q * P : P, k,
                      out.from(r.begin, q * P), next);
   };
   if (columns < rows && columns * k * static_cast<int64_t>(sizeof(Acc<T>)) <= kPanelsBytes) {
-    const int64_t slab_bytes = kRows * a.row_bytes(), step = slab_bytes / (panel_total * larger(1, k));
+    const int64_t slab_bytes = slab * a.row_bytes(), step = slab_bytes / (panel_total * larger(1, k));
     for (int64_t s = 0; s < slabs; s++)
       for (int64_t q = 0; q < panel_total; q++)
         tile(s, q, {a.address() + slab_bytes * (s + 1 < slabs ? s + 1 : s) + q * step * k, step});
@@ -485,11 +494,6 @@ AI3_INLINE Share column_share(int64_t columns, int64_t shares, int64_t i) {
   return {s.begin * kPanel<A>, s.end * kPanel<A> < columns ? s.end * kPanel<A> : columns};
 }
 
-// Rows that lie a multiple of 4 KiB apart share one set of the L1 cache, which has fewer ways than a slab has rows.
-template <class A>
-AI3_INLINE bool rows_collide(int64_t stride) {
-  return kRows > 8 && stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
-}
 // The stride of prepared rows.
 template <class A>
 AI3_INLINE int64_t prepared_stride(int64_t k) {
