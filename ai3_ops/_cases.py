@@ -89,6 +89,10 @@ CASES: dict[str, list[Case]] = {
         conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("sliced", "sliced", "sliced")),
         conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("expanded", "expanded", "expanded")),
         conv((2, 8, 8, 9), (12, 4, 3, 2), 2, 1, 1, 2, layouts=("channels_last", "sliced")),
+        # Pixels a multiple of 4 KiB apart, which collide in the L1 cache (as linear's rows below); more channels than an edge
+        # tile of the transform algorithms is padded with in place.
+        conv((1, 2048, 3, 5), (5, 2048, 1, 1), layouts=("channels_last",)),
+        conv((1, 2064, 4, 5), (3, 2064, 3, 3), padding=1, layouts=("channels_last",)),
     ],
     "linear": [
         Case(((3, 5), (4, 5), (4,))),
@@ -97,6 +101,7 @@ CASES: dict[str, list[Case]] = {
         Case(((1, 130), (70, 130), (70,))),
         Case(((37, 64), (33, 64), (33,))),
         Case(((0, 5), (4, 5), (4,))),
+        Case(((15, 2048), (9, 2048), (9,))),
         Case(((2, 7), (7,), None)),
         Case(((2, 7), (3, 7), (1,))),
         Case(((3, 5), (4, 5), (4,)), layouts=("transposed", "transposed")),

@@ -260,16 +260,16 @@ def first(function: Function) -> float:
     return seconds if seconds > 0.5 else min(once(function) for _ in range(3 if seconds < 0.05 else 1))
 
 
-def interleaved(functions: Sequence[Function], seconds: float = 1.0) -> list[float]:
-    """Median seconds of each, measured in turns that change direction, for about `seconds` altogether."""
+def turns(functions: Sequence[Function], seconds: float = 1.0) -> list[list[float]]:
+    """Seconds of each in each of its turns, which change direction, for about `seconds` altogether."""
     guesses = [first(f) for f in functions]
     repeats = [max(1, round(TURN_SECONDS / max(g, 1e-7))) for g in guesses]
     of_a_round = sum(r * g for r, g in zip(repeats, guesses, strict=True))
     rounds = min(max(int(seconds / of_a_round), ROUNDS[0]), ROUNDS[1])
     times: list[list[float]] = [[] for _ in functions]
     for i in range(rounds):
-        turns = range(len(functions))
-        for turn in turns if i % 2 else reversed(turns):
+        order = range(len(functions))
+        for turn in order if i % 2 else reversed(order):
             function, count = functions[turn], repeats[turn]
             if count > 1:
                 function()  # its own weights and code in the cache again
@@ -277,7 +277,12 @@ def interleaved(functions: Sequence[Function], seconds: float = 1.0) -> list[flo
             for _ in range(count):
                 function()
             times[turn].append((time.perf_counter() - start) / count)
-    return [statistics.median(t) for t in times]
+    return times
+
+
+def interleaved(functions: Sequence[Function], seconds: float = 1.0) -> list[float]:
+    """Median seconds of each, measured in turns."""
+    return [statistics.median(t) for t in turns(functions, seconds)]
 
 
 class Reference:

@@ -83,9 +83,13 @@ def test_verdicts():
 
 
 def test_of_several_passes_the_median_counts():
-    passes = [[figures.Sample("a", v, ours=v), figures.Sample("b", note="none")] for v in (1.0, 3.0, 2.0)]
+    passes = [
+        [figures.Sample("a", v, ours=v, fastest_ours=v, fastest_theirs=-v), figures.Sample("b", note="none")]
+        for v in (1.0, 3.0, 2.0)
+    ]
     measured, absent = figures.merged(passes)
     assert (measured.value, measured.ours, measured.passes) == (2.0, 2.0, [1.0, 3.0, 2.0])
+    assert (measured.fastest_ours, measured.fastest_theirs) == (1.0, -3.0)
     assert (absent.value, absent.note) == (None, "none")
     assert figures.merged(passes[:2])[0].value == 1.0
 

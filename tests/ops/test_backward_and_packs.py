@@ -72,6 +72,18 @@ def test_mixed_forward_and_refusal():
         ops._conv2d_mixed_backward(y, x, w, 1, 1, 1, 1, [True] * 3, forward="direct", backward_weight="winograd")
     with pytest.raises(RuntimeError, match="no conv2d algorithm 'nothing'"):
         ops._conv2d_mixed(x, w, b, forward="nothing")
+    # What an algorithm's own gradients cannot do, it may do as the transposed problem.
+    for shape, kernel, stride, padding, wanted in (
+        ((1, 128, 56, 56), (128, 128, 1, 7), (1, 2), (0, 3), "backward_input"),
+        ((100, 32, 6, 6), (16, 32, 4, 4), 1, 0, "backward_weight"),
+    ):
+        x, w = data(*shape), data(*kernel)
+        grad = torch.randn_like(F.conv2d(x, w, None, stride, padding))
+        chosen = {"forward": "direct", wanted: "winograd_general"}
+        found = ops._conv2d_mixed_backward(grad, x, w, stride, padding, 1, 1, [True] * 3, **chosen)
+        for g, e in zip(found, aten_gradients(x, w, grad, stride, padding), strict=True):
+            torch.testing.assert_close(g, e)
+    x, w = data(2, 4, 7, 6), data(6, 4, 3, 3)
     with pytest.raises(RuntimeError, match="grad_output of the output's sizes"):
         ops._conv2d_direct_backward(x, x, w, 1, 1, 1, 1, [True] * 3)
 
@@ -437,29 +449,35 @@ WINOGRAD_KERNELS = [(3, 3), (5, 5), (1, 7), (7, 1), (1, 3), (3, 1)]
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel"),
-    [(n, (3, 3)) for n in names("conv2d", backward="own") if n.startswith("winograd_f")]
-    + [("winograd_general", kernel) for kernel in WINOGRAD_KERNELS],
+    ("name", "kernel", "groups"),
+    [(n, (3, 3), 1) for n in names("conv2d", backward="own") if n.startswith("winograd_f")]
+    + [("winograd_general", kernel, 1) for kernel in WINOGRAD_KERNELS]
+    + [("winograd_general", (5, 5), 2)],
 )
-@pytest.mark.parametrize("padding", [0, 1, 2, 3])
-def test_winograd_gradients(name, kernel, padding):
-    """By the method itself, within its bound (the input's padding would be negative for 3), whatever the threads."""
-    channels = 20 if kernel == (3, 3) else 32  # enough for each form to take its own gradients
-    x, w = data(6, channels, 17, 18).float(), data(24, channels, *kernel).float()
-    grad = torch.randn_like(F.conv2d(x, w, None, 1, padding))
+@pytest.mark.parametrize("pad", [0, 1, 2, 3])
+def test_winograd_gradients(name, kernel, groups, pad):
+    """By the method itself, within its bound, whatever the threads (the input's padding would be negative for 3 with 3 taps)."""
+    channels = 20 if kernel == (3, 3) else 32
+    padding = [pad if taps > 1 else 0 for taps in kernel]
+    x, w = data(6, groups * channels, 17, 18).float(), data(groups * 24, channels, *kernel).float()
+    grad = torch.randn_like(F.conv2d(x, w, None, 1, padding, 1, groups))
     bound = ai3_ops.registry.algorithm("conv2d", name, "cpu").error_bound
-    expected = aten_gradients(x.double(), w.double(), grad.double(), 1, padding)
+    expected = aten_gradients(x.double(), w.double(), grad.double(), 1, padding, 1, groups)
     threads, first = torch.get_num_threads(), None
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found = getattr(ops, f"_conv2d_{name}_backward")(grad, x, w, 1, padding, 1, 1, [True] * 3)
+            found = getattr(ops, f"_conv2d_{name}_backward")(grad, x, w, 1, padding, 1, groups, [True] * 3)
             for g, e in zip(found, expected, strict=True):
                 assert (g - e).abs().max() <= bound * e.abs().max()
             first = first or found
             assert all(map(torch.equal, found, first))
     finally:
         torch.set_num_threads(threads)
+    if kernel != (3, 3):  # work enough for each of these forms to take its own gradients
+        patches = ops._conv2d_implicit_gemm_backward(grad, x, w, 1, padding, 1, groups, [True] * 3)
+        assert not torch.equal(first[1], patches[1])
+        assert torch.equal(first[0], patches[0]) == (pad > max(kernel) - 1)
 
 
 @pytest.mark.parametrize("sizes", [(5, 40, 33), (1, 7, 70), (300, 64, 96), (30, 1, 1)])

@@ -69,11 +69,11 @@ struct Axis {
   }
 };
 
-// Zeros of each type, as many as channels of an image may have to be padded with them in place.
+// Zeros of each type, as many as an image may have channels to be padded with them where it lies.
 constexpr int kZeroBytes = 8192;
 alignas(64) constexpr char zero_bytes[kZeroBytes] = {};
 template <class T>
-constexpr int64_t kZeros = kZeroBytes / sizeof(T);
+constexpr int64_t kMostPadded = kZeroBytes / sizeof(T);
 template <class T>
 AI3_INLINE const T* zeros() {
   return reinterpret_cast<const T*>(zero_bytes);
@@ -182,8 +182,8 @@ struct TransformDomain {
         round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
     row = round_up(v_row > m_row ? v_row : m_row, kWidth);
     plan();
-    cached =
-        fused && p.groups == 1 && checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
+    cached = fused && p.groups == 1 && block > kRows &&
+             checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
     stride = checked_add(checked_mul(block, row), kSkew);
     packed_stride = checked_add(checked_product({p.groups, panels, depth, kPanel<A>}), kSkew);
   }
@@ -197,7 +197,7 @@ struct TransformDomain {
       return n < 1 ? 1 : n > most ? most : n;
     };
     // Fewer than two slabs of the micro-kernel would read the weights too often, unless tiles are very large.
-    const int64_t cached = fitting(512 << 10, 56), least = fitting(16 << 20, 28), small = cached > least ? cached : least;
+    const int64_t in_cache = fitting(512 << 10, 56), least = fitting(16 << 20, 28), small = larger(in_cache, least);
     // A thread with a block of its own reads all weights; one that shares a block, what the others have written of the block.
     // That is some times slower, and threads wait for each other after each phase.
     const bool few = tiles < p.threads * (small < 14 ? small : 14), tiny = tiles < p.threads * 8;
@@ -272,11 +272,11 @@ struct TransformDomain {
       A* to = v + slot * row + branch * p.in_channels;
       int64_t c = begin;
       auto out = [&](int64_t position, V value) { store(to + position * stride + c, value); };
-      if (p.x_stride.c != 1) {
-      } else if (top == 0 && left == 0 && bottom == kExtentH && right == kExtentW) {
+      const bool vectors = p.x_stride.c == 1 && begin + kWidth <= end;
+      if (vectors && top == 0 && left == 0 && bottom == kExtentH && right == kExtentW) {
         for (; c + kWidth <= end; c += kWidth)
           Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w + c); }, out);
-      } else if (end <= kZeros<T>) {  // an edge tile reads zeros outside
+      } else if (vectors && p.in_channels <= kMostPadded<T>) {  // an edge tile reads zeros outside
         const T* at[kExtentH][kExtentW];
         for (int64_t i = 0; i < kExtentH; i++)
           for (int64_t j = 0; j < kExtentW; j++)
@@ -301,32 +301,36 @@ struct TransformDomain {
   struct Ahead {
     const TransformDomain& d;
     const T* x;
-    int64_t tile, rows, turns;   // the first tile, rows of pixels of all tiles
+    int64_t first, rows, turns;  // tile; rows of pixels of all tiles
+    int64_t step;                // bytes for each element of k
     int64_t due = 0, asked = 0;  // due: rows a turn, in turns
     const T* line = nullptr;     // of the tile's first row
     int64_t top = 0;             // its place in the image
 
     AI3_INLINE Next next() {
+      const Next nothing{reinterpret_cast<const char*>(x), 0};
       due += rows;
-      if (due < turns) return {reinterpret_cast<const char*>(x), 0};
+      if (due < turns || asked == rows) return nothing;
       due -= turns;
-      const int64_t r = asked % d.h.tile, t = tile + asked / d.h.tile;
+      const int64_t r = asked % d.h.tile, t = first + asked / d.h.tile;
       asked++;
       if (r == 0) {
         top = d.h.first_input(d.h.first_output(t / d.w.tiles % d.h.tiles), 0);
         line = x + t / (d.w.tiles * d.h.tiles) * d.p.x_stride.n + top * d.p.x_stride.h +
                larger(0, d.w.first_input(d.w.first_output(t % d.w.tiles), 0)) * d.p.x_stride.w;
       }
-      if (top + r < 0 || top + r >= d.p.in_height) return {reinterpret_cast<const char*>(x), 0};
-      return {reinterpret_cast<const char*>(line + r * d.p.x_stride.h),
-              d.w.tile * d.p.x_stride.w * static_cast<int64_t>(sizeof(T)) * d.parts / d.depth};
+      if (top + r < 0 || top + r >= d.p.in_height) return nothing;
+      return {reinterpret_cast<const char*>(line + r * d.p.x_stride.h), step};
     }
   };
-  // For n tiles from `first` on; none where their pixels' channels do not lie side by side.
+  // For n tiles from `first` on; none where a row of a tile's pixels is no run of memory, or too long for a turn, which asks for
+  // two lines with each element of k.
   Ahead ahead_of(const T* x, int64_t first, int64_t n, int64_t tiles_now) const {
-    const bool none = n <= 0 || p.x_stride.c != 1 || h.spacing != 1 || w.spacing != 1;
-    const int64_t slabs = ceil_div(tiles_now, kRows);
-    return {*this, x, first, none ? 0 : n * h.tile, larger(1, kPositions * p.groups * panels * (cached ? slabs : slabs - 1))};
+    const int64_t slabs = ceil_div(tiles_now, kRows),
+                  turns = kPositions * p.groups * panels * parts * (cached ? slabs : slabs - 1);
+    const int64_t step = w.tile * p.in_channels * static_cast<int64_t>(sizeof(T)) * parts / depth;
+    const bool runs = p.x_stride.c == 1 && p.x_stride.w == p.in_channels && h.spacing == 1 && w.spacing == 1 && step <= 128;
+    return {*this, x, first, n > 0 && runs ? n * h.tile : 0, larger(1, turns), step};
   }
 
   // One panel of the products of one position, `rows` tiles.
