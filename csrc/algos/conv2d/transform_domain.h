@@ -182,8 +182,8 @@ struct TransformDomain {
         round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
     row = round_up(v_row > m_row ? v_row : m_row, kWidth);
     plan();
-    cached = fused && p.groups == 1 && block > kRows &&
-             checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
+    cached =
+        fused && p.groups == 1 && checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
     stride = checked_add(checked_mul(block, row), kSkew);
     packed_stride = checked_add(checked_product({p.groups, panels, depth, kPanel<A>}), kSkew);
   }
