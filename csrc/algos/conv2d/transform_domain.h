@@ -1,9 +1,8 @@
 // Convolution in a transform domain, the frame that Winograd's and the FFT algorithms share. The output is cut into tiles; the
 // inputs of a tile and the weights are transformed; in the transform domain the convolution is a product of (tiles x channels)
 // and (channels x output channels) matrices, one for each position of the transformed tile; the inverse transform gives the
-// outputs. The batch is folded into the tiles. With many tiles a thread takes a block of them through all three phases, so that
-// what is between them stays in its cache ("L3 fusion", Gelashvili et al. 2019); with few, every phase is split over the threads
-// on its own.
+// outputs. The batch is folded into the tiles. A thread takes a block of them through all three phases, so that what is between
+// them stays in its cache ("L3 fusion", Gelashvili et al. 2019); where there are few, all of them, for filters of its own.
 //
 // A Transform has
 //   kExtentH, kExtentW       inputs of a tile on each axis; it gives extent - taps + 1 outputs there
@@ -148,6 +147,9 @@ struct TileRows {
   }
 };
 
+// How threads share the work: by blocks of tiles, by filters, or each of the three phases on its own.
+enum class Split { tiles, filters, phases };
+
 // Stored: the type of the packed weights.
 template <class Transform, class T, class Stored = Acc<T>>
 struct TransformDomain {
@@ -164,9 +166,10 @@ struct TransformDomain {
   int64_t parts;                                         // of it: with one group its channels follow from branch to branch
   int64_t tiles, row;                                    // elements between tiles of the transformed input and of the products
   int64_t block, blocks;
+  Split split;
+  int64_t shares;                 // of the panels: 1 unless threads have filters of their own
   int64_t stride, packed_stride;  // elements between positions of them, and of the packed weights
-  bool fused;
-  bool cached;  // the panels of a position stay in the L1 cache while a block's tiles pass by
+  bool cached;                    // the panels of a position stay in the L1 cache while a block's tiles pass by
 
   [[gnu::noinline]] explicit TransformDomain(const Conv2dProblem& problem)  // once a call; its saturated sizes are no constants
       : p(problem),
@@ -182,14 +185,16 @@ struct TransformDomain {
         round_up(p.out_channels, p.groups == 1 ? kPanel<A> : kWidth);  // with one group whole panels are written
     row = round_up(v_row > m_row ? v_row : m_row, kWidth);
     plan();
-    cached =
-        fused && p.groups == 1 && checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
+    cached = split != Split::phases && p.groups == 1 &&
+             checked_product({panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))}) <= 16 << 10;
     stride = checked_add(checked_mul(block, row), kSkew);
     packed_stride = checked_add(checked_product({p.groups, panels, depth, kPanel<A>}), kSkew);
   }
 
-  // Blocks of tiles whose transforms fill about a core's cache, shared evenly; or, with too few tiles for that, blocks that all
-  // threads work on together, bounded only so that the workspace is.
+  // Blocks of tiles whose transforms fill about a core's cache, shared evenly. With too few tiles for that each thread takes them
+  // all, for filters of its own: every thread transforms the whole input, which costs less than that cores wait for each other's
+  // lines (docs/decisions/winograd.md). Where there are no filters for all threads, they share the phases one by one, of blocks
+  // that are bounded only so that the workspace is.
   void plan() {
     const int64_t tile_bytes = checked_product({kPositions, row, static_cast<int64_t>(sizeof(A))});
     auto fitting = [&](int64_t bytes, int64_t most) {
@@ -198,24 +203,25 @@ struct TransformDomain {
     };
     // Fewer than two slabs of the micro-kernel would read the weights too often, unless tiles are very large.
     const int64_t in_cache = fitting(512 << 10, 56), least = fitting(16 << 20, 28), small = larger(in_cache, least);
-    // A thread with a block of its own reads all weights; one that shares a block, what the others have written of the block.
-    // That is some times slower, and threads wait for each other after each phase.
+    // A thread with a block of its own reads all weights; one that shares the tiles, as much as all transforms of them. That is
+    // some times slower.
     const bool few = tiles < p.threads * (small < 14 ? small : 14), tiny = tiles < p.threads * 8;
     const double read = static_cast<double>(group_in) * static_cast<double>(p.out_channels) * p.threads,
                  exchanged = 4. * static_cast<double>(tiles) * static_cast<double>(p.in_channels + p.out_channels);
-    fused = p.threads <= 1 || !few || (!tiny && read <= exchanged);
-    const int64_t most = fused ? small : fitting(48 << 20, tiles);
-    blocks = ceil_div(tiles, most);
-    if (fused && p.threads > 1) blocks = round_up(blocks, p.threads);
+    const bool even = p.groups == 1 && panels >= p.threads && round_up(panels, p.threads) <= panels + panels / 8;
+    split = p.threads <= 1 || !few || (!tiny && read <= exchanged) ? Split::tiles : even ? Split::filters : Split::phases;
+    shares = split == Split::filters ? p.threads : 1;
+    blocks = ceil_div(tiles, split == Split::phases ? fitting(48 << 20, tiles) : small);
+    if (split == Split::tiles && p.threads > 1) blocks = round_up(blocks, p.threads);
     block = ceil_div(tiles, blocks), blocks = ceil_div(tiles, block);
   }
 
   int64_t packed_elements() const { return checked_mul(kPositions, packed_stride); }
   // A thread that takes a block through all phases puts the products of a position where the transformed input of the position
   // before was: v is m, one position later. Threads that share a block work on many positions at once, and v follows m.
-  int64_t v_offset() const { return checked_mul(fused ? 1 : kPositions, stride); }
+  int64_t v_offset() const { return checked_mul(split == Split::phases ? kPositions : 1, stride); }
   int64_t block_elements() const { return checked_add(v_offset(), checked_mul(kPositions, stride)); }
-  int64_t copies() const { return !fused ? 1 : p.threads < blocks ? p.threads : blocks; }
+  int64_t copies() const { return split == Split::phases ? 1 : smaller(p.threads, blocks * shares); }
   int64_t workspace() const { return workspace_bytes<A>(checked_mul(copies(), block_elements())); }
 
   // ---- weights, in double; `turned` as the transposed convolution has them: channels and filters exchanged, by 180 degrees ----
@@ -327,16 +333,17 @@ struct TransformDomain {
   // two lines with each element of k.
   Ahead ahead_of(const T* x, int64_t first, int64_t n, int64_t tiles_now) const {
     const int64_t slabs = ceil_div(tiles_now, kRows),
-                  turns = kPositions * p.groups * panels * parts * (cached ? slabs : slabs - 1);
+                  turns = kPositions * p.groups * ceil_div(panels, shares) * parts * (cached ? slabs : slabs - 1);
     const int64_t step = w.tile * p.in_channels * static_cast<int64_t>(sizeof(T)) * parts / depth;
     const bool runs = p.x_stride.c == 1 && p.x_stride.w == p.in_channels && h.spacing == 1 && w.spacing == 1 && step <= 128;
     return {*this, x, first, n > 0 && runs ? n * h.tile : 0, larger(1, turns), step};
   }
 
-  // One panel of the products of one position, `rows` tiles.
-  void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index, Ahead& ahead) const {
-    const int64_t panel = index % panels, group = index / panels % p.groups, position = index / panels / p.groups;
-    const int64_t column = group * group_out + panel * kPanel<A>, left = group_out - panel * kPanel<A>;
+  // One panel of the products of one position, `rows` tiles; `index` counts the panels `own`.
+  void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index, const Share& own, Ahead& ahead) const {
+    const int64_t count = own.end - own.begin, panel = own.begin + index % count, group = index / count % p.groups,
+                  position = index / count / p.groups;
+    const int64_t column = group * group_out + index % count * kPanel<A>, left = group_out - panel * kPanel<A>;
     const int64_t columns = p.groups == 1 || left > kPanel<A> ? kPanel<A> : left;
     const Stored* panel_at = packed + position * packed_stride + (group * panels + panel) * depth * kPanel<A>;
     Output<A> out{m + position * stride + column, row};
@@ -351,14 +358,15 @@ struct TransformDomain {
       }
     }
   }
-  // All panels of a position, where they stay in the L1 cache.
-  void multiply_cached(const A* v, const Stored* packed, A* m, int64_t rows, int64_t position, Ahead& ahead) const {
-    const Stored* at = packed + position * packed_stride;
+  // The panels `own` of a position, where they stay in the L1 cache.
+  void multiply_cached(const A* v, const Stored* packed, A* m, int64_t rows, int64_t position, const Share& own,
+                       Ahead& ahead) const {
+    const Stored* at = packed + position * packed_stride + own.begin * depth * kPanel<A>;
     const int64_t slabs = ceil_div(rows, kRows);
     for (int64_t s = 0; s < slabs; s++) {
       const Share r = share(rows, slabs, s);
       const int64_t first = position * stride + r.begin * row;
-      for (int64_t q = 0; q < panels; q++) {
+      for (int64_t q = 0; q < own.end - own.begin; q++) {
         const TileRows<A, Stored, 3> from{v + first, row, at + q * depth * kPanel<A>};
         multiply_slab<A>(from, r.end - r.begin, nullptr, kPanel<A>, depth, Output<A>{m + first + q * kPanel<A>, row},
                          ahead.next());
@@ -372,8 +380,8 @@ struct TransformDomain {
     return sizeof(T) == sizeof(A) && has_whole_lines<T>(p.y_stride, output) &&
            checked_product({p.batch, p.out_height, p.out_width, p.out_channels, static_cast<int64_t>(sizeof(T))}) >= least;
   }
-  // Output channels [begin, end) of tile t from row `slot` of m.
-  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t begin, int64_t end,
+  // Output channels [begin, end) of tile t from row `slot` of m, which starts with channel `first`.
+  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t first, int64_t begin, int64_t end,
                         bool streaming) const {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
@@ -387,7 +395,7 @@ struct TransformDomain {
       if (bias) epilogue.bias = load_channels(bias + k, 1, count);
       const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + shift : nullptr;
       T* y = static_cast<T*>(buffers.output) + shift;
-      const A* from = m + slot * row + k;
+      const A* from = m + slot * row + k - first;
       auto in = [&](int64_t position) { return load(from + position * stride); };
       if (whole && count == kWidth) {
         Transform::inverse(
@@ -425,35 +433,40 @@ struct TransformDomain {
       for (int64_t tile = begin / vectors; tile * vectors < end; tile++)
         body(tile, larger(0, begin - tile * vectors) * kWidth, smaller(channels, (end - tile * vectors) * kWidth));
     };
-    auto phases = [&](int64_t b, int thread, const auto& ranges) {
-      A *m = buffer + thread * block_elements(), *v = m + v_offset();
-      const int64_t first = b * block, n = tiles - first < block ? tiles - first : block;
+    // The filters of the panels `own`; `later`: the first tile that this thread takes next.
+    auto phases = [&](int64_t b, int64_t later, int64_t copy, const Share& own, const auto& ranges) {
+      A *m = buffer + copy * block_elements(), *v = m + v_offset();
+      const int64_t first = b * block, n = smaller(block, tiles - first), channel = own.begin * kPanel<A>,
+                    channels = own.end == panels ? p.out_channels - channel : own.end * kPanel<A> - channel;
       ranges(n * ceil_div(p.in_channels, kWidth), [&](int64_t begin, int64_t end) {
         by_tiles(begin, end, p.in_channels,
                  [&](int64_t i, int64_t c, int64_t last) { transform_input(x, v, first + i, i, c, last); });
       });
-      // The block after the next, or the next, is this thread's next one.
-      const int64_t later = fused ? first + p.threads * block : tiles;
-      ranges(kPositions * (cached ? 1 : p.groups * panels), [&](int64_t begin, int64_t end) {
+      ranges(kPositions * (cached ? 1 : p.groups * (own.end - own.begin)), [&](int64_t begin, int64_t end) {
         Ahead ahead = ahead_of(x, later, smaller(block, tiles - later), n);
         for (int64_t i = begin; i < end; i++)
-          cached ? multiply_cached(v, packed, m, n, i, ahead) : multiply(v, packed, m, n, i, ahead);
+          cached ? multiply_cached(v, packed, m, n, i, own, ahead) : multiply(v, packed, m, n, i, own, ahead);
       });
-      ranges(n * ceil_div(p.out_channels, kWidth), [&](int64_t begin, int64_t end) {
-        by_tiles(begin, end, p.out_channels,
-                 [&](int64_t i, int64_t k, int64_t last) { transform_output(m, buffers, first + i, i, k, last, streaming); });
+      ranges(n * ceil_div(channels, kWidth), [&](int64_t begin, int64_t end) {
+        by_tiles(begin, end, channels, [&](int64_t i, int64_t k, int64_t last) {
+          transform_output(m, buffers, first + i, i, channel, channel + k, channel + last, streaming);
+        });
         if (streaming) finish_streaming();
       });
     };
-    if (fused) {
-      parallel_for(p.threads, blocks,
-                   [&](int64_t b, int thread) { phases(b, thread, [](int64_t count, const auto& body) { body(0, count); }); });
-    } else {
-      for (int64_t b = 0; b < blocks; b++)
-        phases(b, 0, [&](int64_t count, const auto& body) {
-          parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) { body(begin, end); });
-        });
-    }
+    const Share all{0, panels};
+    auto alone = [](int64_t count, const auto& body) { body(0, count); };
+    auto together = [&](int64_t count, const auto& body) {
+      parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) { body(begin, end); });
+    };
+    if (split == Split::tiles)
+      parallel_for(p.threads, blocks, [&](int64_t b, int thread) { phases(b, (b + p.threads) * block, thread, all, alone); });
+    else if (split == Split::filters)
+      parallel_for(p.threads, shares, [&](int64_t i, int) {
+        for (int64_t b = 0; b < blocks; b++) phases(b, (b + 1) * block, i, share(panels, shares, i), alone);
+      });
+    else
+      for (int64_t b = 0; b < blocks; b++) phases(b, tiles, 0, all, together);
   }
 
   Cost cost() const {
