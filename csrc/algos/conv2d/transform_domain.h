@@ -460,7 +460,10 @@ struct TransformDomain {
       parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) { body(begin, end); });
     };
     if (split == Split::tiles)
-      parallel_for(p.threads, blocks, [&](int64_t b, int thread) { phases(b, (b + p.threads) * block, thread, all, alone); });
+      parallel_for(p.threads, blocks, [&](int64_t b, int thread) {
+        const Share mine = share(blocks, smaller(p.threads, blocks), thread);
+        phases(b, b >= mine.begin && b + 1 < mine.end ? (b + 1) * block : tiles, thread, all, alone);
+      });
     else if (split == Split::filters)
       parallel_for(p.threads, shares, [&](int64_t i, int) {
         for (int64_t b = 0; b < blocks; b++) phases(b, (b + 1) * block, i, share(panels, shares, i), alone);

@@ -29,12 +29,6 @@ AI3_INLINE int64_t packed_size(int64_t k, int64_t columns) {
   return checked_product({panel_count<A>(columns), k, kPanel<A>});
 }
 
-// Part `i` of [0, count) in `parts` shares whose sizes differ by one at most.
-struct Share {
-  int64_t begin, end;
-};
-AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count * i / parts, count * (i + 1) / parts}; }
-
 // Rows that lie a multiple of 4 KiB apart share one set of the L1 cache, which has fewer ways than a slab has rows.
 template <class A>
 AI3_INLINE bool rows_collide(int64_t stride) {

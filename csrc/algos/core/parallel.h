@@ -13,7 +13,15 @@
 
 namespace ai3::inline AI3_LEVEL {
 
+// Part `i` of [0, count) in `parts` shares whose sizes differ by one at most.
+struct Share {
+  int64_t begin, end;
+};
+AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count * i / parts, count * (i + 1) / parts}; }
+
 // body(i, thread) for every i in [0, count), in any order; `thread` in [0, threads) indexes per-thread workspace. Must not throw.
+// Thread t of a team of n first takes share(count, n, t): the same in every call and, where i counts rows or tiles, in every
+// layer, so that what it wrote, and reads or writes next, is in its own core's caches. Who is done takes over from the others.
 template <class Body>
 AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
 #if defined(_OPENMP) || defined(__SANITIZE_THREAD__)
@@ -23,16 +31,26 @@ AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
     std::vector<std::jthread> workers;
     for (int thread = 0; thread < team; thread++)
       workers.emplace_back([&, thread] {
-        for (int64_t i = thread; i < count; i += team) body(i, thread);
+        const Share own = share(count, team, thread);
+        for (int64_t i = own.begin; i < own.end; i++) body(i, thread);
       });
 #else
-    // First the share of its own number, the same in every call, of which the thread's cache may still hold something; then what
-    // is left, one after the other.
-    int64_t taken = 0;
+    constexpr int kShares = 64;  // more threads than that share them
+    struct alignas(64) Taken {
+      int64_t count = 1;  // the first one is its owner's
+    } taken[kShares];
 #pragma omp parallel num_threads(team)
     {
-      const int thread = omp_get_thread_num(), present = omp_get_num_threads();
-      for (int64_t i = thread; i < count; i = present + __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED)) body(i, thread);
+      const int thread = omp_get_thread_num(), present = omp_get_num_threads(), shares = present < kShares ? present : kShares;
+      for (int s = 0; s < shares; s++) {
+        const int of = (thread + s) % shares;
+        const Share part = share(count, shares, of);
+        int64_t* const next = &taken[of].count;
+        auto take = [&] { return part.begin + __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
+        if (thread == of) body(part.begin, thread);
+        if (part.begin + __atomic_load_n(next, __ATOMIC_RELAXED) >= part.end) continue;
+        for (int64_t i = take(); i < part.end; i = take()) body(i, thread);
+      }
     }
 #endif
     return;
