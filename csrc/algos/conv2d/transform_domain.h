@@ -201,8 +201,12 @@ struct TransformDomain {
       const int64_t n = bytes / tile_bytes;
       return n < 1 ? 1 : n > most ? most : n;
     };
-    // Fewer than two slabs of the micro-kernel would read the weights too often, unless tiles are very large.
-    const int64_t in_cache = fitting(512 << 10, 56), least = fitting(16 << 20, 28), small = larger(in_cache, least);
+    // Fewer than two slabs of the micro-kernel would read the weights too often, or four where they come from memory, unless
+    // tiles are very large.
+    const int64_t weight_bytes =
+        checked_product({kPositions, p.groups, panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))});
+    const int64_t in_cache = fitting(512 << 10, 56), least = fitting(16 << 20, weight_bytes > 16 << 20 ? 56 : 28),
+                  small = larger(in_cache, least);
     // A thread with a block of its own reads all weights; one that shares the tiles, as much as all transforms of them. That is
     // some times slower.
     const bool few = tiles < p.threads * (small < 14 ? small : 14), tiny = tiles < p.threads * 8;
@@ -350,10 +354,13 @@ struct TransformDomain {
     const int64_t length = depth / parts, slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
     for (int64_t part = 0; part < parts; part++, out.add = true, panel_at += length * kPanel<A>) {
       const TileRows<A, Stored, 2> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
+      // The panel behind this one is multiplied next: it is asked for over all slabs or, where other turns are for the input,
+      // one.
+      const char* panel_next = reinterpret_cast<const char*>(panel_at) + length * bytes;
+      const int64_t turns = ahead.rows > 0 ? 1 : slabs, step = bytes / turns;
       for (int64_t s = 0; s < slabs; s++) {
         const Share r = share(rows, slabs, s);
-        // The panel behind this one is multiplied next.
-        const Next next = s > 0 ? ahead.next() : Next{reinterpret_cast<const char*>(panel_at) + length * bytes, bytes};
+        const Next next = s < turns ? Next{panel_next + s * step * length, step} : ahead.next();
         multiply_slab<A>(from.from(r.begin), r.end - r.begin, nullptr, columns, length, out.from(r.begin, 0), next);
       }
     }
