@@ -390,10 +390,11 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
   const int64_t panel = whole.w_block = p.kernel_height * whole.w_row;
-  // Pixels 4 KiB apart share one set of the first-level cache, which has eight ways.
-  const bool collide =
-      same<T, A> && kPixels > 8 && p.x_stride.c == 1 && whole.x_pixel * static_cast<int64_t>(sizeof(T)) % 4096 == 0;
-  const int64_t tile_pixels = collide ? 7 : kPixels;
+  // Fewer pixels of a tile where they share one set of the first-level cache.
+  auto tile_size = [&](int64_t x_pixel) {
+    return same<T, A> && p.x_stride.c == 1 && rows_collide<T>(x_pixel) ? kPixels / 2 : kPixels;
+  };
+  const int64_t tile_pixels = tile_size(whole.x_pixel);
 
   // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long loops.
   auto joined = [](Span span) {
@@ -401,10 +402,10 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     return span;
   };
   // Pixels whose window lies inside the image's columns are most of a row, and where sums need no buffer and each block is of
-  // whole vectors, their tiles differ in their address alone. The few pixels beside them are tiles of their own then, which costs
-  // more than it saves where there are many products.
+  // whole vectors, their tiles differ in their address alone. The few pixels beside them are tiles of their own then, which go
+  // down the rows; of a narrow row they are too many, and cost more than is saved where there are many products.
   constexpr int64_t kFewProducts = 512;
-  const bool few = p.pad_w == 0 || p.kernel_height * p.kernel_width * b.channels <= kFewProducts;
+  const bool few = p.pad_w == 0 || p.out_width > kPixels || p.kernel_height * p.kernel_width * b.channels <= kFewProducts;
   const bool alike = few && in_place && !prologue && b.channels > 0 && b.block % width == 0 && b.out_channels % b.block == 0;
   const Range interior = inside(-p.pad_w, p.stride_w, p.in_width - (p.kernel_width - 1) * p.dilation_w, alike ? p.out_width : 0);
 
@@ -495,6 +496,40 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     }
   };
 
+  // The columns beside them; whether each sees something of the image; and the rows that see all of the kernel's.
+  auto for_edges = [&](const auto& body) {
+    for (int64_t column = 0; column < interior.begin; column++) body(column);
+    for (int64_t column = interior.end; column < p.out_width; column++) body(column);
+  };
+  auto seen_from = [&](int64_t column) {
+    return inside(column * p.stride_w - p.pad_w, p.dilation_w, p.in_width, p.kernel_width);
+  };
+  bool edges_alike = interior.size() > 0;
+  if (edges_alike) for_edges([&](int64_t column) { edges_alike &= seen_from(column).size() > 0; });
+  const Range whole_rows = inside(-p.pad_h, p.stride_h, p.in_height - (p.kernel_height - 1) * p.dilation_h, p.out_height);
+  // Such a column's pixels in some of those rows: tiles go down.
+  Conv2dProblem turned = p;
+  turned.y_stride.w = p.y_stride.h;
+  auto column_tiles = [&](const T* xi, T* yi, const T* zi, Range rows, int64_t column, const A* weights, const T* bi,
+                          int64_t blocks) {
+    if constexpr (same<T, A>) {
+      const Range seen = seen_from(column);
+      Span span = whole;
+      span.columns = seen.size(), span.x_pixel = p.stride_h * p.x_stride.h, span.blocks = blocks;
+      if (bi) span.start_block = b.block;
+      const T* from = xi - p.pad_h * p.x_stride.h + (column * p.stride_w - p.pad_w + seen.begin * p.dilation_w) * p.x_stride.w;
+      const int64_t tiles = ceil_div(rows.size(), tile_size(span.x_pixel));
+      for (int64_t t = 0; t < tiles; t++) {
+        const Share part = share(rows.size(), tiles, t);
+        const int64_t row = rows.begin + part.begin, pixels = part.end - part.begin;
+        T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
+        accumulate<kPixels>(pixels, b.block > width, from + row * span.x_pixel, weights + seen.begin * span.w_column, out,
+                            p.y_stride.h, bi ? bi : kZeros<A>, joined(span));
+        if (needs_finish) finish<T>(turned, out, p.y_stride.h, pixels, blocks * b.block, zi ? zi + (out - yi) : nullptr, out);
+      }
+    }
+  };
+
   // Where the weights fit the second-level cache, tiles go through all blocks of output channels, so that the output is written
   // from begin to end; otherwise a task's rows of input and output stay there while blocks pass over them.
   constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 384 << 10;
@@ -503,45 +538,50 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
                 images = p.batch * p.groups;
   const bool split_rows = images < p.threads && b.blocks < 4 * p.threads;
   const int64_t fitting =
-      weights_stay ? images * p.out_height / (8 * p.threads) : kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
+      weights_stay ? images * p.out_height / (4 * p.threads) : kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
   const int64_t rows = larger(1, smaller(fitting, split_rows ? ceil_div(p.out_height, p.threads) : p.out_height));
-  const int64_t chunks = ceil_div(p.out_height, rows), tasks = images * chunks;
+  const int64_t least = ceil_div(p.out_height, rows);
+  const int64_t chunks = images % p.threads ? smaller(round_up(least, p.threads), p.out_height) : least, tasks = images * chunks;
   const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
                 blocks = ceil_div(b.blocks, splits);
   const int64_t pass = weights_stay ? blocks : 1;
   const double work = static_cast<double>(all_pixels * p.batch) * static_cast<double>(p.out_channels) *
                       static_cast<double>(whole.rows * whole.columns * b.channels);
   parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
-    const int64_t first = i % splits * blocks, last = smaller(b.blocks, first + blocks), row0 = i / splits % chunks * rows,
-                  image = i / splits / chunks;
+    const int64_t first = i % splits * blocks, last = smaller(b.blocks, first + blocks), image = i / splits / chunks;
+    const Share part = share(p.out_height, chunks, i / splits % chunks);
     const int64_t n = image / p.groups, g = image % p.groups;
     const T* xi = x + n * p.x_stride.n + g * b.channels * p.x_stride.c;
-    for (int64_t block = first; block < last; block += pass)
-      for (int64_t row = row0; row < smaller(p.out_height, row0 + rows); row++) {
-        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width), end = smaller(last, block + pass);
+    const Range down = edges_alike ? Range{larger(part.begin, whole_rows.begin), smaller(part.end, whole_rows.end)} : Range{0, 0};
+    auto at = [&](int64_t k) { return n * p.y_stride.n + k * p.y_stride.c; };
+    for (int64_t block = first; block < last; block += pass) {
+      const int64_t end = smaller(last, block + pass), k = g * b.out_channels + block * b.block;
+      const T* const bk = bias ? bias + k : nullptr;
+      const T* const zk = residual ? residual + at(k) : nullptr;
+      const A* const wk = w + (g * b.blocks + block) * panel;
+      for (int64_t row = part.begin; row < part.end; row++) {
+        const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width);
         const Range valid = inside(row * p.stride_h - p.pad_h, p.dilation_h, p.in_height, p.kernel_height);
         const int64_t quick_end = valid.size() > 0 ? smaller(interior.end, columns) : 0,
                       quick_begin = smaller(interior.begin, quick_end);
-        auto at = [&](int64_t k) { return n * p.y_stride.n + k * p.y_stride.c; };
         auto tiles_of = [&](int64_t from, int64_t to) {
           const int64_t tiles = ceil_div(to - from, tile_pixels);
           for (int64_t t = 0; t < tiles; t++) {
             const int64_t column = from + t * (to - from) / tiles, pixels = from + (t + 1) * (to - from) / tiles - column;
             for (int64_t kb = block; kb < end; kb++) {
-              const int64_t k = g * b.out_channels + kb * b.block;
-              tile(xi, y + at(k), residual ? residual + at(k) : nullptr, row, column, pixels, w + (g * b.blocks + kb) * panel,
-                   bias ? bias + k : nullptr, smaller(b.block, b.out_channels - kb * b.block), prologue.from(g * b.channels));
+              const int64_t kt = g * b.out_channels + kb * b.block;
+              tile(xi, y + at(kt), residual ? residual + at(kt) : nullptr, row, column, pixels, w + (g * b.blocks + kb) * panel,
+                   bias ? bias + kt : nullptr, smaller(b.block, b.out_channels - kb * b.block), prologue.from(g * b.channels));
             }
           }
         };
-        tiles_of(0, quick_begin);
-        if (quick_begin < quick_end) {
-          const int64_t k = g * b.out_channels + block * b.block;
-          alike_tiles(xi, y + at(k), residual ? residual + at(k) : nullptr, row, valid, {quick_begin, quick_end},
-                      w + (g * b.blocks + block) * panel, bias ? bias + k : nullptr, end - block);
-        }
-        tiles_of(quick_end, columns);
+        const bool edges = row < down.begin || row >= down.end;
+        if (edges) tiles_of(0, quick_begin);
+        if (quick_begin < quick_end) alike_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block);
+        if (edges) tiles_of(quick_end, columns);
       }
+      if (down.size() > 0) for_edges([&](int64_t column) { column_tiles(xi, y + at(k), zk, down, column, wk, bk, end - block); });
+    }
     if (lines == Lines::past_caches) finish_streaming();
   });
 }
