@@ -330,7 +330,7 @@ template <class T, class Rows>
 void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t panel_stride, int64_t columns, int64_t k,
                 const Output<T>& out) {
   constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Acc<T>)), kPanelsBytes = 256 << 10, kSpread = 16,
-                    kNear = 4096;
+                    kNear = 8192;
   if (rows <= 0 || columns <= 0) return;
   int64_t slab = kRows;  // rows
   if constexpr (requires { a.slab(); }) slab = a.slab();
