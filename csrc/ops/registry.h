@@ -178,6 +178,12 @@ struct Chosen {
   const Algorithm<P>* algorithm;
 };
 
+// The problem of a call that packs the weight itself.
+template <class P>
+P in_direct_call(const Traits<P>& traits, P p) {
+  if constexpr (requires { p.packed_for_call; }) p.packed_for_call = traits.packed_bytes != nullptr;
+  return p;
+}
 // Bytes of workspace in a direct call: the algorithm's own, and its packed weights.
 template <class P>
 int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {
@@ -185,7 +191,7 @@ int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {
 }
 template <class P>
 int64_t workspace_bytes_of(const Traits<P>& traits, const P& p) {
-  return checked_add(packed_bytes_of(traits, p), traits.workspace ? traits.workspace(p) : 0);
+  return checked_add(packed_bytes_of(traits, p), traits.workspace ? traits.workspace(in_direct_call(traits, p)) : 0);
 }
 
 // Bytes of the tensor that the pack operator returns, its tag included.

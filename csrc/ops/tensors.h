@@ -260,8 +260,9 @@ void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const
 
 // Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
 template <class P>
-void run_kernel(const Chosen<P>& chosen, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+void run_kernel(const Chosen<P>& chosen, const P& asked, Buffers buffers, const Tensor& like, bool packed = false) {
   const Traits<P>& traits = chosen.algorithm->traits;
+  const P p = packed ? asked : in_direct_call(traits, asked);
   const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
   with_workspace(*chosen.entry, checked_add(pack_bytes, own), like, [&](Workspace& workspace) {
     if (pack_bytes) {

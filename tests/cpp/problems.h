@@ -37,6 +37,7 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
       conv3x3(1, 3, 5, 7, 4, 1),
       conv3x3(2, 33, 13, 14, 37, 1),
       conv3x3(1, 48, 9, 8, 20, 0),
+      conv3x3(1, 20, 9, 10, 64, 1),
       conv3x3(1, 2, 3, 3, 2, 4),
       conv3x3(3, 5, 1, 1, 7, 1),
       conv3x3(2, 4, 8, 8, 6, 1, 2),

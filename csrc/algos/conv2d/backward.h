@@ -20,7 +20,7 @@ AI3_INLINE Conv2dProblem transposed(const Conv2dProblem& p) {
   t.in_channels = p.out_channels, t.in_height = p.out_height, t.in_width = p.out_width, t.x_stride = p.y_stride;
   t.out_channels = p.in_channels, t.out_height = p.in_height, t.out_width = p.in_width, t.y_stride = p.x_stride;
   t.pad_h = p.dilation_h * (p.kernel_height - 1) - p.pad_h, t.pad_w = p.dilation_w * (p.kernel_width - 1) - p.pad_w;
-  t.activation = Activation::none, t.has_bias = t.has_residual = false;
+  t.activation = Activation::none, t.has_bias = t.has_residual = false, t.packed_for_call = true;
   return t;
 }
 

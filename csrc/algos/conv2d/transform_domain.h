@@ -213,7 +213,11 @@ struct TransformDomain {
     const double read = static_cast<double>(group_in) * static_cast<double>(p.out_channels) * p.threads,
                  exchanged = 4. * static_cast<double>(tiles) * static_cast<double>(p.in_channels + p.out_channels);
     const bool even = p.groups == 1 && panels >= p.threads && round_up(panels, p.threads) <= panels + panels / 8;
-    split = p.threads <= 1 || !few || (!tiny && read <= exchanged) ? Split::tiles : even ? Split::filters : Split::phases;
+    // Nor is a weight that was packed just now, by all threads, read from each other's caches where the input is much smaller.
+    const bool own_packs = even && p.packed_for_call && 4 * tiles <= p.out_channels;
+    split = p.threads <= 1 || ((!few || (!tiny && read <= exchanged)) && !own_packs) ? Split::tiles
+            : even                                                                   ? Split::filters
+                                                                                     : Split::phases;
     shares = split == Split::filters ? p.threads : 1;
     blocks = ceil_div(tiles, split == Split::phases ? fitting(48 << 20, tiles) : small);
     if (split == Split::tiles && p.threads > 1) blocks = round_up(blocks, p.threads);

@@ -28,6 +28,7 @@ struct Conv2dProblem {
   Strides4 x_stride, y_stride;
   Activation activation;
   bool has_bias, has_residual, has_prologue, input_relu, allow_tf32, deterministic;
+  bool packed_for_call;  // the packed weight is of this call alone, and still in the caches of the cores that packed it
 };
 
 // 1x1 with stride 1 and no padding: a GEMM of channels and pixels.
