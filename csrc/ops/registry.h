@@ -191,7 +191,8 @@ int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {
 }
 template <class P>
 int64_t workspace_bytes_of(const Traits<P>& traits, const P& p) {
-  return checked_add(packed_bytes_of(traits, p), traits.workspace ? traits.workspace(in_direct_call(traits, p)) : 0);
+  const P q = in_direct_call(traits, p);
+  return checked_add(packed_bytes_of(traits, q), traits.workspace ? traits.workspace(q) : 0);
 }
 
 // Bytes of the tensor that the pack operator returns, its tag included.

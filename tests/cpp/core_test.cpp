@@ -154,7 +154,7 @@ TEST_P(Level, ReluKeepsNanAndMinusZero) {
 }
 
 TEST_P(Level, ParallelLoopsVisitEachIndexOnce) {
-  for (int threads : {1, 2, 3, 7})
+  for (int threads : {1, 2, 3, 7, 70})
     for (int64_t count : {0, 1, 2, 5, 64, 1000})
       for (int64_t grain : {0, 1, 3, 100}) {
         std::vector<int> counts(count + 1);

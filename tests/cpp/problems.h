@@ -37,7 +37,11 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
       conv3x3(1, 3, 5, 7, 4, 1),
       conv3x3(2, 33, 13, 14, 37, 1),
       conv3x3(1, 48, 9, 8, 20, 0),
-      conv3x3(1, 20, 9, 10, 64, 1),
+      conv3x3(1, 20, 9, 10, 96, 1),
+      conv3x3(1, 4, 24, 24, 192, 1),
+      conv3x3(1, 5, 20, 21, 32, 1),
+      conv3x3(1, 64, 17, 16, 32, 1),
+      {1, 3, 6, 9, 32, 3, 3, 1, 1, 1, 4, 1, 1, 1},
       conv3x3(1, 2, 3, 3, 2, 4),
       conv3x3(3, 5, 1, 1, 7, 1),
       conv3x3(2, 4, 8, 8, 6, 1, 2),
@@ -62,7 +66,10 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
   };
   std::vector<ai3::Conv2dProblem> result;
   for (const Conv& c : cases)
-    for (bool nhwc : {false, true}) result.push_back(conv2d(c, nhwc, (c.c + c.h) % 2 == 0));
+    for (bool nhwc : {false, true}) {
+      result.push_back(conv2d(c, nhwc, (c.c + c.h) % 2 == 0));
+      result.back().packed_for_call = c.k > 100;
+    }
   return result;
 }
 

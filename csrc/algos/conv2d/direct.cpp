@@ -496,7 +496,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     }
   };
 
-  // The columns beside them; whether each sees something of the image; and the rows that see all of the kernel's.
+  // The columns beside the interior; whether each sees something of the image; and the rows that see all of the kernel's.
   auto for_edges = [&](const auto& body) {
     for (int64_t column = 0; column < interior.begin; column++) body(column);
     for (int64_t column = interior.end; column < p.out_width; column++) body(column);
@@ -515,7 +515,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     if constexpr (same<T, A>) {
       const Range seen = seen_from(column);
       Span span = whole;
-      span.columns = seen.size(), span.x_pixel = p.stride_h * p.x_stride.h, span.blocks = blocks;
+      span.columns = seen.size(), span.x_pixel = p.stride_h * p.x_stride.h, span.blocks = blocks, span.lines = lines;
       if (bi) span.start_block = b.block;
       const T* from = xi - p.pad_h * p.x_stride.h + (column * p.stride_w - p.pad_w + seen.begin * p.dilation_w) * p.x_stride.w;
       const int64_t tiles = ceil_div(rows.size(), tile_size(span.x_pixel));
@@ -541,7 +541,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
       weights_stay ? images * p.out_height / (4 * p.threads) : kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
   const int64_t rows = larger(1, smaller(fitting, split_rows ? ceil_div(p.out_height, p.threads) : p.out_height));
   const int64_t least = ceil_div(p.out_height, rows);
-  const int64_t chunks = images % p.threads ? smaller(round_up(least, p.threads), p.out_height) : least, tasks = images * chunks;
+  const bool uneven = images % p.threads != 0 && least > 1;
+  const int64_t chunks = uneven ? smaller(round_up(least, p.threads), p.out_height) : least, tasks = images * chunks;
   const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
                 blocks = ceil_div(b.blocks, splits);
   const int64_t pass = weights_stay ? blocks : 1;
@@ -552,7 +553,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     const Share part = share(p.out_height, chunks, i / splits % chunks);
     const int64_t n = image / p.groups, g = image % p.groups;
     const T* xi = x + n * p.x_stride.n + g * b.channels * p.x_stride.c;
-    const Range down = edges_alike ? Range{larger(part.begin, whole_rows.begin), smaller(part.end, whole_rows.end)} : Range{0, 0};
+    const Range edge_rows =
+        edges_alike ? Range{larger(part.begin, whole_rows.begin), smaller(part.end, whole_rows.end)} : Range{0, 0};
     auto at = [&](int64_t k) { return n * p.y_stride.n + k * p.y_stride.c; };
     for (int64_t block = first; block < last; block += pass) {
       const int64_t end = smaller(last, block + pass), k = g * b.out_channels + block * b.block;
@@ -575,12 +577,13 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
             }
           }
         };
-        const bool edges = row < down.begin || row >= down.end;
+        const bool edges = row < edge_rows.begin || row >= edge_rows.end;
         if (edges) tiles_of(0, quick_begin);
         if (quick_begin < quick_end) alike_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block);
         if (edges) tiles_of(quick_end, columns);
       }
-      if (down.size() > 0) for_edges([&](int64_t column) { column_tiles(xi, y + at(k), zk, down, column, wk, bk, end - block); });
+      if (edge_rows.size() > 0)
+        for_edges([&](int64_t column) { column_tiles(xi, y + at(k), zk, edge_rows, column, wk, bk, end - block); });
     }
     if (lines == Lines::past_caches) finish_streaming();
   });

@@ -193,7 +193,7 @@ struct TransformDomain {
 
   // Blocks of tiles whose transforms fill about a core's cache, shared evenly. With too few tiles for that each thread takes them
   // all, for filters of its own: every thread transforms the whole input, which costs less than that cores wait for each other's
-  // lines (docs/decisions/winograd.md). Where there are no filters for all threads, they share the phases one by one, of blocks
+  // lines (docs/decisions/threads.md). Where there are no filters for all threads, they share the phases one by one, of blocks
   // that are bounded only so that the workspace is.
   void plan() {
     const int64_t tile_bytes = checked_product({kPositions, row, static_cast<int64_t>(sizeof(A))});
@@ -207,17 +207,21 @@ struct TransformDomain {
         checked_product({kPositions, p.groups, panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))});
     const int64_t in_cache = fitting(512 << 10, 56), least = fitting(16 << 20, weight_bytes > 16 << 20 ? 56 : 28),
                   small = larger(in_cache, least);
-    // A thread with a block of its own reads all weights; one that shares the tiles, as much as all transforms of them. That is
-    // some times slower.
+    // A thread with a block of its own reads all weights; one that shares the phases, what the others have written of the tiles,
+    // which is some times slower.
     const bool few = tiles < p.threads * (small < 14 ? small : 14), tiny = tiles < p.threads * 8;
     const double read = static_cast<double>(group_in) * static_cast<double>(p.out_channels) * p.threads,
                  exchanged = 4. * static_cast<double>(tiles) * static_cast<double>(p.in_channels + p.out_channels);
-    const bool even = p.groups == 1 && panels >= p.threads && round_up(panels, p.threads) <= panels + panels / 8;
-    // Nor is a weight that was packed just now, by all threads, read from each other's caches where the input is much smaller.
-    const bool own_packs = even && p.packed_for_call && 4 * tiles <= p.out_channels;
-    split = p.threads <= 1 || ((!few || (!tiny && read <= exchanged)) && !own_packs) ? Split::tiles
-            : even                                                                   ? Split::filters
-                                                                                     : Split::phases;
+    // With filters of their own all threads transform the whole input: that must be little beside a thread's products.
+    const double transform = 6. * Transform::kForwardFlops * p.threads,
+                 products = 2. * kPositions * static_cast<double>(panels * kPanel<A>);
+    const bool divisible = p.threads > 1 && p.groups == 1 && panels >= p.threads && transform <= products &&
+                           round_up(panels, p.threads) <= panels + panels / 8;
+    // A weight that was packed just now is in the caches of those who packed it: they multiply it where it is the larger operand.
+    const bool packed_here = divisible && p.packed_for_call && tiles <= p.out_channels / 4;
+    split = p.threads <= 1 || ((!few || (!tiny && read <= exchanged)) && !packed_here) ? Split::tiles
+            : divisible                                                                ? Split::filters
+                                                                                       : Split::phases;
     shares = split == Split::filters ? p.threads : 1;
     blocks = ceil_div(tiles, split == Split::phases ? fitting(48 << 20, tiles) : small);
     if (split == Split::tiles && p.threads > 1) blocks = round_up(blocks, p.threads);
@@ -229,7 +233,7 @@ struct TransformDomain {
   // before was: v is m, one position later. Threads that share a block work on many positions at once, and v follows m.
   int64_t v_offset() const { return checked_mul(split == Split::phases ? kPositions : 1, stride); }
   int64_t block_elements() const { return checked_add(v_offset(), checked_mul(kPositions, stride)); }
-  int64_t copies() const { return split == Split::phases ? 1 : smaller(p.threads, blocks * shares); }
+  int64_t copies() const { return split == Split::phases ? 1 : smaller(p.threads, larger(blocks, shares)); }
   int64_t workspace() const { return workspace_bytes<A>(checked_mul(copies(), block_elements())); }
 
   // ---- weights, in double; `turned` as the transposed convolution has them: channels and filters exchanged, by 180 degrees ----
@@ -355,13 +359,15 @@ struct TransformDomain {
     const int64_t columns = p.groups == 1 || left > kPanel<A> ? kPanel<A> : left;
     const Stored* panel_at = packed + position * packed_stride + (group * panels + panel) * depth * kPanel<A>;
     Output<A> out{m + position * stride + column, row};
+    constexpr int64_t kSpread = 16;
     const int64_t length = depth / parts, slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
     for (int64_t part = 0; part < parts; part++, out.add = true, panel_at += length * kPanel<A>) {
       const TileRows<A, Stored, 2> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
       // The panel behind this one is multiplied next: it is asked for over all slabs or, where other turns are for the input,
       // one.
-      const char* panel_next = reinterpret_cast<const char*>(panel_at) + length * bytes;
-      const int64_t turns = ahead.rows > 0 ? 1 : slabs, step = bytes / turns;
+      const int64_t others = panel + 1 == own.end && part + 1 == parts ? (panels - count) * depth * kPanel<A> + kSkew : 0;
+      const char* panel_next = reinterpret_cast<const char*>(panel_at + length * kPanel<A> + others);
+      const int64_t turns = ahead.rows > 0 ? 1 : smaller(slabs, kSpread), step = bytes / turns;
       for (int64_t s = 0; s < slabs; s++) {
         const Share r = share(rows, slabs, s);
         const Next next = s < turns ? Next{panel_next + s * step * length, step} : ahead.next();
@@ -445,7 +451,7 @@ struct TransformDomain {
         body(tile, larger(0, begin - tile * vectors) * kWidth, smaller(channels, (end - tile * vectors) * kWidth));
     };
     // The filters of the panels `own`; `later`: the first tile that this thread takes next.
-    auto phases = [&](int64_t b, int64_t later, int64_t copy, const Share& own, const auto& ranges) {
+    auto take_block = [&](int64_t b, int64_t later, int64_t copy, const Share& own, const auto& ranges) {
       A *m = buffer + copy * block_elements(), *v = m + v_offset();
       const int64_t first = b * block, n = smaller(block, tiles - first), channel = own.begin * kPanel<A>,
                     channels = own.end == panels ? p.out_channels - channel : own.end * kPanel<A> - channel;
@@ -473,14 +479,14 @@ struct TransformDomain {
     if (split == Split::tiles)
       parallel_for(p.threads, blocks, [&](int64_t b, int thread) {
         const Share mine = share(blocks, smaller(p.threads, blocks), thread);
-        phases(b, b >= mine.begin && b + 1 < mine.end ? (b + 1) * block : tiles, thread, all, alone);
+        take_block(b, b >= mine.begin && b + 1 < mine.end ? (b + 1) * block : tiles, thread, all, alone);
       });
     else if (split == Split::filters)
       parallel_for(p.threads, shares, [&](int64_t i, int) {
-        for (int64_t b = 0; b < blocks; b++) phases(b, (b + 1) * block, i, share(panels, shares, i), alone);
+        for (int64_t b = 0; b < blocks; b++) take_block(b, (b + 1) * block, i, share(panels, shares, i), alone);
       });
     else
-      for (int64_t b = 0; b < blocks; b++) phases(b, tiles, 0, all, together);
+      for (int64_t b = 0; b < blocks; b++) take_block(b, tiles, 0, all, together);
   }
 
   Cost cost() const {

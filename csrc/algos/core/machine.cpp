@@ -47,7 +47,8 @@ double measure_flops(int threads) {
   return best;
 }
 
-// Cores with a last-level cache each have room for most of it in all of them together.
+// Flushes what is read next: cores with a last-level cache each have room for most of it in all of them together. Where there is
+// no such instruction, its size must do.
 void leave_caches([[maybe_unused]] const float* data, [[maybe_unused]] int64_t count) {
 #if defined(__x86_64__)
   for (int64_t i = 0; i < count; i += 64 / static_cast<int64_t>(sizeof(float))) __builtin_ia32_clflush(data + i);

@@ -48,6 +48,7 @@ AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
         int64_t* const next = &taken[of].count;
         auto take = [&] { return part.begin + __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
         if (thread == of) body(part.begin, thread);
+        if (part.begin + 1 == part.end) continue;
         if (part.begin + __atomic_load_n(next, __ATOMIC_RELAXED) >= part.end) continue;
         for (int64_t i = take(); i < part.end; i = take()) body(i, thread);
       }
