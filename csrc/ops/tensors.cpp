@@ -9,7 +9,7 @@
 namespace ai3::ops {
 
 // Of these sizes what is fresh from the system comes in huge pages (docs/decisions/memory.md).
-constexpr int64_t kHugeFrom = int64_t{1} << 22, kHugeTo = int64_t{192} << 20;
+constexpr int64_t kHugeFrom = int64_t{1} << 22, kHugeTo = int64_t{1} << 28;
 
 namespace {
 
