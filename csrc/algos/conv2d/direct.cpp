@@ -405,8 +405,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   // whole vectors, their tiles differ in their address alone. The few pixels beside them are tiles of their own then, which go
   // down the rows; of a narrow row they are too many, and cost more than is saved where there are many products.
   constexpr int64_t kFewProducts = 512;
-  const bool few = p.pad_w == 0 || p.out_width > kPixels || p.kernel_height * p.kernel_width * b.channels <= kFewProducts;
-  const bool alike = few && in_place && !prologue && b.channels > 0 && b.block % width == 0 && b.out_channels % b.block == 0;
+  const bool pays = p.pad_w == 0 || p.out_width > kPixels || p.kernel_height * p.kernel_width * b.channels <= kFewProducts;
+  const bool alike = pays && in_place && !prologue && b.channels > 0 && b.block % width == 0 && b.out_channels % b.block == 0;
   const Range interior = inside(-p.pad_w, p.stride_w, p.in_width - (p.kernel_width - 1) * p.dilation_w, alike ? p.out_width : 0);
 
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
@@ -475,25 +475,36 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
   };
 
-  // All tiles of such pixels [columns.begin, columns.end) of a row, which see the kernel's rows `valid`, by `blocks` blocks.
-  auto alike_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights, const T* bi,
-                         int64_t blocks) {
+  // `count` pixels by `blocks` blocks, in tiles that differ in their address alone: pixels are span.x_pixel apart in the image
+  // and q.y_stride.w in the output.
+  auto alike_tiles = [&](const Conv2dProblem& q, Span span, int64_t count, const T* from, T* out, const T* z, const A* weights,
+                         const T* bi, int64_t blocks) {
     if constexpr (same<T, A>) {
-      Span span = joined(whole);
-      span.rows = valid.size(), span.blocks = blocks, span.lines = lines, span.asks = is_pointwise(problem);
+      span = joined(span);
+      span.blocks = blocks, span.lines = lines;
       if (bi) span.start_block = b.block;
-      const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h - p.pad_w * p.x_stride.w;
-      int64_t tiles = ceil_div(columns.size(), tile_pixels), column = columns.begin;
+      int64_t tiles = ceil_div(count, tile_size(span.x_pixel));
       while (tiles > 0) {  // first the wider tiles
-        const int64_t pixels = ceil_div(columns.end - column, tiles), wider = columns.end - column - (pixels - 1) * tiles;
+        const int64_t pixels = ceil_div(count, tiles), wider = count - (pixels - 1) * tiles;
         span.tiles = needs_finish ? 1 : wider;
-        T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
-        accumulate<kPixels>(pixels, b.block > width, from + column * span.x_pixel, weights + valid.begin * span.w_row, out,
-                            p.y_stride.w, bi ? bi : kZeros<A>, span);
-        if (needs_finish) finish<T>(p, out, p.y_stride.w, pixels, blocks * b.block, zi ? zi + (out - yi) : nullptr, out);
-        tiles -= span.tiles, column += span.tiles * pixels;
+        accumulate<kPixels>(pixels, b.block > width, from, weights, out, q.y_stride.w, bi ? bi : kZeros<A>, span);
+        if (needs_finish) finish<T>(q, out, q.y_stride.w, pixels, blocks * b.block, z, out);
+        const int64_t done = span.tiles * pixels;
+        tiles -= span.tiles, count -= done, from += done * span.x_pixel, out += done * q.y_stride.w;
+        if (z) z += done * q.y_stride.w;
       }
     }
+  };
+  // Those of a row's columns, which see the kernel's rows `valid`.
+  auto row_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights, const T* bi,
+                       int64_t blocks) {
+    Span span = whole;
+    span.rows = valid.size(), span.asks = is_pointwise(problem);
+    const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h +
+                    (columns.begin * p.stride_w - p.pad_w) * p.x_stride.w;
+    const int64_t shift = row * p.y_stride.h + columns.begin * p.y_stride.w;
+    alike_tiles(p, span, columns.size(), from, yi + shift, zi ? zi + shift : nullptr, weights + valid.begin * span.w_row, bi,
+                blocks);
   };
 
   // The columns beside the interior; whether each sees something of the image; and the rows that see all of the kernel's.
@@ -512,22 +523,14 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   turned.y_stride.w = p.y_stride.h;
   auto column_tiles = [&](const T* xi, T* yi, const T* zi, Range rows, int64_t column, const A* weights, const T* bi,
                           int64_t blocks) {
-    if constexpr (same<T, A>) {
-      const Range seen = seen_from(column);
-      Span span = whole;
-      span.columns = seen.size(), span.x_pixel = p.stride_h * p.x_stride.h, span.blocks = blocks, span.lines = lines;
-      if (bi) span.start_block = b.block;
-      const T* from = xi - p.pad_h * p.x_stride.h + (column * p.stride_w - p.pad_w + seen.begin * p.dilation_w) * p.x_stride.w;
-      const int64_t tiles = ceil_div(rows.size(), tile_size(span.x_pixel));
-      for (int64_t t = 0; t < tiles; t++) {
-        const Share part = share(rows.size(), tiles, t);
-        const int64_t row = rows.begin + part.begin, pixels = part.end - part.begin;
-        T* out = yi + row * p.y_stride.h + column * p.y_stride.w;
-        accumulate<kPixels>(pixels, b.block > width, from + row * span.x_pixel, weights + seen.begin * span.w_column, out,
-                            p.y_stride.h, bi ? bi : kZeros<A>, joined(span));
-        if (needs_finish) finish<T>(turned, out, p.y_stride.h, pixels, blocks * b.block, zi ? zi + (out - yi) : nullptr, out);
-      }
-    }
+    const Range seen = seen_from(column);
+    Span span = whole;
+    span.columns = seen.size(), span.x_pixel = p.stride_h * p.x_stride.h;
+    const T* from = xi + (rows.begin * p.stride_h - p.pad_h) * p.x_stride.h +
+                    (column * p.stride_w - p.pad_w + seen.begin * p.dilation_w) * p.x_stride.w;
+    const int64_t shift = rows.begin * p.y_stride.h + column * p.y_stride.w;
+    alike_tiles(turned, span, rows.size(), from, yi + shift, zi ? zi + shift : nullptr, weights + seen.begin * span.w_column, bi,
+                blocks);
   };
 
   // Where the weights fit the second-level cache, tiles go through all blocks of output channels, so that the output is written
@@ -569,7 +572,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         auto tiles_of = [&](int64_t from, int64_t to) {
           const int64_t tiles = ceil_div(to - from, tile_pixels);
           for (int64_t t = 0; t < tiles; t++) {
-            const int64_t column = from + t * (to - from) / tiles, pixels = from + (t + 1) * (to - from) / tiles - column;
+            const Share some = share(to - from, tiles, t);
+            const int64_t column = from + some.begin, pixels = some.end - some.begin;
             for (int64_t kb = block; kb < end; kb++) {
               const int64_t kt = g * b.out_channels + kb * b.block;
               tile(xi, y + at(kt), residual ? residual + at(kt) : nullptr, row, column, pixels, w + (g * b.blocks + kb) * panel,
@@ -579,7 +583,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         };
         const bool edges = row < edge_rows.begin || row >= edge_rows.end;
         if (edges) tiles_of(0, quick_begin);
-        if (quick_begin < quick_end) alike_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block);
+        if (quick_begin < quick_end) row_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block);
         if (edges) tiles_of(quick_end, columns);
       }
       if (edge_rows.size() > 0)
