@@ -101,36 +101,17 @@ enum class Lines { cached, asked_for, past_caches, added_to };
 constexpr int64_t kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;  // bytes of output; of layers of up to four channels
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
-// the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; whether a tile
-// asks for the pixels of the next one, which are new to it where windows do not overlap.
+// the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; how far behind
+// its own pixels those lie that a tile asks for, which others need next (0: none).
 struct Span {
   int64_t rows, columns, channels;
   int64_t x_row, x_column, x_channel, x_pixel;
   int64_t w_row, w_column, w_channel, w_block;
-  int64_t tiles = 1, blocks = 1, start_block = 0;
-  bool asks = false;
+  int64_t tiles = 1, blocks = 1, start_block = 0, ahead = 0;
   Lines lines = Lines::cached;
 };
 template <class A>
 constexpr A kZeros[2 * Vec<A>::width] = {};
-
-// Up to 15 elements `apart`, as five from each of three pointers: those are the distances that addresses of the processor hold
-// with two registers, the compiler's own way takes 14 and keeps half of them on the stack.
-template <class A>
-struct Apart {
-  const char* at[3];
-  int64_t step, step3;
-  AI3_INLINE Apart(const A* p, int64_t apart) : step(apart * static_cast<int64_t>(sizeof(A))), step3(3 * step) {
-    at[0] = reinterpret_cast<const char*>(p), at[1] = at[0] + 5 * step, at[2] = at[1] + 5 * step;
-    asm("" : "+r"(at[1]), "+r"(at[2]), "+r"(step3));  // so that it does not find out how they hang together
-  }
-  AI3_INLINE const A* operator[](int j) const {
-    return reinterpret_cast<const A*>(at[j / 5] + (j % 5 == 3 ? step3 : j % 5 * step));
-  }
-  AI3_INLINE void operator+=(int64_t elements) {
-    for (int i = 0; i < 3; i++) at[i] += elements * static_cast<int64_t>(sizeof(A));
-  }
-};
 
 // tile[j][0 .. v vectors) = start + sum over the span of x[j] * w, for n pixels. No loop of the span is empty, and nothing else
 // needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack. The loop over tiles is in here
@@ -139,13 +120,13 @@ template <class A, int n, int v>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
-  // A step of a tile asks for its share of them.
-  const int64_t steps = span.blocks * span.rows * span.columns * span.channels,
-                share_bytes = span.asks ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / steps : 0;
+  // Each row of the window asks for that many pixels of the row as the tile has, each step for its share of them.
+  const int64_t steps = span.blocks * span.columns * span.channels,
+                share_bytes = span.ahead ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / steps : 0;
   int64_t tiles = span.tiles;
   do {
     int64_t blocks = span.blocks;
-    const char* next = reinterpret_cast<const char*>(span.asks ? x + n * x_pixel : x);
+    int64_t asked = 0;  // bytes of each row
     const A *wb = w, *from = start;
     A* to = tile;
     do {
@@ -165,9 +146,10 @@ template <class A, int n, int v>
       do {
         int64_t s = span.columns;
         const A *xs = xr, *ws = wr;
+        const char* next = reinterpret_cast<const char*>(xr + span.ahead) + asked;
         do {
           int64_t c = span.channels;
-          Apart<A> pixels(xs, x_pixel);
+          Apart<const A> pixels(xs, x_pixel);
           const A* wc = ws;
           do {
             Vec<A> weights[v];
@@ -191,7 +173,7 @@ template <class A, int n, int v>
 #pragma GCC unroll 16
         for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-          for (int q = 0; q < v; q++) put(const_cast<A*>(rows[j]) + q * width, sum[j][q]);
+          for (int q = 0; q < v; q++) put(rows[j] + q * width, sum[j][q]);
       };
       if (span.lines == Lines::past_caches)
         each([](A* p, Vec<A> s) { store_streaming(p, s); });
@@ -199,7 +181,7 @@ template <class A, int n, int v>
         each([](A* p, Vec<A> s) { store(p, load(p) + s); });
       else
         each([](A* p, Vec<A> s) { store(p, s); });
-      wb += span.w_block, from += span.start_block, to += v * width;
+      wb += span.w_block, from += span.start_block, to += v * width, asked += steps / span.blocks * share_bytes;
     } while (--blocks);
     x += n * x_pixel, tile += n * tile_pixel;
   } while (--tiles);
@@ -487,6 +469,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
       while (tiles > 0) {  // first the wider tiles
         const int64_t pixels = ceil_div(count, tiles), wider = count - (pixels - 1) * tiles;
         span.tiles = needs_finish ? 1 : wider;
+        if (is_pointwise(problem)) span.ahead = pixels * span.x_pixel;  // the next tile's
         accumulate<kPixels>(pixels, b.block > width, from, weights, out, q.y_stride.w, bi ? bi : kZeros<A>, span);
         if (needs_finish) finish<T>(q, out, q.y_stride.w, pixels, blocks * b.block, z, out);
         const int64_t done = span.tiles * pixels;
@@ -497,9 +480,9 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   };
   // Those of a row's columns, which see the kernel's rows `valid`.
   auto row_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights, const T* bi,
-                       int64_t blocks) {
+                       int64_t blocks, bool asks) {
     Span span = whole;
-    span.rows = valid.size(), span.asks = is_pointwise(problem);
+    span.rows = valid.size(), span.ahead = asks ? p.stride_h * p.x_stride.h : 0;
     const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h +
                     (columns.begin * p.stride_w - p.pad_w) * p.x_stride.w;
     const int64_t shift = row * p.y_stride.h + columns.begin * p.y_stride.w;
@@ -583,7 +566,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         };
         const bool edges = row < edge_rows.begin || row >= edge_rows.end;
         if (edges) tiles_of(0, quick_begin);
-        if (quick_begin < quick_end) row_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block);
+        if (quick_begin < quick_end)
+          row_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block, block == first);
         if (edges) tiles_of(quick_end, columns);
       }
       if (edge_rows.size() > 0)

@@ -13,6 +13,8 @@
 //   value)
 // The product is elementwise, so a transform that needs complex products spreads them over several positions.
 #pragma once
+#include <type_traits>
+
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/gemm.h"
@@ -143,9 +145,72 @@ struct TileRows {
   AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next next) const {
-    tile.template multiply<locality>(StridedRows<A>{data, stride}, panel, k, next);
+    tile.template multiply<locality>(StridedRows<A>{data, stride}.elements(), panel, k, next);
   }
 };
+
+// What a transform reads is a function in(i, j) or in(position), what it writes out(position, value) or out(i, j, value). These
+// also have the addresses of neighbours at hand, for transforms in unrolled code, which is slow to find one for each element.
+// A tile's pixels:
+template <class T>
+struct Pixels {
+  const T* from;
+  int64_t step_h, step_w;
+  struct Columns {  // one after the other
+    Apart<const T> rows;
+    int64_t step;
+    AI3_INLINE Vec<Acc<T>> operator[](int i) const { return load(rows[i]); }
+    AI3_INLINE void advance() { rows += step; }
+  };
+  AI3_INLINE Vec<Acc<T>> operator()(int64_t i, int64_t j) const { return load(from + i * step_h + j * step_w); }
+  AI3_INLINE Columns columns() const { return {{from, step_h}, step_w}; }
+};
+// or those of any function in(i, j);
+template <class In>
+AI3_INLINE auto columns_of(const In& in) {
+  struct Columns {
+    const In& in;
+    int64_t j = 0;
+    AI3_INLINE auto operator[](int i) const { return in(i, j); }
+    AI3_INLINE void advance() { j++; }
+  };
+  if constexpr (requires { in.columns(); })
+    return in.columns();
+  else
+    return Columns{in};
+}
+// a transformed tile's positions, columns of which are those of a matrix `width` wide;
+template <class E>
+struct Positions {
+  E* at;
+  int64_t stride;
+  using A = std::remove_const_t<E>;
+  struct Row {  // as many of them as one wants
+    Apart<E> elements;
+    AI3_INLINE void put(int j, Vec<A> v) const { store(elements[j], v); }
+  };
+  AI3_INLINE Vec<A> operator()(int64_t position) const { return load(at + position * stride); }
+  AI3_INLINE void operator()(int64_t position, Vec<A> v) const { store(at + position * stride, v); }
+  AI3_INLINE Row row(int64_t position) const { return {{at + position * stride, stride}}; }
+  AI3_INLINE typename Pixels<A>::Columns columns(int64_t width) const { return {{at, width * stride}, stride}; }
+};
+// or any function out(position, value).
+template <class Out>
+struct RowOf {
+  const Out& out;
+  int64_t first;
+  template <class V>
+  AI3_INLINE void put(int j, V v) const {
+    out(first + j, v);
+  }
+};
+template <class Out>
+AI3_INLINE auto row_of(const Out& out, int64_t position) {
+  if constexpr (requires { out.row(position); })
+    return out.row(position);
+  else
+    return RowOf<Out>{out, position};
+}
 
 // How threads share the work: by blocks of tiles, by filters, or each of the three phases on its own.
 enum class Split { tiles, filters, phases };
@@ -205,7 +270,7 @@ struct TransformDomain {
     // tiles are very large.
     const int64_t weight_bytes =
         checked_product({kPositions, p.groups, panels, depth, kPanel<A>, static_cast<int64_t>(sizeof(Stored))});
-    const int64_t in_cache = fitting(512 << 10, 56), least = fitting(16 << 20, weight_bytes > 16 << 20 ? 56 : 28),
+    const int64_t in_cache = fitting(336 << 10, 56), least = fitting(16 << 20, weight_bytes > 16 << 20 ? 56 : 28),
                   small = larger(in_cache, least);
     // A thread with a block of its own reads all weights; one that shares the phases, what the others have written of the tiles,
     // which is some times slower.
@@ -289,17 +354,17 @@ struct TransformDomain {
       const T* from = image + ih * p.x_stride.h + iw * p.x_stride.w;
       A* to = v + slot * row + branch * p.in_channels;
       int64_t c = begin;
-      auto out = [&](int64_t position, V value) { store(to + position * stride + c, value); };
       const bool vectors = p.x_stride.c == 1 && begin + kWidth <= end;
       if (vectors && top == 0 && left == 0 && bottom == kExtentH && right == kExtentW) {
         for (; c + kWidth <= end; c += kWidth)
-          Transform::forward([&](int64_t i, int64_t j) { return load(from + i * step_h + j * step_w + c); }, out);
+          Transform::forward(Pixels<T>{from + c, step_h, step_w}, Positions<A>{to + c, stride});
       } else if (vectors && p.in_channels <= kMostPadded<T>) {  // an edge tile reads zeros outside
         const T* at[kExtentH][kExtentW];
         for (int64_t i = 0; i < kExtentH; i++)
           for (int64_t j = 0; j < kExtentW; j++)
             at[i][j] = i >= top && i < bottom && j >= left && j < right ? from + i * step_h + j * step_w : zeros<T>();
-        for (; c + kWidth <= end; c += kWidth) Transform::forward([&](int64_t i, int64_t j) { return load(at[i][j] + c); }, out);
+        for (; c + kWidth <= end; c += kWidth)
+          Transform::forward([&](int64_t i, int64_t j) { return load(at[i][j] + c); }, Positions<A>{to + c, stride});
       }
       if (c >= end) continue;
       V tile[kExtentH][kExtentW] = {};
@@ -333,7 +398,7 @@ struct TransformDomain {
       const int64_t r = asked % d.h.tile, t = first + asked / d.h.tile;
       asked++;
       if (r == 0) {
-        top = d.h.first_input(d.h.first_output(t / d.w.tiles % d.h.tiles), 0);
+        top = d.h.first_input(d.h.first_output(t / d.w.tiles % d.h.tiles), 0) + kExtentH - d.h.tile;  // below its neighbour's
         line = x + t / (d.w.tiles * d.h.tiles) * d.p.x_stride.n + top * d.p.x_stride.h +
                larger(0, d.w.first_input(d.w.first_output(t % d.w.tiles), 0)) * d.p.x_stride.w;
       }
@@ -351,8 +416,16 @@ struct TransformDomain {
     return {*this, x, first, n > 0 && runs ? n * h.tile : 0, larger(1, turns), step};
   }
 
+  // `count` rows times a panel.
+  template <class Rows>
+  AI3_INLINE void product(const Rows& rows, int64_t count, int64_t k, A* to, Next next) const {
+    multiply_tile<A, true>(
+        count, rows, static_cast<const A*>(nullptr), k,
+        Tile<A>{zeros<A>(), 0, to, row, reinterpret_cast<const char*>(to), row * static_cast<int64_t>(sizeof(A)), next});
+  }
   // One panel of the products of one position, `rows` tiles; `index` counts the panels `own`.
-  void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index, const Share& own, Ahead& ahead) const {
+  [[gnu::noinline]] void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index, const Share& own,
+                                  Ahead& ahead) const {
     const int64_t count = own.end - own.begin, panel = own.begin + index % count, group = index / count % p.groups,
                   position = index / count / p.groups;
     const int64_t column = group * group_out + index % count * kPanel<A>, left = group_out - panel * kPanel<A>;
@@ -371,13 +444,16 @@ struct TransformDomain {
       for (int64_t s = 0; s < slabs; s++) {
         const Share r = share(rows, slabs, s);
         const Next next = s < turns ? Next{panel_next + s * step * length, step} : ahead.next();
-        multiply_slab<A>(from.from(r.begin), r.end - r.begin, nullptr, columns, length, out.from(r.begin, 0), next);
+        if (columns == kPanel<A> && !out.add)
+          product(from.from(r.begin), r.end - r.begin, length, out.data + r.begin * row, next);
+        else
+          multiply_slab<A>(from.from(r.begin), r.end - r.begin, nullptr, columns, length, out.from(r.begin, 0), next);
       }
     }
   }
   // The panels `own` of a position, where they stay in the L1 cache.
-  void multiply_cached(const A* v, const Stored* packed, A* m, int64_t rows, int64_t position, const Share& own,
-                       Ahead& ahead) const {
+  [[gnu::noinline]] void multiply_cached(const A* v, const Stored* packed, A* m, int64_t rows, int64_t position, const Share& own,
+                                         Ahead& ahead) const {
     const Stored* at = packed + position * packed_stride + own.begin * depth * kPanel<A>;
     const int64_t slabs = ceil_div(rows, kRows);
     for (int64_t s = 0; s < slabs; s++) {
@@ -385,8 +461,7 @@ struct TransformDomain {
       const int64_t first = position * stride + r.begin * row;
       for (int64_t q = 0; q < own.end - own.begin; q++) {
         const TileRows<A, Stored, 3> from{v + first, row, at + q * depth * kPanel<A>};
-        multiply_slab<A>(from, r.end - r.begin, nullptr, kPanel<A>, depth, Output<A>{m + first + q * kPanel<A>, row},
-                         ahead.next());
+        product(from, r.end - r.begin, depth, m + first + q * kPanel<A>, ahead.next());
       }
     }
   }
@@ -397,6 +472,32 @@ struct TransformDomain {
     return sizeof(T) == sizeof(A) && has_whole_lines<T>(p.y_stride, output) &&
            checked_product({p.batch, p.out_height, p.out_width, p.out_channels, static_cast<int64_t>(sizeof(T))}) >= least;
   }
+  // Where a whole tile's outputs go; plain: neither residual nor activation.
+  enum class Finish { general, plain, plain_past_caches };
+  template <Finish finish>
+  struct Outputs {
+    const Epilogue<A>& epilogue;
+    T* y;
+    int64_t step_h, step_w;
+    bool streaming, added;  // whether there is a residual, and
+    intptr_t residual;      // how many bytes behind y
+    AI3_INLINE void put(T* to, V v) const {
+      v += epilogue.bias;
+      if constexpr (finish == Finish::general) {
+        if (added) v += load(reinterpret_cast<const T*>(reinterpret_cast<intptr_t>(to) + residual));
+        v = epilogue(v);
+      }
+      const bool past_caches = finish == Finish::general ? streaming : finish == Finish::plain_past_caches;
+      past_caches ? store_streaming(to, v) : store(to, v);
+    }
+    struct Row {
+      const Outputs& outputs;
+      Apart<T> elements;
+      AI3_INLINE void put(int j, V v) const { outputs.put(elements[j], v); }
+    };
+    AI3_INLINE Row row(int64_t i) const { return {*this, {y + i * step_h, step_w}}; }
+    AI3_INLINE void operator()(int64_t i, int64_t j, V v) const { put(y + i * step_h + j * step_w, v); }
+  };
   // Output channels [begin, end) of tile t from row `slot` of m, which starts with channel `first`.
   void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t first, int64_t begin, int64_t end,
                         bool streaming) const {
@@ -412,19 +513,19 @@ struct TransformDomain {
       if (bias) epilogue.bias = load_channels(bias + k, 1, count);
       const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + shift : nullptr;
       T* y = static_cast<T*>(buffers.output) + shift;
-      const A* from = m + slot * row + k - first;
-      auto in = [&](int64_t position) { return load(from + position * stride); };
+      const Positions<const A> in{m + slot * row + k - first, stride};
+      auto whole_tile = [&]<Finish finish>() {
+        const intptr_t apart = reinterpret_cast<intptr_t>(residual) - reinterpret_cast<intptr_t>(y);
+        Transform::inverse(in, Outputs<finish>{epilogue, y, step_h, step_w, streaming, residual != nullptr, apart}, rows,
+                           columns);
+      };
+      constexpr bool kUnrolled = kPositions <= 64;  // more of a longer transform would only be more code
       if (whole && count == kWidth) {
-        Transform::inverse(
-            in,
-            [&](int64_t i, int64_t j, V value) {
-              value += epilogue.bias;
-              if (residual) value += load(residual + i * step_h + j * step_w);
-              value = epilogue(value);
-              T* to = y + i * step_h + j * step_w;
-              streaming ? store_streaming(to, value) : store(to, value);
-            },
-            rows, columns);
+        if (!kUnrolled || residual || p.activation != Activation::none)
+          whole_tile.template operator()<Finish::general>();
+        else if constexpr (kUnrolled)
+          streaming ? whole_tile.template operator()<Finish::plain_past_caches>()
+                    : whole_tile.template operator()<Finish::plain>();
       } else {
         Transform::inverse(
             in,

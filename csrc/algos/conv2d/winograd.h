@@ -143,39 +143,47 @@ struct Nested {
   // spilled comes back only after it has passed the store queue.
   template <int pair = 0, class In, class Out>
   AI3_INLINE static void forward(const In& in, const Out& out) {
-    using V = decltype(in(0, 0));
+    auto column = columns_of(in);
+    using V = decltype(column[0]);
     V line[kExtentH], first[kExtentW], second[kExtentW], result[kExtentW];
 #pragma GCC unroll 16
-    for (int j = 0; j < kExtentW; j++) {
+    for (int j = 0; j < kExtentW; j++, column.advance()) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kExtentH; i++) line[i] = in(i, j);
+      for (int i = 0; i < kExtentH; i++) line[i] = column[i];
       H::template input<pair>(line, first[j], second[j]);
     }
-    W::input(first, result);
+    auto put = [&](int row) {
+      const auto to = row_of(out, row * kExtentW);
 #pragma GCC unroll 16
-    for (int j = 0; j < kExtentW; j++) out(H::first(pair) * kExtentW + j, result[j]);
-    if constexpr (kExtentH > 1) {
-      W::input(second, result);
-#pragma GCC unroll 16
-      for (int j = 0; j < kExtentW; j++) out(H::second(pair) * kExtentW + j, result[j]);
-    }
+      for (int j = 0; j < kExtentW; j++) to.put(j, result[j]);
+    };
+    W::input(first, result), put(H::first(pair));
+    if constexpr (kExtentH > 1) W::input(second, result), put(H::second(pair));
     if constexpr (pair < H::kPairs) forward<pair + 1>(in, out);
   }
   template <class In, class Out>
   AI3_INLINE static void inverse(const In& in, const Out& out, int64_t, int64_t) {
-    using V = decltype(in(0));
+    auto from = in.columns(kExtentW);
+    using V = decltype(from[0]);
     V rows[H::kOutputs][kExtentW], line[kExtentH], column[H::kOutputs], result[W::kOutputs];
-    for (int j = 0; j < kExtentW; j++) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kExtentH; i++) line[i] = in(i * kExtentW + j);
+    for (int j = 0; j < kExtentW; j++, from.advance()) {
+#pragma GCC unroll 16
+      for (int i = 0; i < kExtentH; i++) line[i] = from[i];
       H::output(line, column);
 #pragma GCC unroll 8
       for (int i = 0; i < H::kOutputs; i++) rows[i][j] = column[i];
     }
+#pragma GCC unroll 8
     for (int i = 0; i < H::kOutputs; i++) {
       W::output(rows[i], result);
+      if constexpr (requires { out.row(i); }) {
+        const auto to = out.row(i);
 #pragma GCC unroll 8
-      for (int j = 0; j < W::kOutputs; j++) out(i, j, result[j]);
+        for (int j = 0; j < W::kOutputs; j++) to.put(j, result[j]);
+      } else {
+        for (int j = 0; j < W::kOutputs; j++) out(i, j, result[j]);
+      }
     }
   }
   template <class In, class Out>
@@ -205,17 +213,19 @@ struct Nested {
     }
     for (int i = 0; i < kExtentH; i++) {
       W::values(rows[i], result);
+      const auto to = out.row(i * kExtentW);
 #pragma GCC unroll 16
-      for (int j = 0; j < kExtentW; j++) out(i * kExtentW + j, result[j]);
+      for (int j = 0; j < kExtentW; j++) to.put(j, result[j]);
     }
   }
   template <class In, class Out>
   AI3_INLINE static void gather(const In& in, const Out& out) {
-    using V = decltype(in(0));
+    auto from = in.columns(kExtentW);
+    using V = decltype(from[0]);
     V rows[H::kTaps][kExtentW], line[kExtentH], column[H::kTaps], result[W::kTaps];
-    for (int j = 0; j < kExtentW; j++) {
+    for (int j = 0; j < kExtentW; j++, from.advance()) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kExtentH; i++) line[i] = in(i * kExtentW + j);
+      for (int i = 0; i < kExtentH; i++) line[i] = from[i];
       H::scale(line), H::output(line, column);
 #pragma GCC unroll 8
       for (int i = 0; i < H::kTaps; i++) rows[i][j] = column[i];

@@ -99,7 +99,7 @@ struct WinogradWeightGradient {
           sum += tile[i][j];
         }
       if (bias) store(bias + f, load(bias + f) + sum);
-      Form::spread(tile, [&](int64_t position, V value) { store(z + position * stride_y + f, value); });
+      Form::spread(tile, Positions<A>{z + f, stride_y});
     }
   }
   // One position: sums (=, +=) z^T v over n tiles.
@@ -118,8 +118,7 @@ struct WinogradWeightGradient {
   void transform_sums(const A* u, int64_t cs, T* dw) const {
     for (int64_t c = 0; c < cs; c += kWidth) {
       alignas(64) A taps[kTaps * kWidth];
-      Form::gather([&](int64_t position) { return load(u + position * stride_w + c); },
-                   [&](int64_t tap, V value) { store(taps + tap * kWidth, value); });
+      Form::gather(Positions<const A>{u + c, stride_w}, [&](int64_t tap, V value) { store(taps + tap * kWidth, value); });
       for (int64_t lane = 0; lane < smaller(kWidth, cs - c); lane++)
         for (int64_t tap = 0; tap < kTaps; tap++) narrow(taps[tap * kWidth + lane], dw[(c + lane) * kTaps + tap]);
     }

@@ -93,13 +93,13 @@ struct MicroTile {
   // The panel may be stored in a narrower type. `locality` is how near to the core what is next is brought, as for
   // __builtin_prefetch.
   template <int locality = 3, class Rows, class Stored>
-  AI3_INLINE void multiply(const Rows& rows, const Stored* panel, int64_t k, Next& next) {
-    for (int64_t i = 0; i < k; i++, next.data += next.step) {
-      const V b0 = AI3_LEVEL::load(panel + i * kPanel<A>), b1 = AI3_LEVEL::load(panel + i * kPanel<A> + V::width);
+  AI3_INLINE void multiply(Rows rows, const Stored* panel, int64_t k, Next& next) {
+    for (int64_t i = 0; i < k; i++, rows.advance(), panel += kPanel<A>, next.data += next.step) {
+      const V b0 = AI3_LEVEL::load(panel), b1 = AI3_LEVEL::load(panel + V::width);
       __builtin_prefetch(next.data, 0, locality), __builtin_prefetch(next.data + 64, 0, locality);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
-        const V a = rows.at(r, i);
+        const V a = rows.at(r);
         if constexpr (requires { Rows::pairs; }) {
           left[r] = add_pair_products(a, b0, left[r]);
           right[r] = add_pair_products(a, b1, right[r]);
@@ -112,18 +112,24 @@ struct MicroTile {
   }
 };
 
-// Where A is read: rows with contiguous k;
+// Where A is read; what `multiply` gets has the elements at(row) of one k, from which it advances to the next. Rows with
+// contiguous k;
 template <class A>
 struct StridedRows {
+  struct Elements {
+    Apart<const A> rows;
+    AI3_INLINE A at(int row) const { return *rows[row]; }
+    AI3_INLINE void advance() { rows += 1; }
+  };
   const A* data;
   int64_t stride;
   AI3_INLINE StridedRows from(int64_t row) const { return {data + row * stride, stride}; }
-  AI3_INLINE A at(int row, int64_t k) const { return data[row * stride + k]; }
+  AI3_INLINE Elements elements() const { return {{data, stride}}; }
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
-    tile.multiply(*this, panel, k, next);
+    tile.multiply(elements(), panel, k, next);
   }
 };
 // rows of bfloat16 pairs with contiguous k, which is counted in pairs;
@@ -132,17 +138,22 @@ struct PairRows {
   const bfloat16* data;
   int64_t stride;  // in bfloat16
   AI3_INLINE PairRows from(int64_t row) const { return {data + row * stride, stride}; }
-  AI3_INLINE Vec<float> at(int row, int64_t k) const {
-    uint32_t pair;  // as an integer: it is no float that may be quieted
-    __builtin_memcpy(&pair, data + row * stride + 2 * k, sizeof(pair));
-    return detail::bit_cast<Vec<float>::Raw>(pair - detail::Words{});
-  }
+  struct Pairs {
+    static constexpr bool pairs = true;
+    Apart<const bfloat16> rows;
+    AI3_INLINE Vec<float> at(int row) const {
+      uint32_t pair;  // as an integer: it is no float that may be quieted
+      __builtin_memcpy(&pair, rows[row], sizeof(pair));
+      return detail::bit_cast<Vec<float>::Raw>(pair - detail::Words{});
+    }
+    AI3_INLINE void advance() { rows += 2; }
+  };
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * 2; }
   AI3_INLINE int64_t slab() const { return rows_collide<bfloat16>(stride) ? kRows / 2 : kRows; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<float, R>& tile, const float* panel, int64_t k, Next next) const {
-    tile.multiply(*this, panel, k, next);
+    tile.multiply(Pairs{{data, stride}}, panel, k, next);
   }
 };
 // columns of one panel, which become rows;
@@ -150,7 +161,8 @@ template <class A>
 struct PanelRows {
   const A* data;
   AI3_INLINE PanelRows from(int64_t column) const { return {data + column}; }
-  AI3_INLINE A at(int row, int64_t k) const { return data[k * kPanel<A> + row]; }
+  AI3_INLINE A at(int row) const { return data[row]; }
+  AI3_INLINE void advance() { data += kPanel<A>; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
     tile.multiply(*this, panel, k, next);
@@ -169,7 +181,8 @@ struct IndirectRows {
     struct Tap {
       const A* const* pointers;
       int64_t offset;
-      AI3_INLINE A at(int row, int64_t i) const { return pointers[row][offset + i]; }
+      AI3_INLINE A at(int row) const { return pointers[row][offset]; }
+      AI3_INLINE void advance() { offset++; }
     };
     const A* const* pointers = data;
     const A* const end = panel + k * kPanel<A>;
@@ -192,7 +205,7 @@ struct Tile {
 };
 // C = start + rows * panel; all kPanel columns of c are written.
 template <class A, int R, class Rows, class C>
-void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
+AI3_INLINE void micro_kernel(const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& t) {
   for (int r = 0; r < R; r++) {
     const char* line = t.output + r * t.output_stride;
     __builtin_prefetch(line, 1), __builtin_prefetch(line + 64, 1);
@@ -204,11 +217,19 @@ void micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
   rows.multiply(tile, panel, k, t.next);
   tile.store(t.c, t.ldc);
 }
-template <class A, int R = kRows, class Rows, class C>
+template <class A, int R, class Rows, class C>
+[[gnu::noinline]] void called_micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
+  micro_kernel<A, R>(rows, panel, k, t);
+}
+// Inlined, where products are so short that a call counts: for k = 64 it takes 5% of their time.
+template <class A, bool inlined = false, int R = kRows, class Rows, class C>
 AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& tile) {
   if constexpr (R > 1)
-    if (row_count < R) return multiply_tile<A, R - 1>(row_count, rows, panel, k, tile);
-  micro_kernel<A, R>(rows, panel, k, tile);
+    if (row_count < R) return multiply_tile<A, inlined, R - 1>(row_count, rows, panel, k, tile);
+  if constexpr (inlined)
+    micro_kernel<A, R>(rows, panel, k, tile);
+  else
+    called_micro_kernel<A, R>(rows, panel, k, tile);
 }
 
 // ---- Output ------------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,28 @@ AI3_INLINE Range part_of(Range range, int64_t offset, int64_t width) {
   return {larger(0, smaller(width, range.begin - offset)), larger(0, smaller(width, range.end - offset))};
 }
 
+// Up to 15 elements `apart`, as five from each of three pointers: those are the distances that addresses of the processor hold
+// with two registers. The compiler's own way takes a register for each, and keeps most of them on the stack.
+// Indices are constants of unrolled code.
+template <class E>
+struct Apart {
+  static constexpr int64_t kSize = sizeof(E);
+  intptr_t at[3];
+  int64_t step, step3;
+  AI3_INLINE Apart(E* p, int64_t apart) : step(apart * kSize), step3(3 * step) {
+    at[0] = reinterpret_cast<intptr_t>(p), at[1] = at[0] + 5 * step, at[2] = at[1] + 5 * step;
+    asm("" : "+r"(at[1]), "+r"(at[2]), "+r"(step3));  // so that it does not find out how they hang together
+  }
+  AI3_INLINE E* operator[](int j) const { return reinterpret_cast<E*>(at[j / 5] + (j % 5 == 3 ? step3 : j % 5 * step)); }
+  AI3_INLINE void operator+=(int64_t elements) {
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; i++) {
+      at[i] += elements * kSize;
+      asm("" : "+r"(at[i]));
+    }
+  }
+};
+
 // Lanes 0, 2, 4, ... of `low`, then 1, 3, 5, ... of `high`.
 template <class A>
 AI3_INLINE Vec<A> even_odd(Vec<A> low, Vec<A> high) {
