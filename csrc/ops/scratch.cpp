@@ -22,6 +22,18 @@ Block kept[kKeptBlocks];
 int kept_blocks = 0;
 int64_t kept_bytes = 0;
 
+#ifdef __GLIBC__
+// glibc gives the end of its heap back to the system when that is longer than twice the largest mapped block that was freed so
+// far, of up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD): until then outputs come in fresh pages in every call, which take longer to
+// get than many an output to compute (docs/decisions/memory.md). So it sees one of 32 MiB, which is not touched; what the user
+// has set in the environment stays as it is.
+[[gnu::constructor]] void keep_heap() {
+  void* block = std::malloc((size_t{32} << 20) - 8192);
+  asm volatile("" : "+r"(block));  // not left out as unused
+  std::free(block);
+}
+#endif
+
 }  // namespace
 
 void ask_for_huge_pages([[maybe_unused]] const void* data, [[maybe_unused]] int64_t bytes) {

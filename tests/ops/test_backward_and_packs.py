@@ -484,6 +484,17 @@ def test_winograd_gradients(name, kernel, groups, pad):
         assert torch.equal(first[0], patches[0]) == (pad > max(kernel) - 1)
 
 
+@pytest.mark.parametrize(("batch", "taken"), [(10, True), (1, False)])
+def test_the_weight_gradient_of_3x3_is_by_the_form_with_less_to_do(batch, taken):
+    x, w = data(batch, 64, 7, 7).float(), data(64, 64, 3, 3).float()
+    grad = torch.randn_like(F.conv2d(x, w, None, 1, 1))
+    general, f4 = (
+        getattr(ops, f"_conv2d_winograd_{name}_backward")(grad, x, w, 1, 1, 1, 1, [False, True, False])[1]
+        for name in ("general", "f4")
+    )
+    assert torch.equal(general, f4) == taken
+
+
 @pytest.mark.parametrize("sizes", [(5, 40, 33), (1, 7, 70), (300, 64, 96), (30, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_linear_gradients_are_exact_on_integers(sizes, dtype):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 
@@ -112,6 +114,22 @@ def test_workspaces_are_kept_and_given_back():
     assert _library.release_workspace() > 0
     assert _library.release_workspace() == 0
     torch.testing.assert_close(ops.conv2d_im2col(x, w, None, 1, 1), F.conv2d(x, w, None, 1, 1), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's heap")
+def test_outputs_up_to_half_of_32_mib_cause_no_page_faults_once_warm():
+    code = (
+        "import resource, torch, ai3_ops\n"
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "x, w = torch.ones(1, 1, 1600, 1600), torch.ones(1, 1, 1, 1)\n"
+        "for calls in range(60):\n"
+        "    if calls == 20: before = faults()\n"
+        "    torch.ops.ai3.conv2d_direct(x, w, None)\n"
+        "print(faults() - before)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "LD_PRELOAD"))}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert int(run.stdout) < 40, run.stderr
 
 
 def test_memory_that_is_not_there_is_refused_in_one_line():

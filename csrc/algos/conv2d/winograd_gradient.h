@@ -129,10 +129,18 @@ struct WinogradWeightGradient {
 // for one use does not pay; dW by patches where so few tiles share one inverse transform.
 template <class Forms>
 struct WinogradGradient {
+  // dW's operations, with the time of a position of a weight's inverse transform.
+  template <class Form>
+  static double weight_work(const Conv2dProblem& p) {
+    constexpr double kInverse = 14, kOverhead = 1.2;
+    const TransformDomain<Form, float> domain(p);
+    const double columns = static_cast<double>(round_up(p.in_channels / p.groups, kPanel<float>));
+    return static_cast<double>(p.out_channels) * columns * Form::kPositions *
+           (kOverhead * 2 * static_cast<double>(domain.tiles) + kInverse);
+  }
   template <class Form>
   static GradientNames names_of(const Conv2dProblem& p, const char* name) {
-    // The time of a transformed weight, and of a position of a weight's inverse transform, in operations.
-    constexpr double kTransform = 60, kInverse = 14, kOverhead = 1.2;
+    constexpr double kTransform = 60;  // the time of a transformed weight, in operations
     const Conv2dProblem t = transposed(p);
     GradientNames names = by_patches(p);
     const double weights = static_cast<double>(TransformDomainTraits<Form>::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
@@ -140,10 +148,7 @@ struct WinogradGradient {
     const double products = 2. * Form::kTaps * static_cast<double>(p.batch * p.out_height * p.out_width) * filters * group_in;
     if (t.pad_h >= 0 && t.pad_w >= 0 && TransformDomainTraits<Form>::cost(t).flops + kTransform * weights < products)
       names.input = name;
-    const TransformDomain<Form, float> domain(p);
-    const double columns = static_cast<double>(round_up(p.in_channels / p.groups, kPanel<float>));
-    const double position = kOverhead * 2 * static_cast<double>(domain.tiles) + kInverse;
-    if (filters * columns * Form::kPositions * position < products) names.weight = name;
+    if (weight_work<Form>(p) < products) names.weight = name;
     return names;
   }
   static GradientNames names(const Conv2dProblem& p, const char* name) {
