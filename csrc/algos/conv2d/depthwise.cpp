@@ -368,51 +368,64 @@ void input_gradient(const Conv2dProblem& p, const T* gy, const T* w, T* dx, Work
   });
 }
 
-// A row of dY against the row of x below a row of the kernel: one vector of channels' sums, a vector for each of its columns.
-// A number of columns that is known keeps them in registers, and each element of dY is loaded once.
-template <class T, int columns>
-void weight_gradient_row(const Conv2dProblem& p, const T* gy, const T* x, int64_t lanes, Acc<T>* sums) {
+// A row of dY against the rows of x below `rows` rows of the kernel: one vector of channels' sums, a vector for each tap. A
+// number of columns that is known keeps them in registers, and each element of dY is loaded once; several rows at once, so that
+// enough sums are under way. The next vector of channels of what is new is asked for: pixels are too far apart for the
+// prefetchers.
+template <class T, int rows, int columns>
+void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64_t lanes, Acc<T>* sums) {
   using A = Acc<T>;
   constexpr int64_t width = Vec<A>::width;
-  const int64_t multiplier = p.out_channels / p.in_channels, step = p.dilation_w * p.x_stride.w;
+  const int64_t multiplier = p.out_channels / p.in_channels, step = p.dilation_w * p.x_stride.w,
+                below = p.dilation_h * p.x_stride.h;
   auto seen = [&](int64_t s) { return inside(s * p.dilation_w - p.pad_w, p.stride_w, p.in_width, p.out_width); };
   auto run = [&]<bool whole>() {
     auto grad_at = [&](int64_t j) {
       const T* from = gy + j * p.y_stride.w;
       return whole ? load(from) : load_strided(from, multiplier, {0, lanes});
     };
-    auto input_at = [&](int64_t j, int64_t s) {
-      const T* from = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + s * step;
+    auto input_at = [&](int64_t j, int64_t r, int64_t s) {
+      const T* from = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + r * below + s * step;
       return whole ? load(from) : load_partial(from, lanes);
     };
     if constexpr (columns > 0) {
       Range range[columns];
-      Vec<A> sum[columns];
+      Vec<A> sum[rows][columns];
       Range every = {0, p.out_width}, any = {p.out_width, 0};
 #pragma GCC unroll 8
       for (int s = 0; s < columns; s++) {
-        range[s] = seen(s), sum[s] = load(sums + s * width);
+        range[s] = seen(s);
         every = {larger(every.begin, range[s].begin), smaller(every.end, range[s].end)};
         any = {smaller(any.begin, range[s].begin), larger(any.end, range[s].end)};
       }
-      for (int64_t j = any.begin; j < any.end; j++) {
+      auto each = [&](const auto& body) {
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+          for (int s = 0; s < columns; s++) body(r, s);
+      };
+      each([&](int r, int s) { sum[r][s] = load(sums + (r * columns + s) * width); });
+      auto edge = [&](int64_t j) {
         const Vec<A> grad = grad_at(j);
-        if (j >= every.begin && j < every.end) {
-#pragma GCC unroll 8
-          for (int s = 0; s < columns; s++) sum[s] = fma(input_at(j, s), grad, sum[s]);
-        } else {
-#pragma GCC unroll 8
-          for (int s = 0; s < columns; s++)
-            if (j >= range[s].begin && j < range[s].end) sum[s] = fma(input_at(j, s), grad, sum[s]);
-        }
+        each([&](int r, int s) {
+          if (j >= range[s].begin && j < range[s].end) sum[r][s] = fma(input_at(j, r, s), grad, sum[r][s]);
+        });
+      };
+      int64_t j = any.begin;
+      for (; j < smaller(every.begin, any.end); j++) edge(j);
+      for (; j < every.end; j++) {
+        const Vec<A> grad = grad_at(j);
+        const T* const next = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + (rows - 1) * below + (columns - 1) * step + width;
+        __builtin_prefetch(gy + j * p.y_stride.w + multiplier * width), __builtin_prefetch(next);
+        each([&](int r, int s) { sum[r][s] = fma(input_at(j, r, s), grad, sum[r][s]); });
       }
-#pragma GCC unroll 8
-      for (int s = 0; s < columns; s++) store(sums + s * width, sum[s]);
+      for (; j < any.end; j++) edge(j);
+      each([&](int r, int s) { store(sums + (r * columns + s) * width, sum[r][s]); });
     } else {
       for (int64_t s = 0; s < p.kernel_width; s++) {
         const Range range = seen(s);
         Vec<A> sum = load(sums + s * width);
-        for (int64_t j = range.begin; j < range.end; j++) sum = fma(input_at(j, s), grad_at(j), sum);
+        for (int64_t j = range.begin; j < range.end; j++) sum = fma(input_at(j, 0, s), grad_at(j), sum);
         store(sums + s * width, sum);
       }
     }
@@ -466,10 +479,16 @@ struct WeightGradient {
   void add_up(const T* gy, const T* x, Range slice, Range channels, bool with_bias, A* sums) const {
     const int64_t row_bytes = (p.in_width + p.out_width) * p.in_channels * static_cast<int64_t>(sizeof(T));
     const int64_t band = larger(1, (256 << 10) / larger(1, row_bytes));
-    const auto row_form = p.kernel_width == 3   ? weight_gradient_row<T, 3>
-                          : p.kernel_width == 5 ? weight_gradient_row<T, 5>
-                          : p.kernel_width == 7 ? weight_gradient_row<T, 7>
-                                                : weight_gradient_row<T, 0>;
+    const auto row_form = p.kernel_width == 3   ? weight_gradient_rows<T, 1, 3>
+                          : p.kernel_width == 5 ? weight_gradient_rows<T, 1, 5>
+                          : p.kernel_width == 7 ? weight_gradient_rows<T, 1, 7>
+                                                : weight_gradient_rows<T, 1, 0>;
+    // All taps of a window that fit the registers.
+    constexpr int most = AI3_VECTOR_BYTES == 64 ? 5 : 3;
+    const bool square = p.kernel_height == p.kernel_width;
+    const auto window_form = square && p.kernel_width == 3      ? weight_gradient_rows<T, 3, 3>
+                             : square && p.kernel_width == most ? weight_gradient_rows<T, most, most>
+                                                                : nullptr;
     for (int64_t first = slice.begin; first < slice.end; first += band)
       for (int64_t m = 0; m < multiplier; m++)
         for (int64_t c = channels.begin; c < channels.end; c += width) {
@@ -481,13 +500,17 @@ struct WeightGradient {
             const int64_t n = row / p.out_height, oh = row % p.out_height, top = oh * p.stride_h - p.pad_h;
             const T* grad = gy + n * p.y_stride.n + oh * p.y_stride.h + c * multiplier + m;
             const Range seen = inside(top, p.dilation_h, p.in_height, p.kernel_height);
-            for (int64_t r = seen.begin; r < seen.end; r++)
-              row_form(p, grad, x + n * p.x_stride.n + (top + r * p.dilation_h) * p.x_stride.h + c, lanes,
-                       to + r * p.kernel_width * width);
+            const bool joint = window_form && seen.size() == p.kernel_height;
+            for (int64_t r = seen.begin; r < seen.end; r += joint ? p.kernel_height : 1)
+              (joint ? window_form : row_form)(p, grad, x + n * p.x_stride.n + (top + r * p.dilation_h) * p.x_stride.h + c, lanes,
+                                               to + r * p.kernel_width * width);
             if (with_bias) {
+              const bool plain = multiplier == 1 && lanes == width;
               Vec<A> even = load(to + window * width), odd = A(0);
-              for (int64_t j = 0; j < p.out_width; j++)
-                (j % 2 ? odd : even) += load_strided(grad + j * p.y_stride.w, multiplier, {0, lanes});
+              for (int64_t j = 0; j < p.out_width; j++) {
+                const T* from = grad + j * p.y_stride.w;
+                (j % 2 ? odd : even) += plain ? load(from) : load_strided(from, multiplier, {0, lanes});
+              }
               store(to + window * width, even + odd);
             }
           }
