@@ -475,8 +475,11 @@ def document(machine: dict[str, str], results: list[tuple[Row, list[Sample]]]) -
         "process. Error: max|y - y64| / max|y64|, y64 in float64 (of convolutions above 1 GFLOP on a part of the output;",
         "forward and backward: the largest of the gradients'). GFLOP/s: the direct method's work over the time. Peak and",
         "bandwidth, where they are the opponent, are measured between our turns. Where there are several passes, of each layer",
-        "the one with the median ratio. Of the fastest turns: the opponent's fastest one over ours, of all passes; what other",
-        "users of the machine take is the least there. Why what is missed is missed: ../decisions/limits.md.\n",
+        "the one with the median ratio. A layer such as 10x 64 -> 128 56² 3x3 s2 p1 g2: a batch of 10, 64 channels, 128 filters,",
+        "a map of 56x56, a kernel of 3x3, stride 2, padding 1, 2 groups. Best own: the fastest of our methods not marked",
+        "approximate. Of the fastest turns: the opponent's fastest turn in all passes over ours, which other users of it",
+        "disturb least. Above 100 % of the read bandwidth: the weight stays in a cache, or is asked for ahead, which the probe",
+        "does not do. Why targets are missed: [limits](../decisions/limits.md).\n",
     )
     yield from measure.table(("machine", ""), machine.items())
     yield ""

@@ -4,6 +4,9 @@
 
 #include <cstdlib>
 #include <mutex>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 namespace ai3::ops {
 namespace {
@@ -82,5 +85,8 @@ extern "C" AI3_EXPORT int64_t ai3_release_workspace() {
   const int64_t released = kept_bytes;
   while (kept_blocks > 0) std::free(kept[--kept_blocks].data);
   kept_bytes = 0;
+#ifdef __GLIBC__
+  malloc_trim(0);  // small blocks are parts of the heap
+#endif
   return released;
 }

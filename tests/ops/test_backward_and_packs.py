@@ -417,6 +417,8 @@ DEEP = [
     ((1, 20, 11, 17), (60, 1, 2, 4), (3, 4), (0, 5), (2, 2), 20),
     ((1, 3, 5, 4), (3, 1, 1, 1), 2, 1, 1, 3),
     ((1, 16, 12, 100), (16, 1, 3, 3), 1, 0, (2, 3), 16),
+    ((2, 16, 9, 2), (16, 1, 5, 5), 1, 2, 1, 16),  # no output sees all of the kernel's columns
+    ((2, 20, 9, 8), (40, 1, 3, 3), 1, 1, 1, 20),
 ]
 OWN = [("implicit_gemm", g, layout) for g in WIDE for layout in (torch.contiguous_format, torch.channels_last)]
 
@@ -488,11 +490,18 @@ def test_winograd_gradients(name, kernel, groups, pad):
 def test_the_weight_gradient_of_3x3_is_by_the_form_with_less_to_do(batch, taken):
     x, w = data(batch, 64, 7, 7).float(), data(64, 64, 3, 3).float()
     grad = torch.randn_like(F.conv2d(x, w, None, 1, 1))
-    general, f4 = (
-        getattr(ops, f"_conv2d_winograd_{name}_backward")(grad, x, w, 1, 1, 1, 1, [False, True, False])[1]
-        for name in ("general", "f4")
+    general, f4, patches = (
+        getattr(ops, f"_conv2d_{name}_backward")(grad, x, w, 1, 1, 1, 1, [False, True, False])[1]
+        for name in ("winograd_general", "winograd_f4", "implicit_gemm")
     )
     assert torch.equal(general, f4) == taken
+    assert not torch.equal(general, patches)
+    chosen = {"forward": "direct", "backward_weight": "winograd_general"}
+    mixed = ops._conv2d_mixed_backward(grad, x, w, 1, 1, 1, 1, [False, True, False], **chosen)[1]
+    assert torch.equal(general, mixed)
+    expected = aten_gradients(x.double(), w.double(), grad.double(), 1, 1, 1, 1)[1]
+    bound = ai3_ops.registry.algorithm("conv2d", "winograd_general", "cpu").error_bound
+    assert (general - expected).abs().max() <= bound * expected.abs().max()
 
 
 @pytest.mark.parametrize("sizes", [(5, 40, 33), (1, 7, 70), (300, 64, 96), (30, 1, 1)])

@@ -412,7 +412,7 @@ void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64
         });
       };
       int64_t j = any.begin;
-      for (; j < smaller(every.begin, any.end); j++) edge(j);
+      for (; j < every.begin; j++) edge(j);
       for (; j < every.end; j++) {
         const Vec<A> grad = grad_at(j);
         const T* const next = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + (rows - 1) * below + (columns - 1) * step + width;

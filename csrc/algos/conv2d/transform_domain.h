@@ -150,7 +150,8 @@ struct TileRows {
 };
 
 // What a transform reads is a function in(i, j) or in(position), what it writes out(position, value) or out(i, j, value). These
-// also have the addresses of neighbours at hand, for transforms in unrolled code, which is slow to find one for each element.
+// also have the addresses of neighbours at hand, for transforms in unrolled code, which is slow to find one for each element: all
+// that winograd.h's read or write at positions are Positions, and forward takes Pixels or any function.
 // A tile's pixels:
 template <class T>
 struct Pixels {
@@ -185,7 +186,7 @@ struct Positions {
   E* at;
   int64_t stride;
   using A = std::remove_const_t<E>;
-  struct Row {  // as many of them as one wants
+  struct Row {  // at most 15 of them
     Apart<E> elements;
     AI3_INLINE void put(int j, Vec<A> v) const { store(elements[j], v); }
   };
@@ -387,7 +388,7 @@ struct TransformDomain {
     int64_t first, rows, turns;  // tile; rows of pixels of all tiles
     int64_t step;                // bytes for each element of k
     int64_t due = 0, asked = 0;  // due: rows a turn, in turns
-    const T* line = nullptr;     // of the tile's first row
+    const T* line = nullptr;     // of the tile's first row that is new
     int64_t top = 0;             // its place in the image
 
     AI3_INLINE Next next() {
@@ -520,12 +521,15 @@ struct TransformDomain {
                            columns);
       };
       constexpr bool kUnrolled = kPositions <= 64;  // more of a longer transform would only be more code
+      constexpr bool kStreams = sizeof(T) == sizeof(A) && AI3_VECTOR_BYTES == 64;
       if (whole && count == kWidth) {
         if (!kUnrolled || residual || p.activation != Activation::none)
           whole_tile.template operator()<Finish::general>();
-        else if constexpr (kUnrolled)
+        else if constexpr (kUnrolled && kStreams)
           streaming ? whole_tile.template operator()<Finish::plain_past_caches>()
                     : whole_tile.template operator()<Finish::plain>();
+        else if constexpr (kUnrolled)
+          whole_tile.template operator()<Finish::plain>();
       } else {
         Transform::inverse(
             in,

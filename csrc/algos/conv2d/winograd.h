@@ -136,6 +136,7 @@ template <class H, class W>
 struct Nested {
   static constexpr int kExtentH = H::kExtent, kExtentW = W::kExtent, kPositions = kExtentH * kExtentW, kMostTapsH = H::kTaps,
                        kMostTapsW = W::kTaps, kOutputsH = H::kOutputs, kOutputsW = W::kOutputs, kTaps = H::kTaps * W::kTaps;
+  static_assert(kExtentH <= 15 && kExtentW <= 15);  // Apart's
   static constexpr double kForwardFlops = kExtentW * H::kInputFlops + kExtentH * W::kInputFlops,
                           kInverseFlops = kExtentW * H::kOutputFlops + H::kOutputs * W::kOutputFlops;
 

@@ -125,42 +125,47 @@ struct WinogradWeightGradient {
   }
 };
 
+// dW's operations, with the time of a position of a weight's inverse transform.
+template <class Form>
+double weight_work(const Conv2dProblem& p) {
+  constexpr double kInverse = 14, kOverhead = 1.2;
+  const TransformDomain<Form, float> domain(p);
+  const double columns = static_cast<double>(round_up(p.in_channels / p.groups, kPanel<float>));
+  return static_cast<double>(p.out_channels) * columns * Form::kPositions *
+         (kOverhead * 2 * static_cast<double>(domain.tiles) + kInverse);
+}
+
 // Who computes what: dX by patches where its padding would be negative, or where tiles are so few that transforming the weights
 // for one use does not pay; dW by patches where so few tiles share one inverse transform.
-template <class Forms>
+// Forms names dX's form, WeightForms dW's.
+template <class Forms, class WeightForms = Forms>
 struct WinogradGradient {
-  // dW's operations, with the time of a position of a weight's inverse transform.
-  template <class Form>
-  static double weight_work(const Conv2dProblem& p) {
-    constexpr double kInverse = 14, kOverhead = 1.2;
-    const TransformDomain<Form, float> domain(p);
-    const double columns = static_cast<double>(round_up(p.in_channels / p.groups, kPanel<float>));
-    return static_cast<double>(p.out_channels) * columns * Form::kPositions *
-           (kOverhead * 2 * static_cast<double>(domain.tiles) + kInverse);
-  }
-  template <class Form>
-  static GradientNames names_of(const Conv2dProblem& p, const char* name) {
+  static GradientNames names(const Conv2dProblem& p, const char* name) {
     constexpr double kTransform = 60;  // the time of a transformed weight, in operations
     const Conv2dProblem t = transposed(p);
     GradientNames names = by_patches(p);
-    const double weights = static_cast<double>(TransformDomainTraits<Form>::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
     const double filters = static_cast<double>(p.out_channels), group_in = static_cast<double>(p.in_channels / p.groups);
-    const double products = 2. * Form::kTaps * static_cast<double>(p.batch * p.out_height * p.out_width) * filters * group_in;
-    if (t.pad_h >= 0 && t.pad_w >= 0 && TransformDomainTraits<Form>::cost(t).flops + kTransform * weights < products)
-      names.input = name;
-    if (weight_work<Form>(p) < products) names.weight = name;
+    const double taps = static_cast<double>(p.kernel_height * p.kernel_width);
+    const double products = 2 * taps * static_cast<double>(p.batch * p.out_height * p.out_width) * filters * group_in;
+    Forms::with(p, [&]<class Form>() {
+      const double weights = static_cast<double>(TransformDomainTraits<Form>::packed_bytes(t)) / (p.dtype == DType::f64 ? 8 : 4);
+      if (t.pad_h >= 0 && t.pad_w >= 0 && TransformDomainTraits<Form>::cost(t).flops + kTransform * weights < products)
+        names.input = name;
+    });
+    WeightForms::with(p, [&]<class Form>() {
+      if (weight_work<Form>(p) < products) names.weight = name;
+    });
     return names;
   }
-  static GradientNames names(const Conv2dProblem& p, const char* name) {
-    return Forms::with(p, [&]<class Form>() { return names_of<Form>(p, name); });
-  }
   static void run(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
-    Forms::with(p, [&]<class Form>() {
-      with_type(p.dtype, [&]<class T>() {
-        const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
-        if (m.grad_weight)
+    with_type(p.dtype, [&]<class T>() {
+      const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
+      if (m.grad_weight)
+        WeightForms::with(p, [&]<class Form>() {
           WinogradWeightGradient<Form, T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
-        if (!m.grad_input) return;
+        });
+      if (!m.grad_input) return;
+      Forms::with(p, [&]<class Form>() {
         const Conv2dProblem t = transposed(p);
         const TransformDomain<Form, T> domain(t);
         Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
@@ -170,14 +175,18 @@ struct WinogradGradient {
     });
   }
   static int64_t workspace(const Conv2dProblem& p, const GradientBuffers& m) {
-    return Forms::with(p, [&]<class Form>() {
-      using Input = TransformDomainTraits<Form>;
-      const Conv2dProblem t = transposed(p);
-      const int64_t input = m.grad_input ? checked_add(workspace_bytes<char>(Input::packed_bytes(t)), Input::workspace(t)) : 0;
-      return with_type(p.dtype, [&]<class T>() {
-        return checked_add(input, m.grad_weight ? WinogradWeightGradient<Form, T>(p).workspace() : 0);
+    int64_t bytes = 0;
+    if (m.grad_input)
+      Forms::with(p, [&]<class Form>() {
+        using Input = TransformDomainTraits<Form>;
+        const Conv2dProblem t = transposed(p);
+        bytes = checked_add(workspace_bytes<char>(Input::packed_bytes(t)), Input::workspace(t));
       });
-    });
+    if (m.grad_weight)
+      WeightForms::with(p, [&]<class Form>() {
+        with_type(p.dtype, [&]<class T>() { bytes = checked_add(bytes, WinogradWeightGradient<Form, T>(p).workspace()); });
+      });
+    return bytes;
   }
 };
 

@@ -74,6 +74,7 @@ AI3_INLINE Vec<float> add_pair_products([[maybe_unused]] Vec<float> a, [[maybe_u
 // R rows of a panel's columns, in registers.
 template <class A, int R>
 struct MicroTile {
+  static_assert(R <= 15);  // Apart's
   using V = Vec<A>;
   V left[R], right[R];
 
