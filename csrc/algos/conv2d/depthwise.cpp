@@ -384,9 +384,11 @@ void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64
       const T* from = gy + j * p.y_stride.w;
       return whole ? load(from) : load_strided(from, multiplier, {0, lanes});
     };
+    auto pixel = [&](int64_t j, int64_t r, int64_t s) {
+      return x + (j * p.stride_w - p.pad_w) * p.x_stride.w + r * below + s * step;
+    };
     auto input_at = [&](int64_t j, int64_t r, int64_t s) {
-      const T* from = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + r * below + s * step;
-      return whole ? load(from) : load_partial(from, lanes);
+      return whole ? load(pixel(j, r, s)) : load_partial(pixel(j, r, s), lanes);
     };
     if constexpr (columns > 0) {
       Range range[columns];
@@ -415,8 +417,8 @@ void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64
       for (; j < every.begin; j++) edge(j);
       for (; j < every.end; j++) {
         const Vec<A> grad = grad_at(j);
-        const T* const next = x + (j * p.stride_w - p.pad_w) * p.x_stride.w + (rows - 1) * below + (columns - 1) * step + width;
-        __builtin_prefetch(gy + j * p.y_stride.w + multiplier * width), __builtin_prefetch(next);
+        __builtin_prefetch(gy + j * p.y_stride.w + multiplier * width);
+        __builtin_prefetch(pixel(j, rows - 1, columns - 1) + width);
         each([&](int r, int s) { sum[r][s] = fma(input_at(j, r, s), grad, sum[r][s]); });
       }
       for (; j < any.end; j++) edge(j);
