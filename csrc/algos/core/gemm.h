@@ -47,13 +47,7 @@ struct Next {
 // bfloat16 pairs: two neighbours in k fill a 32-bit lane, and AVX512-BF16 adds both products to a float32 lane, each sum rounded,
 // so that a step of the micro-kernel does two elements of k. Subnormal numbers count as 0 there. Level avx512 does not imply it,
 // so it is asked for at run time; everywhere else bfloat16 is widened.
-AI3_INLINE bool has_pair_products() {
-#if AI3_VECTOR_BYTES == 64
-  return __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
+AI3_INLINE bool has_pair_products() { return AI3_VECTOR_BYTES == 64 && uses_bf16_instructions(); }
 // Both vectors narrowed: in one instruction where pair products are, which also takes subnormal numbers as 0.
 AI3_INLINE void store_rounded(bfloat16* to, Vec<float> left, Vec<float> right) {
 #if AI3_VECTOR_BYTES == 64

@@ -2,6 +2,7 @@
 // inline namespace of that name (`namespace ai3::inline AI3_LEVEL`), so that no function is shared between levels: the linker
 // keeps one copy of an inline function, and an AVX-512 copy must never be what the portable level calls.
 #pragma once
+#include <cstdlib>
 
 #ifndef AI3_LEVEL
 #define AI3_LEVEL portable
@@ -17,3 +18,20 @@
 
 #define AI3_STRINGIZE_(x) #x
 #define AI3_STRINGIZE(x) AI3_STRINGIZE_(x)
+
+namespace ai3::inline AI3_LEVEL {
+
+// Whether AVX512-BF16 is used, which level avx512 does not imply: where the processor has it, unless AI3_OPS_BF16 is 0.
+inline bool uses_bf16_instructions() {
+#if defined(__x86_64__)
+  static const bool used = [] {
+    const char* wanted = std::getenv("AI3_OPS_BF16");
+    return __builtin_cpu_supports("avx512bf16") && !(wanted && wanted[0] == '0' && !wanted[1]);
+  }();
+  return used;
+#else
+  return false;
+#endif
+}
+
+}  // namespace ai3::inline AI3_LEVEL

@@ -47,13 +47,7 @@ inline const std::string& level() {
 }
 
 // Whether its kernels multiply pairs of bfloat16 (has_pair_products in gemm.h), which forms of packed weights hang on.
-inline bool level_has_pair_products() {
-#if defined(__x86_64__)
-  return level() == "avx512" && __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
-}
+inline bool level_has_pair_products() { return level() == "avx512" && uses_bf16_instructions(); }
 
 inline Machine measure_machine(int threads, bool again = false) {
   for (auto p = __start_ai3_probes; p != __stop_ai3_probes; p++)

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 #ifdef __SANITIZE_THREAD__
+#include <latch>
 #include <thread>
 #include <vector>
 #elif defined(_OPENMP)
@@ -19,6 +20,28 @@ struct Share {
 };
 AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count * i / parts, count * (i + 1) / parts}; }
 
+// How many of a share's items are taken.
+struct alignas(64) Taken {
+  int64_t count = 1;  // the first one is its owner's
+};
+inline constexpr int kShares = 64;  // more threads than that share them
+
+// What thread `thread` of `present` does: its own share, then what the others have not begun of theirs.
+template <class Body>
+AI3_INLINE void take_shares(int thread, int present, int64_t count, Taken* taken, const Body& body) {
+  const int shares = present < kShares ? present : kShares;
+  for (int s = 0; s < shares; s++) {
+    const int of = (thread + s) % shares;
+    const Share part = share(count, shares, of);
+    int64_t* const next = &taken[of].count;
+    auto take = [&] { return part.begin + __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
+    if (thread == of) body(part.begin, thread);
+    if (part.begin + 1 == part.end) continue;
+    if (part.begin + __atomic_load_n(next, __ATOMIC_RELAXED) >= part.end) continue;
+    for (int64_t i = take(); i < part.end; i = take()) body(i, thread);
+  }
+}
+
 // body(i, thread) for every i in [0, count), in any order; `thread` in [0, threads) indexes per-thread workspace. Must not throw.
 // Thread t of a team of n first takes share(count, n, t): the same in every call and, where i counts rows or tiles, in every
 // layer, so that what it wrote, and reads or writes next, is in its own core's caches. Who is done takes over from the others.
@@ -27,32 +50,19 @@ AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
 #if defined(_OPENMP) || defined(__SANITIZE_THREAD__)
   if (threads > 1 && count > 1) {
     const int team = static_cast<int64_t>(threads) < count ? threads : static_cast<int>(count);
-#ifdef __SANITIZE_THREAD__  // it does not see how libgomp's threads wait for each other; shares are fixed, so that none goes idle
+    Taken taken[kShares];
+#ifdef __SANITIZE_THREAD__  // it does not see how libgomp's threads wait for each other; these start together, so that none is
+                            // idle
+    std::latch started(team);
     std::vector<std::jthread> workers;
     for (int thread = 0; thread < team; thread++)
       workers.emplace_back([&, thread] {
-        const Share own = share(count, team, thread);
-        for (int64_t i = own.begin; i < own.end; i++) body(i, thread);
+        started.arrive_and_wait();
+        take_shares(thread, team, count, taken, body);
       });
 #else
-    constexpr int kShares = 64;  // more threads than that share them
-    struct alignas(64) Taken {
-      int64_t count = 1;  // the first one is its owner's
-    } taken[kShares];
 #pragma omp parallel num_threads(team)
-    {
-      const int thread = omp_get_thread_num(), present = omp_get_num_threads(), shares = present < kShares ? present : kShares;
-      for (int s = 0; s < shares; s++) {
-        const int of = (thread + s) % shares;
-        const Share part = share(count, shares, of);
-        int64_t* const next = &taken[of].count;
-        auto take = [&] { return part.begin + __atomic_fetch_add(next, 1, __ATOMIC_RELAXED); };
-        if (thread == of) body(part.begin, thread);
-        if (part.begin + 1 == part.end) continue;
-        if (part.begin + __atomic_load_n(next, __ATOMIC_RELAXED) >= part.end) continue;
-        for (int64_t i = take(); i < part.end; i = take()) body(i, thread);
-      }
-    }
+    take_shares(omp_get_thread_num(), omp_get_num_threads(), count, taken, body);
 #endif
     return;
   }
