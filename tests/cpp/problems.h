@@ -63,6 +63,12 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
       {2, 4, 5, 6, 3, 5, 6, 1, 1, 0, 0, 1, 1, 1},
       {1, 8, 12, 13, 8, 5, 5, 1, 1, 2, 2, 1, 1, 1},
       {1, 3, 10, 9, 5, 3, 2, 1, 2, 1, 0, 2, 3, 1},
+      // groups that fill vectors
+      conv3x3(2, 32, 9, 16, 32, 1, 8),
+      conv3x3(1, 64, 6, 18, 64, 0, 4),
+      {1, 32, 9, 17, 32, 3, 3, 2, 1, 2, 1, 1, 2, 4},
+      {1, 16, 5, 9, 16, 1, 2, 1, 1, 0, 1, 1, 1, 8},
+      {2, 32, 3, 5, 32, 1, 1, 1, 1, 0, 0, 1, 1, 8},
   };
   std::vector<ai3::Conv2dProblem> result;
   for (const Conv& c : cases)
@@ -99,7 +105,7 @@ inline std::vector<ai3::Pool2dProblem> all(ai3::Pool2dProblem*, const std::strin
   p.dtype = ai3::DType::f32, p.threads = 1, p.batch = 2, p.kernel_height = p.kernel_width = p.stride_h = p.stride_w = 1;
   p.dilation_h = p.dilation_w = 1;
   if (operation == "adaptive_avg_pool2d") {
-    const int64_t cases[][5] = {{3, 7, 7, 1, 1}, {19, 10, 7, 3, 5}, {5, 3, 2, 5, 7}, {1, 4, 4, 4, 4}};
+    const int64_t cases[][5] = {{3, 7, 7, 1, 1}, {19, 10, 7, 3, 5}, {5, 3, 2, 5, 7}, {1, 4, 4, 4, 4}, {150, 6, 5, 1, 1}};
     for (const auto& c : cases) {
       p.channels = c[0], p.in_height = c[1], p.in_width = c[2], p.out_height = c[3], p.out_width = c[4];
       add(p);

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import ai3_ops
+from ai3_ops._checks import profiled
 
 ops = torch.ops.ai3
 GEOMETRIES = [
@@ -346,6 +347,42 @@ def test_out_may_be_other_channels_of_the_input_s_buffer(algorithm, dtype, layou
             run(buffer[:, :4], pack, w.shape, b, *window, out=buffer[:, out])
 
 
+def called(run, *arguments, **options) -> set[str]:
+    """The operators that a call runs, PyTorch's among them."""
+    with torch.inference_mode(), profiled() as profile:
+        run(*arguments, **options)
+    return {event.name for event in profile.events()}
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("algorithm", [n for n in names("conv2d") if hasattr(ops, f"_conv2d_{n}_packed_out")])
+def test_slices_of_channels_are_read_and_written_where_they_lie(algorithm, layout):
+    """No operator of PyTorch's runs, so none that allocates or copies; of those who do not promise it, one does."""
+    info = ai3_ops.registry.algorithm("conv2d", algorithm, "cpu")
+    groups = 4 if algorithm == "depthwise" else 1
+    x, y = (data(2, 12, 6, 7).float().contiguous(memory_format=layout) for _ in range(2))
+    w, b, window = data(4, 4 // groups, 3, 3).float(), data(4).float(), (1, 1, 1, groups)
+    pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
+    run, alone = getattr(ops, f"_conv2d_{algorithm}_packed_out"), {f"ai3::_conv2d_{algorithm}_packed_out"}
+    dense = x[:, :4].contiguous(memory_format=layout)
+    for given, out in [(x[:, 4:8], torch.empty_like(dense)), (dense, y[:, 4:8]), (x[:, 4:8], y[:, 8:])]:
+        others = called(run, given, pack, w.shape, b, *window, out=out) - alone
+        assert bool(others) != info.sliced, others
+    # The residual is read with the output's strides: both are dense then.
+    assert called(run, dense, pack, w.shape, b, *window, dense, out=torch.empty_like(dense)) == alone
+    assert "aten::copy_" in called(run, dense, pack, w.shape, b, *window, dense, out=y[:, :4])
+
+
+@pytest.mark.parametrize("algorithm", [n for n in names("linear") if hasattr(ops, f"_linear_{n}_packed_out")])
+def test_linear_writes_into_what_is_contiguous(algorithm):
+    x, w, buffer = data(6, 5).float(), data(4, 5).float(), torch.empty(12, 8)
+    pack = getattr(ops, f"_linear_{algorithm}_pack")(w)
+    run, alone = getattr(ops, f"_linear_{algorithm}_packed_out"), {f"ai3::_linear_{algorithm}_packed_out"}
+    assert called(run, x, pack, w.shape, out=buffer.view(24, 4)[6:12]) == alone
+    assert called(run, x, pack, w.shape, None, torch.ones(6, 4), out=buffer.view(24, 4)[6:12]) == alone
+    assert "aten::copy_" in called(run, x, pack, w.shape, out=buffer[:6, :4])
+
+
 PACKED_OUT = [(o, n) for o in ("conv2d", "linear") for n in names(o) if hasattr(ops, f"_{o}_{n}_packed_out")]
 
 
@@ -420,7 +457,16 @@ DEEP = [
     ((2, 16, 9, 2), (16, 1, 5, 5), 1, 2, 1, 16),  # no output sees all of the kernel's columns
     ((2, 20, 9, 8), (40, 1, 3, 3), 1, 1, 1, 20),
 ]
+# Groups that fill vectors: several together or one alone; strides, dilation, taps in several parts, rows of odd length.
+GROUPED = [
+    ((2, 32, 9, 8), (32, 4, 3, 3), 1, 1, 1, 8),
+    ((1, 64, 7, 7), (64, 8, 5, 5), 1, (4, 2), 1, 8),
+    ((2, 64, 11, 12), (64, 16, 3, 3), 2, 1, 1, 4),
+    ((1, 32, 10, 13), (32, 2, 3, 2), (2, 1), (0, 3), (1, 2), 16),
+    ((3, 16, 5, 1), (16, 1, 1, 1), 1, 0, 1, 16),
+]
 OWN = [("implicit_gemm", g, layout) for g in WIDE for layout in (torch.contiguous_format, torch.channels_last)]
+OWN += [("direct", g, torch.channels_last) for g in GROUPED]
 
 
 @pytest.mark.parametrize(
@@ -462,8 +508,9 @@ WINOGRAD_KERNELS = [(3, 3), (5, 5), (1, 7), (7, 1), (1, 3), (3, 1)]
 )
 @pytest.mark.parametrize("pad", [0, 1, 2, 3])
 def test_winograd_gradients(name, kernel, groups, pad):
-    """By the method itself, within its bound, whatever the threads (the input's padding would be negative for 3 with 3 taps)."""
-    channels = 20 if kernel == (3, 3) else 32
+    """By the method itself, within its bound, whatever the threads; by patches where dX's padding would be negative, as it is
+    for 3 with 3 taps, and in the form that rounds its weights."""
+    channels = 28 if kernel == (3, 3) else 32  # work enough for each of these forms to take its own gradients
     padding = [pad if taps > 1 else 0 for taps in kernel]
     x, w = data(6, groups * channels, 17, 18).float(), data(groups * 24, channels, *kernel).float()
     grad = torch.randn_like(F.conv2d(x, w, None, 1, padding, 1, groups))
@@ -480,10 +527,15 @@ def test_winograd_gradients(name, kernel, groups, pad):
             assert all(map(torch.equal, found, first))
     finally:
         torch.set_num_threads(threads)
-    if kernel != (3, 3):  # work enough for each of these forms to take its own gradients
-        patches = ops._conv2d_implicit_gemm_backward(grad, x, w, 1, padding, 1, groups, [True] * 3)
-        assert not torch.equal(first[1], patches[1])
-        assert torch.equal(first[0], patches[0]) == (pad > max(kernel) - 1)
+    patches = ops._conv2d_implicit_gemm_backward(grad, x, w, 1, padding, 1, groups, [True] * 3)
+    rounded = name == "winograd_f4_bf16"
+    by_patches = rounded or pad > max(kernel) - 1
+    assert torch.equal(first[1], patches[1]) == rounded
+    assert torch.equal(first[0], patches[0]) == by_patches
+    if not by_patches:  # bitwise what the method makes of the transposed convolution
+        turned = w.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1).flip(2, 3)
+        rest = [taps - 1 - p for taps, p in zip(kernel, padding, strict=True)]
+        assert torch.equal(first[0], getattr(ops, f"conv2d_{name}")(grad, turned, None, 1, rest, 1, groups))
 
 
 @pytest.mark.parametrize(("batch", "taken"), [(10, True), (1, False)])

@@ -5,6 +5,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
+// Channels and filters of a group that Winograd needs: direct fills its vectors with several groups.
+constexpr int64_t kLeastChannels = 16, kLeastOfAGroup = 32;
 // Below this, transforming costs Winograd more than the products that it saves: measured (docs/algorithms/conv2d/default.md).
 constexpr double kLeastFlops = 1e7;
 
@@ -25,7 +27,8 @@ constexpr Row rows[] = {
     // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
     {{"winograd", "saves more products than its transforms cost"},
      [](const Conv2dProblem& p) {
-       return p.in_channels / p.groups >= 16 && p.out_channels / p.groups >= 16 && flops(p) >= kLeastFlops;
+       const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
+       return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least && flops(p) >= kLeastFlops;
      }},
     // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
     {{"direct", "winograd cannot do it, or saves less than its transforms cost"}, [](const Conv2dProblem&) { return true; }},

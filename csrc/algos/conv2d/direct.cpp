@@ -7,6 +7,7 @@
 #include "../core/prologue.h"
 #include "../core/streaming.h"
 #include "backward.h"
+#include "joined_groups.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -23,26 +24,32 @@ constexpr bool same = false;
 template <class A>
 constexpr bool same<A, A> = true;
 
+// Whether NHWC pixels are multiplied by pairs of bfloat16, whose panels follow the other weights in the pack.
+AI3_INLINE bool multiplies_pairs(const Conv2dProblem& p) {
+  return p.dtype == DType::bf16 && is_pointwise(p) && p.in_channels / p.groups % 2 == 0 && has_pair_products();
+}
+
+// Joined groups (joined_groups.h) are packed as one.
 struct Blocking {
-  int64_t channels, out_channels, block, blocks;  // of one group; `block` output channels are stored side by side
+  int64_t channels;                     // of one group
+  int64_t joined, groups;               // joined: groups that are packed as one, of which there are `groups`
+  int64_t out_channels, block, blocks;  // of them; `block` output channels are stored side by side
   AI3_INLINE explicit Blocking(const Conv2dProblem& p)
-      : channels(p.in_channels / p.groups), out_channels(p.out_channels / p.groups) {
+      : channels(p.in_channels / p.groups),
+        joined(multiplies_pairs(p) ? 1 : joined_groups(p)),
+        groups(p.groups / joined),
+        out_channels(p.out_channels / groups) {
     const int64_t tile = 2 * AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4);
     for (block = 4; block < tile && block < out_channels;) block *= 2;
     blocks = ceil_div(out_channels, block);
   }
 };
 
-// Whether NHWC pixels are multiplied by pairs of bfloat16, whose panels follow the other weights in the pack.
-AI3_INLINE bool multiplies_pairs(const Conv2dProblem& p) {
-  return p.dtype == DType::bf16 && is_pointwise(p) && p.in_channels / p.groups % 2 == 0 && has_pair_products();
-}
-
 int64_t blocks_bytes(const Conv2dProblem& p) {
   const Blocking b(p);
   const int64_t size = p.dtype == DType::f64 ? 8 : 4;
   // Vectors may read past a narrow block, into the next one or this margin; what they find there is not stored.
-  return round_up(checked_add(checked_product({size, p.groups, b.blocks, b.block, b.channels, p.kernel_height, p.kernel_width}),
+  return round_up(checked_add(checked_product({size, b.groups, b.blocks, b.block, b.channels, p.kernel_height, p.kernel_width}),
                               2 * AI3_VECTOR_BYTES),
                   64);
 }
@@ -59,11 +66,11 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
   with_type(p.dtype, [&]<class T>() {
     const T* w = static_cast<const T*>(weight);
     Acc<T>* out = static_cast<Acc<T>*>(packed);
-    __builtin_memset(out + p.groups * b.blocks * panel, 0, 2 * AI3_VECTOR_BYTES);
+    __builtin_memset(out + b.groups * b.blocks * panel, 0, 2 * AI3_VECTOR_BYTES);
     // A block is the matrix of its output channels by (channel, kernel position), transposed.
     constexpr int width = Vec<Acc<T>>::width;
     const int64_t columns = b.channels * window;
-    parallel_for(p.threads, p.groups * b.blocks, [&](int64_t i, int) {
+    parallel_for(p.threads, b.groups * b.blocks, [&](int64_t i, int) {
       const int64_t first = i % b.blocks * b.block, count = smaller(b.block, b.out_channels - first);
       const T* from = w + (i / b.blocks * b.out_channels + first) * columns;
       for (int64_t k0 = 0; k0 < b.block; k0 += width) {
@@ -102,13 +109,15 @@ constexpr int64_t kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;  // bytes of
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
 // the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; how far behind
-// its own pixels those lie that a tile asks for, which others need next (0: none).
+// its own pixels those lie that a tile asks for, which others need next (0: none). `spread`: a vector of a pixel's channels holds
+// those of several groups, `channels` each.
 struct Span {
   int64_t rows, columns, channels;
   int64_t x_row, x_column, x_channel, x_pixel;
   int64_t w_row, w_column, w_channel, w_block;
   int64_t tiles = 1, blocks = 1, start_block = 0, ahead = 0;
   Lines lines = Lines::cached;
+  bool spread = false;
 };
 template <class A>
 constexpr A kZeros[2 * Vec<A>::width] = {};
@@ -116,13 +125,14 @@ constexpr A kZeros[2 * Vec<A>::width] = {};
 // tile[j][0 .. v vectors) = start + sum over the span of x[j] * w, for n pixels. No loop of the span is empty, and nothing else
 // needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack. The loop over tiles is in here
 // because few channels make short tiles: found one by one, they take a third longer.
-template <class A, int n, int v>
+template <class A, int n, int v, bool spread = false>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
   // Each row of the window asks for that many pixels of the row as the tile has, each step for its share of them.
   const int64_t steps = span.blocks * span.columns * span.channels,
                 share_bytes = span.ahead ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / steps : 0;
+  const Places<A> own = spread ? first_of_group<A>(span.channels) : Places<A>{};
   int64_t tiles = span.tiles;
   do {
     int64_t blocks = span.blocks;
@@ -151,18 +161,27 @@ template <class A, int n, int v>
           int64_t c = span.channels;
           Apart<const A> pixels(xs, x_pixel);
           const A* wc = ws;
+          Places<A> channel = own;
           do {
             Vec<A> weights[v];
 #pragma GCC unroll 2
             for (int q = 0; q < v; q++) weights[q] = load(wc + q * width);
 #pragma GCC unroll 16
             for (int j = 0; j < n; j++) {
-              const Vec<A> pixel(*pixels[j]);
+              Vec<A> pixel;
+              if constexpr (spread)
+                pixel = __builtin_shuffle(load(pixels[j]).raw, channel);
+              else
+                pixel = *pixels[j];
 #pragma GCC unroll 2
               for (int q = 0; q < v; q++) sum[j][q] = fma(weights[q], pixel, sum[j][q]);
             }
             __builtin_prefetch(next);
-            pixels += x_channel, wc += w_channel, next += share_bytes;
+            if constexpr (spread)
+              channel += 1;
+            else
+              pixels += x_channel;
+            wc += w_channel, next += share_bytes;
           } while (--c);
           xs += span.x_column, ws += span.w_column;
         } while (--s);
@@ -190,7 +209,9 @@ template <int n, class A>
 AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start,
                            const Span& span) {
   if (pixels == n)
-    (two ? accumulate<A, n, 2> : accumulate<A, n, 1>)(x, w, tile, tile_pixel, start, span);
+    (two                                    ? accumulate<A, n, 2>
+     : AI3_VECTOR_BYTES > 16 && span.spread ? accumulate<A, n, 1, AI3_VECTOR_BYTES >= 32>
+                                            : accumulate<A, n, 1>)(x, w, tile, tile_pixel, start, span);
   else if constexpr (n > 1)
     accumulate<n - 1>(pixels, two, x, w, tile, tile_pixel, start, span);
 }
@@ -201,7 +222,7 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
                        const Acc<T>* start, const Span& span, const Prologue<Acc<T>>& prologue) {
   using A = Acc<T>;
   alignas(64) A stage[kStageSpan * kStageChannels];
-  const bool by_pixel = span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
+  const bool by_pixel = span.spread || span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
   const int64_t chunk = by_pixel ? kStageSpan : kStageChannels, reach = (pixels - 1) * span.x_pixel + 1;
   Lines lines = span.lines;
   for (int64_t r = 0; r < span.rows; r++)
@@ -212,7 +233,8 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
         Span part = span;
         part.lines = lines, part.rows = part.columns = 1, part.channels = smaller(chunk, span.channels - c0);
         if (by_pixel) {
-          for (int64_t j = 0; j < pixels; j++) copy_channels(f, from + j * span.x_pixel, part.channels, stage + j * kStageSpan);
+          const int64_t count = span.spread ? Vec<A>::width : part.channels;
+          for (int64_t j = 0; j < pixels; j++) copy_channels(f, from + j * span.x_pixel, count, stage + j * kStageSpan);
           part.x_pixel = kStageSpan;
         } else {
           for (int64_t c = 0; c < part.channels; c++) {
@@ -365,13 +387,20 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const int64_t all_pixels = problem.out_height * problem.out_width * (problem.batch / p.batch);  // of what is one image in p
   const bool in_place = same<T, A> && p.y_stride.c == 1;
   const bool needs_finish = residual || p.activation != Activation::none;
-
   Span whole{};
   whole.rows = p.kernel_height, whole.columns = p.kernel_width, whole.channels = b.channels;
   whole.x_row = p.dilation_h * p.x_stride.h, whole.x_column = p.dilation_w * p.x_stride.w;
   whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
   const int64_t panel = whole.w_block = p.kernel_height * whole.w_row;
+  // Groups that are packed as one are computed as one where their channels lie side by side.
+  const bool spread = b.joined > 1 && p.x_stride.c == 1;
+  const int64_t groups = spread ? b.groups : p.groups, channels = p.in_channels / groups, filters = p.out_channels / groups;
+  auto weights_of = [&](int64_t group, int64_t block) {
+    return w +
+           (spread || b.joined == 1 ? (group * b.blocks + block) * panel : group / b.joined * panel + group % b.joined * filters);
+  };
+  whole.spread = spread;
   // Fewer pixels of a tile where they share one set of the first-level cache.
   auto tile_size = [&](int64_t x_pixel) {
     return same<T, A> && p.x_stride.c == 1 && rows_collide<T>(x_pixel) ? kPixels / 2 : kPixels;
@@ -380,7 +409,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
 
   // Neighbouring columns' channels are one run of memory in a dense NHWC image: the first layers' few channels get long loops.
   auto joined = [](Span span) {
-    if (span.x_column == span.channels * span.x_channel) span.channels *= span.columns, span.columns = 1;
+    if (span.x_column == span.channels * span.x_channel && !span.spread) span.channels *= span.columns, span.columns = 1;
     return span;
   };
   // Pixels whose window lies inside the image's columns are most of a row, and where sums need no buffer and each block is of
@@ -388,7 +417,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   // down the rows; of a narrow row they are too many, and cost more than is saved where there are many products.
   constexpr int64_t kFewProducts = 512;
   const bool pays = p.pad_w == 0 || p.out_width > kPixels || p.kernel_height * p.kernel_width * b.channels <= kFewProducts;
-  const bool alike = pays && in_place && !prologue && b.channels > 0 && b.block % width == 0 && b.out_channels % b.block == 0;
+  const bool alike = pays && in_place && !prologue && b.channels > 0 && b.block % width == 0 && filters % b.block == 0;
   const Range interior = inside(-p.pad_w, p.stride_w, p.in_width - (p.kernel_width - 1) * p.dilation_w, alike ? p.out_width : 0);
 
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
@@ -520,8 +549,8 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   // from begin to end; otherwise a task's rows of input and output stay there while blocks pass over them.
   constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 384 << 10;
   const bool weights_stay = b.blocks * panel * static_cast<int64_t>(sizeof(A)) <= kWeightBytes;
-  const int64_t row_elements = smaller(p.stride_h, p.in_height) * p.in_width * b.channels + p.out_width * b.out_channels,
-                images = p.batch * p.groups;
+  const int64_t row_elements = smaller(p.stride_h, p.in_height) * p.in_width * channels + p.out_width * filters,
+                images = p.batch * groups;
   const bool split_rows = images < p.threads && b.blocks < 4 * p.threads;
   const int64_t fitting =
       weights_stay ? images * p.out_height / (4 * p.threads) : kRowBytes / (row_elements * static_cast<int64_t>(sizeof(T)));
@@ -537,16 +566,16 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
     const int64_t first = i % splits * blocks, last = smaller(b.blocks, first + blocks), image = i / splits / chunks;
     const Share part = share(p.out_height, chunks, i / splits % chunks);
-    const int64_t n = image / p.groups, g = image % p.groups;
-    const T* xi = x + n * p.x_stride.n + g * b.channels * p.x_stride.c;
+    const int64_t n = image / groups, g = image % groups;
+    const T* xi = x + n * p.x_stride.n + g * channels * p.x_stride.c;
     const Range edge_rows =
         edges_alike ? Range{larger(part.begin, whole_rows.begin), smaller(part.end, whole_rows.end)} : Range{0, 0};
     auto at = [&](int64_t k) { return n * p.y_stride.n + k * p.y_stride.c; };
     for (int64_t block = first; block < last; block += pass) {
-      const int64_t end = smaller(last, block + pass), k = g * b.out_channels + block * b.block;
+      const int64_t end = smaller(last, block + pass), k = g * filters + block * b.block;
       const T* const bk = bias ? bias + k : nullptr;
       const T* const zk = residual ? residual + at(k) : nullptr;
-      const A* const wk = w + (g * b.blocks + block) * panel;
+      const A* const wk = weights_of(g, block);
       for (int64_t row = part.begin; row < part.end; row++) {
         const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width);
         const Range valid = inside(row * p.stride_h - p.pad_h, p.dilation_h, p.in_height, p.kernel_height);
@@ -558,9 +587,9 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
             const Share some = share(to - from, tiles, t);
             const int64_t column = from + some.begin, pixels = some.end - some.begin;
             for (int64_t kb = block; kb < end; kb++) {
-              const int64_t kt = g * b.out_channels + kb * b.block;
-              tile(xi, y + at(kt), residual ? residual + at(kt) : nullptr, row, column, pixels, w + (g * b.blocks + kb) * panel,
-                   bias ? bias + kt : nullptr, smaller(b.block, b.out_channels - kb * b.block), prologue.from(g * b.channels));
+              const int64_t kt = g * filters + kb * b.block;
+              tile(xi, y + at(kt), residual ? residual + at(kt) : nullptr, row, column, pixels, weights_of(g, kb),
+                   bias ? bias + kt : nullptr, smaller(b.block, filters - kb * b.block), prologue.from(g * channels));
             }
           }
         };
@@ -577,20 +606,47 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   });
 }
 
+// Groups that fill vectors (joined_groups.h) have gradients of their own in NHWC; dX with a stride is PyTorch's, which beats the
+// patches of so few channels.
+GradientNames gradients(const Conv2dProblem& p) {
+  if (!groups_fill_vectors(p) || multiplies_pairs(p) || p.x_stride.c != 1 || p.y_stride.c != 1) return by_patches(p);
+  const Conv2dProblem t = transposed(p);
+  const bool convolution = p.stride_h == 1 && p.stride_w == 1 && t.pad_h >= 0 && t.pad_w >= 0;
+  return {convolution ? "direct" : nullptr, "direct"};
+}
+int64_t backward_workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+  return m.grad_input ? workspace_bytes<char>(packed_bytes(transposed(p))) : 0;
+}
+void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  with_type(p.dtype, [&]<class T>() {
+    const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
+    if (m.grad_input) {
+      const Conv2dProblem t = transposed(p);
+      Acc<T>* packed = workspace.take<Acc<T>>(packed_bytes(t) / static_cast<int64_t>(sizeof(Acc<T>)));
+      pack_joined_turned(p, static_cast<const T*>(m.weight), packed);
+      conv2d_direct<T>(t, {gy, packed, nullptr, nullptr, m.grad_input}, workspace);
+    }
+    if constexpr (AI3_VECTOR_BYTES > 16)
+      if (m.grad_weight)
+        joined_weight_gradient_of<T>(p.in_channels / p.groups, p, gy, x, static_cast<T*>(m.grad_weight),
+                                     static_cast<T*>(m.grad_bias));
+  });
+}
+
 Cost cost(const Conv2dProblem& p) {
   const Blocking b(p);
   const int64_t width = AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4), lanes = round_up(b.out_channels, width);
   const double pixels = static_cast<double>(p.batch) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
   const double weights =
-      static_cast<double>(p.groups * lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);
+      static_cast<double>(b.groups * lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);
   const double image =
       static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width);
   const double moved = image + static_cast<double>(p.out_channels) * pixels + weights;
   return {2 * pixels * weights, moved * static_cast<double>(size_of(p.dtype)), .85};
 }
 
-AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .gradients = by_patches,
-              .prologue = true, .sliced = true)
+AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .gradients = gradients,
+              .backward = backward, .backward_workspace = backward_workspace, .prologue = true, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
