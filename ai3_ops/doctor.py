@@ -25,12 +25,13 @@ _OPENMP = re.compile(r"/(lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$")
 
 
 def cpu_name() -> str:
-    """The processor's name, as it gives it."""
+    """The processor's name, as it gives it, with family and model, which tell generations apart where a name does not."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        said = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
     except OSError:
-        found = None
-    return found.group(1) if found else platform.processor() or platform.machine()
+        said = {}
+    name = said.get("model name") or platform.processor() or platform.machine()
+    return f"{name}, family {said['cpu family']}, model {said['model']}" if "cpu family" in said else name
 
 
 def openmp_runtimes() -> list[str]:

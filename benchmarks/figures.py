@@ -125,13 +125,13 @@ def of_peak(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
     return _share(layers, lambda layer, limits: layer.flops / limits[0])
 
 
-def of_bandwidth(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
-    """Linear's gemm as a share of the read bandwidth."""
-    return _share(layers, lambda layer, limits: layer.bytes / limits[1])
+def of_bandwidth(layers: Iterable[Layer], algorithm: str = "gemm") -> Callable[[Settings], Iterator[Sample]]:
+    """A method as a share of the read bandwidth."""
+    return _share(layers, lambda layer, limits: layer.bytes / limits[1], algorithm)
 
 
 def _share(
-    layers: Iterable[Layer], bound: Callable[[Layer, tuple[float, float]], float]
+    layers: Iterable[Layer], bound: Callable[[Layer, tuple[float, float]], float], algorithm: str = "gemm"
 ) -> Callable[[Settings], Iterator[Sample]]:
     """Against what the machine gives in the turns between ours: both change with what others do on it."""
 
@@ -140,12 +140,12 @@ def _share(
             run.tick(f"{layer}, against the machine")
             module, x = layer.module(), layer.input()
             with torch.inference_mode():
-                call = _call(measure.swapped(layer, module, "gemm", x), x)
+                call = _call(measure.swapped(layer, module, algorithm, x), x)
                 ours, theirs = [], []
                 for _ in range(TURNS):
                     ours += measure.turns([call], run.seconds / TURNS)[0]
                     theirs.append(bound(layer, _library.machine(run.threads, True)))
-                yield _sample(layer, "gemm", ours, theirs, measure.Reference(layer, module, x).error(call()))
+                yield _sample(layer, algorithm, ours, theirs, measure.Reference(layer, module, x).error(call()))
 
     return samples
 

@@ -239,14 +239,29 @@ def test_only_patches_hold_the_padding(name, layout):
     assert torch.equal(y.isnan(), border)
 
 
+def into_a_slice(name, x, w, b, padding, before, after):
+    """Written into channels of an NHWC tensor that has `before` and `after` others, which stay as they are."""
+    pack = getattr(torch.ops.ai3, f"_conv2d_{name}_pack")(w, 1, padding)
+    whole = torch.full((len(x), before + len(w) + after, *x.shape[2:]), 7.0).to(memory_format=torch.channels_last)
+    y = whole[:, before : before + len(w)]
+    getattr(torch.ops.ai3, f"_conv2d_{name}_packed_out")(x, pack, w.shape, b, 1, padding, out=y)
+    assert (whole[:, :before] == 7).all()
+    assert (whole[:, before + len(w) :] == 7).all()
+    return y
+
+
+# Where vectors are lines, those of 64 filters go past the caches; beside 8 other channels they are no whole lines and are asked
+# for ahead, as narrower vectors are. 40 filters are no whole blocks: each tile is found alone, and 1x1 is the packed product.
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("width", [148, 300])  # outputs that are asked for ahead, and that go past the caches
+@pytest.mark.parametrize(("filters", "beside"), [(64, 0), (64, 8), (40, 0)])
 @pytest.mark.parametrize(("channels", "kernel"), [(3, 3), (16, 1)])
-def test_direct_writes_large_outputs(channels, kernel, width, bias):
-    x = integers(1, channels, 230, width).to(memory_format=torch.channels_last)
-    w, b = integers(64, channels, kernel, kernel), integers(64) if bias else None
+def test_direct_writes_large_outputs(channels, kernel, filters, beside, bias):
+    x = integers(1, channels, 230, 148).to(memory_format=torch.channels_last)
+    w, b = integers(filters, channels, kernel, kernel), integers(filters) if bias else None
     exact = torch.conv2d(x, w, b, padding=kernel // 2)
-    assert torch.equal(torch.ops.ai3.conv2d_direct(x, w, b, padding=kernel // 2), exact)
+    assert exact.nbytes > 4 << 20
+    y = into_a_slice("direct", x, w, b, kernel // 2, 0, beside)
+    assert torch.equal(y, exact)
 
 
 @pytest.mark.parametrize("name", ["winograd_f2", "winograd_f4", "fft"])
@@ -258,6 +273,7 @@ def test_transforms_write_large_outputs(name):
     y = getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, b, padding=1)
     assert y.nbytes > 3 << 19
     assert (y - exact).abs().max() <= 1e-4 * exact.abs().max()
+    assert torch.equal(into_a_slice(name, x, w, b, 1, 16, 32), y)
 
 
 def test_gemm_bf16_rounds_its_operands_and_nothing_else():

@@ -6,8 +6,10 @@
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "run.h"
@@ -168,11 +170,14 @@ class Guards : public testing::Test {
     return !HasFailure();
   }
 
-  std::vector<char> output(P& p, Flush flush, int threads, int64_t span) {
+  std::vector<char> output(P& p, const Inputs<P>& in, Flush flush, int threads, int64_t span) {
     p.threads = threads;
     std::snprintf(current_case, sizeof(current_case), "%s", describe(a_, p).c_str());
-    const Guarded y = run(a_, p, Inputs<P>(p, {flush, Values::integers}), flush, span);
+    const Guarded y = run(a_, p, in, flush, span);
     return {y.as<char>(), y.as<char>() + span * size_of(p.dtype)};
+  }
+  std::vector<char> output(P& p, Flush flush, int threads, int64_t span) {
+    return output(p, Inputs<P>(p, {flush, Values::integers}), flush, threads, span);
   }
 
   void compare(P p) {
@@ -197,28 +202,46 @@ class Guards : public testing::Test {
     EXPECT_TRUE(end == begin || !a_.traits.deterministic) << "depends on addresses or threads: gradient of " << describe(a_, p);
   }
 
-  // Into channels of a larger tensor: the same values there, and nothing between them.
-  void slice(P p) {
-    const auto expected = output(p, Flush::end, 1, extent(p).output);
-    const Strides4 dense = p.y_stride;
-    p.y_stride = problems::strides(dense.c == 1, p.out_channels + 3, p.out_height, p.out_width);
+  // Into channels of a larger tensor, or `of_input` from such, whose others are NaN: the same values, and nothing between them.
+  void slice(P dense) {
+    const auto expected = output(dense, Flush::end, 1, extent(dense).output);
+    const int64_t size = size_of(dense.dtype);
     auto at = [&](const Strides4& s, int64_t n, int64_t c, int64_t h, int64_t w) {
-      return (n * s.n + c * s.c + h * s.h + w * s.w) * size_of(p.dtype);
+      return (n * s.n + c * s.c + h * s.h + w * s.w) * size;
     };
-    const int64_t last = at(p.y_stride, p.batch - 1, p.out_channels - 1, p.out_height - 1, p.out_width - 1);
-    for (Flush flush : {Flush::end, Flush::begin}) {
-      auto got = output(p, flush, 2, last / size_of(p.dtype) + 1);
-      for (int64_t n = 0; n < p.batch; n++)
-        for (int64_t c = 0; c < p.out_channels; c++)
-          for (int64_t h = 0; h < p.out_height; h++)
-            for (int64_t w = 0; w < p.out_width; w++) {
-              char* element = got.data() + at(p.y_stride, n, c, h, w);
-              ASSERT_EQ(0, std::memcmp(element, expected.data() + at(dense, n, c, h, w), size_of(p.dtype)))
-                  << "a slice of channels differs in " << describe(a_, p);
-              std::memset(element, 0xff, size_of(p.dtype));
-            }
-      ASSERT_EQ(got, std::vector<char>(got.size(), static_cast<char>(0xff))) << "writes beside its slice: " << describe(a_, p);
-    }
+    auto for_each = [&](int64_t channels, int64_t height, int64_t width, const auto& body) {
+      for (int64_t n = 0; n < dense.batch; n++)
+        for (int64_t c = 0; c < channels; c++)
+          for (int64_t h = 0; h < height; h++)
+            for (int64_t w = 0; w < width; w++) body(n, c, h, w);
+    };
+    for (bool of_input : {false, true})
+      for (Flush flush : {Flush::end, Flush::begin}) {
+        P p = dense;
+        Inputs<P> in(p, {flush, Values::integers});
+        if (of_input) {
+          p.x_stride = problems::strides(dense.x_stride.c == 1, p.in_channels + 3, p.in_height, p.in_width);
+          const int64_t last = at(p.x_stride, p.batch - 1, p.in_channels - 1, p.in_height - 1, p.in_width - 1);
+          auto x = std::make_unique<Guarded>(last + size, flush);
+          for_each(p.in_channels, p.in_height, p.in_width, [&](auto... i) {
+            std::memcpy(x->as<char>() + at(p.x_stride, i...), in.x.memory->template as<char>() + at(dense.x_stride, i...), size);
+          });
+          x->protect();
+          in.x.memory = std::move(x);
+        } else {
+          p.y_stride = problems::strides(dense.y_stride.c == 1, p.out_channels + 3, p.out_height, p.out_width);
+        }
+        const int64_t last = at(p.y_stride, p.batch - 1, p.out_channels - 1, p.out_height - 1, p.out_width - 1);
+        auto got = output(p, in, flush, 2, last / size + 1);
+        bool same = true;
+        for_each(p.out_channels, p.out_height, p.out_width, [&](auto... i) {
+          char* element = got.data() + at(p.y_stride, i...);
+          same &= std::memcmp(element, expected.data() + at(dense.y_stride, i...), size) == 0;
+          std::memset(element, 0xff, size);
+        });
+        ASSERT_TRUE(same) << (of_input ? "from" : "into") << " a slice of channels it differs: " << describe(a_, p);
+        ASSERT_EQ(got, std::vector<char>(got.size(), static_cast<char>(0xff))) << "writes beside its slice: " << describe(a_, p);
+      }
   }
 
   const Algorithm<P>& a_;
