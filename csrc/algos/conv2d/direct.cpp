@@ -355,7 +355,7 @@ bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
     return true;
   } else if constexpr (same<T, Acc<T>>) {
     const bool few = b.channels <= kFewChannels && b.out_channels % b.block == 0;
-    if (b.block != kPanel<T> || ((few || rows_collide<T>(stride)) && !prologue)) return false;
+    if (b.block != kPanel<T> || (few && !prologue)) return false;
     if (prologue)
       multiply_pixels<T>(
           p, b, m, static_cast<const T*>(m.weight), b.channels,

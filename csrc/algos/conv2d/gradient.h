@@ -242,7 +242,7 @@ struct InputGradient {
   const int64_t lines;  // rows of dY in a block
   const bool plain;     // patches do not overlap: the product is dX
   const bool in_place;  // sums are added up in dX itself
-  const bool copies;    // dY must be copied to be read as rows of the accumulator's type, apart in the cache
+  const bool copies;    // dY must be copied to be read as rows of the accumulator's type
   const int threads;
   int64_t splits = 1, bands = 1;  // of the blocks of channels; of dX's rows
 
@@ -253,7 +253,7 @@ struct InputGradient {
         lines(larger(1, smaller(p.out_height, kPixels / p.out_width))),
         plain(s.taps == 1 && p.stride_h == 1 && p.stride_w == 1 && !p.pad_h && !p.pad_w),
         in_place(sizeof(T) == sizeof(A) && p.x_stride.c == 1),
-        copies(sizeof(T) != sizeof(A) || p.y_stride.c != 1 || rows_collide<A>(p.y_stride.w)),
+        copies(sizeof(T) != sizeof(A) || p.y_stride.c != 1),
         threads(team(p.threads, static_cast<double>(s.rows * p.groups) * static_cast<double>(s.filters * s.depth))) {
     int64_t least = 0;
     for (int64_t c = 1; c <= smaller(columns.blocks, 4 * threads); c++)

@@ -122,6 +122,7 @@ struct StridedRows {
   AI3_INLINE Elements elements() const { return {{data, stride}}; }
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
+  AI3_INLINE int64_t slab() const { return rows_collide<A>(stride) ? kRows / 2 : kRows; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
     tile.multiply(elements(), panel, k, next);

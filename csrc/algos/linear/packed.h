@@ -19,9 +19,8 @@ struct PackedProduct {
 
   const LinearProblem& p;
   int64_t steps = ceil_div(p.in_features, kPerStep);
-  // Rows are copied where they must be converted, or would collide in the L1 cache.
-  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame) ||
-                (p.rows > 8 && rows_collide<A>(steps));
+  // Rows are copied where they must be converted.
+  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame);
   // Blocks of k, about equal, that are multiplied at a time: many rows of one stay in the L2 cache, and the weight is read once.
   // Rows that are copied come through the same cache. Sums of a narrower type must not be stored in between.
   int64_t blocks =
