@@ -307,8 +307,9 @@ def _sample(
     """Of the seconds in each turn."""
     mine, other = statistics.median(ours), statistics.median(theirs)
     gflops = work * layer.flops / mine / 1e9
+    named = layer.operation in ("conv2d", "linear")
     return Sample(
-        str(layer),
+        str(layer) if named else f"{layer.operation} {layer}",
         other / mine,
         algorithm,
         mine,
@@ -355,6 +356,17 @@ SWIN = [
     for m, c in ((3136, 128), (784, 256), (196, 512))
     for k, n in ((c, 3 * c), (c, c), (c, 4 * c), (4 * c, c))
 ] + [linear(784, 512, 256), linear(196, 1024, 512)]
+GROUPED = [  # ResNeXt-50's, 32 groups
+    *(conv2d(1, c, size, c, 3, stride, groups=32) for c, size, stride in ((128, 56, 1), (256, 56, 2), (256, 28, 1))),
+    *(conv2d(1, c, size, c, 3, stride, groups=32) for c, size, stride in ((512, 28, 2), (512, 14, 1), (1024, 7, 1))),
+]
+STREAMED = [  # from memory or the L3 cache: ResNet's, VGG16's, Inception's and EfficientNet's pools, relu on 16 and 28 MB
+    Layer("max_pool2d N=10 C=64 H=112 W=112 kernel=3 stride=2 pad=1 ceil=0"),
+    Layer("max_pool2d N=10 C=128 H=112 W=112 kernel=2 stride=2 pad=0 ceil=0"),
+    Layer("avg_pool2d N=10 C=288 H=35 W=35 kernel=3 stride=1 pad=1 ceil=0"),
+    Layer("adaptive_avg_pool2d N=10 C=144 H=56 W=56 out=1"),
+    *(Layer(f"relu count={count << 20}") for count in (4, 7)),
+]
 SWIN_49 = [linear(49, k, n) for k, n in ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024), (2048, 1024))]
 BATCH_1 = [linear(1, k, n) for k, n in ((25088, 4096), (4096, 4096), (4096, 1000), (9216, 4096))]
 LARGE = [
@@ -381,6 +393,7 @@ ROWS = [
     Row("best own, first layers (3x3, 7x7 s2, 11x11 s4), batch 1 and 10", "oneDNN", 1.0, forward(batches(FIRST, 1, 10))),
     Row("depthwise 3x3 and 5x5 (MobileNetV3, EfficientNet-B0)", "oneDNN", 1.2,
         forward(layers_of("mobilenet_v3_large", "efficientnet_b0", where=lambda layer: layer.sizes.get("groups", 1) > 1))),
+    Row("best own, grouped 3x3 (ResNeXt-50), batch 1 and 10", "oneDNN", 1.0, forward(batches(GROUPED, 1, 10))),
     Row("linear, ViT-B and Swin-B, M of 196 … 3136", "F.linear", 1.15, forward([*VIT, *SWIN], ["gemm"], _call)),
     Row("linear, ViT-B and Swin-B, M of 196 … 3136: share of the peak", "multiply-add peak", 0.95, of_peak([*VIT, *SWIN])),
     Row("linear, Swin-B, M = 49", "F.linear", 1.5, forward(SWIN_49, ["gemm"], _call)),
@@ -388,8 +401,12 @@ ROWS = [
         training(batches([conv2d(1, 64, 56, 64), conv2d(1, 128, 28, 128), *AT_14, conv2d(1, 512, 7, 512)], 1, 10))),
     Row("forward and backward, other layers, batch 1 and 10", "PyTorch", 1.0,
         training([*batches([ONE_BY_ONE[1], ONE_BY_ONE[4], STRIDE_2[0], FIRST[3], conv2d(1, 64, 27, 192, 5),
-                            conv2d(1, 144, 56, 144, groups=144)], 1, 10), *VIT, *SWIN_49[:1]])),
+                            conv2d(1, 144, 56, 144, groups=144), conv2d(1, 240, 28, 240, 5, groups=240),
+                            conv2d(1, 96, 56, 96, 7, groups=96), conv2d(1, 128, 17, 128, (1, 7)), *GROUPED[:2]], 1, 10),
+                  *VIT, *SWIN[2::4], *SWIN_49[:1]])),
     Row("linear, batch 1 (VGG16, AlexNet): share of the read bandwidth", "read bandwidth", 0.9, of_bandwidth(BATCH_1)),
+    Row("pools and relu, batch 10: bytes moved once, as a share of the read bandwidth", "read bandwidth", 0.9,
+        of_bandwidth(STREAMED, "direct")),
     Row("bfloat16 tensors, linear gemm", "our float32", 1.5, in_bfloat16([*VIT, *SWIN_49[2:4]], "gemm")),
     Row("bfloat16 tensors, conv2d direct, 1x1", "our float32", 1.5, in_bfloat16(ONE_BY_ONE[:8], "direct")),
     Row("linear gemm_bf16 on float32 tensors", "our float32", 1.5, in_bfloat16([*VIT, *SWIN_49[2:4]], "gemm", tensors=False)),

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from tester import ALGORITHMS
+from torch import nn
 
 import ai3_ops
 from ai3_ops import _flags, _library, registry
@@ -326,3 +327,23 @@ def test_own_kernels_call_no_library():
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch without MKL")
 def test_gemm_is_the_vendors():
     assert "SGEMM" in logged(["gemm"], MKL)
+
+
+@pytest.mark.parametrize("channels", [16, 24])  # whole lines, which go past the caches, and lines that are shared
+def test_pools_write_large_outputs(channels):
+    """10 and 15 MB of output, from an input that is asked for ahead."""
+    x = torch.randn(2, channels, 600, 520, generator=torch.Generator().manual_seed(0)).contiguous(
+        memory_format=torch.channels_last
+    )
+    assert torch.equal(torch.ops.ai3.max_pool2d_direct(x, [3, 3], [2, 2], [1, 1]), nn.functional.max_pool2d(x, 3, 2, 1))
+    mean = torch.ops.ai3.avg_pool2d_direct(x, [2, 2], [2, 2])
+    torch.testing.assert_close(mean, nn.functional.avg_pool2d(x, 2, 2))
+    mean = torch.ops.ai3.adaptive_avg_pool2d_direct(x, [1, 2])
+    torch.testing.assert_close(mean, nn.functional.adaptive_avg_pool2d(x.double(), (1, 2)).float())
+
+
+@pytest.mark.parametrize("beyond", [0, 37])
+def test_relu_writes_large_outputs(beyond):
+    """From 32 MiB on past the caches, but for the rest of a vector."""
+    x = torch.randn((8 << 20) + beyond)
+    assert torch.equal(torch.ops.ai3.relu_direct(x), x.relu())

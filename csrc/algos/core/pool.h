@@ -3,6 +3,7 @@
 #pragma once
 #include "algorithm.h"
 #include "lanes.h"
+#include "streaming.h"
 
 namespace ai3::inline AI3_LEVEL {
 
@@ -66,8 +67,16 @@ struct Mean {
 
 namespace detail {
 
-inline constexpr int kPoolVectors = 4;      // NHWC: vectors of channels that a task reduces at the most
-inline constexpr int64_t kPoolSpan = 1024;  // NCHW: columns of a window's reduced rows that are held at a time
+inline constexpr int kPoolVectors = 4;       // NHWC: vectors of channels that pass over a window together
+inline constexpr int64_t kPoolAhead = 4096;  // NHWC: bytes from a vector to the one that is asked for
+inline constexpr int64_t kPoolSpan = 1024;   // NCHW: columns of a window's reduced rows that are held at a time
+
+// NHWC: whether the output goes past the caches, in whole lines; how many rows and columns of a window are new to it, and are
+// asked for: 0 where the input does not come from memory.
+struct Traffic {
+  bool past_caches;
+  int64_t new_rows, new_columns;
+};
 
 template <class A>
 AI3_INLINE A pool_divisor(const Pool2dProblem& p, Window rows, Window columns) {
@@ -76,7 +85,8 @@ AI3_INLINE A pool_divisor(const Pool2dProblem& p, Window rows, Window columns) {
 
 // NHWC: one window, `vectors` vectors of channels, or the first `lanes` < width of one.
 template <class Reduce, int vectors, class T>
-AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t lanes) {
+AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t lanes,
+                              Traffic traffic) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width;
   const bool whole = lanes >= width;
@@ -86,6 +96,8 @@ AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window column
   for (int64_t r = 0; r < rows.count; r++)
     for (int64_t s = 0; s < columns.count; s++) {
       const T* from = x + rows[r] * p.x_stride.h + columns[s] * p.x_stride.w;
+      if (r >= rows.count - traffic.new_rows && s >= columns.count - traffic.new_columns)
+        for (int q = 0; q < vectors; q++) __builtin_prefetch(reinterpret_cast<const char*>(from + q * width) + kPoolAhead);
 #pragma GCC unroll 4
       for (int q = 0; q < vectors; q++)
         result[q] = Reduce::add(result[q], whole ? load(from + q * width) : load_partial(from, lanes));
@@ -94,20 +106,24 @@ AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window column
 #pragma GCC unroll 4
   for (int q = 0; q < vectors; q++) {
     const Vec<A> v = Reduce::finish(result[q], divisor);
-    whole ? store(y + q * width, v) : store_partial(y, v, lanes);
+    if (traffic.past_caches)
+      store_streaming(y + q * width, v);
+    else
+      whole ? store(y + q * width, v) : store_partial(y, v, lanes);
   }
 }
 
 // `count` channels, of which whole vectors, at most `vectors`, pass over the window together.
 template <class Reduce, int vectors, class T>
-AI3_INLINE void pool_window(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t count) {
+AI3_INLINE void pool_window(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t count,
+                            Traffic traffic) {
   constexpr int64_t width = Vec<Acc<T>>::width;
   if constexpr (vectors > 0) {
-    if (count < vectors * width) return pool_window<Reduce, vectors - 1>(p, rows, columns, x, y, count);
-    pool_channels<Reduce, vectors>(p, rows, columns, x, y, width);
+    if (count < vectors * width) return pool_window<Reduce, vectors - 1>(p, rows, columns, x, y, count, traffic);
+    pool_channels<Reduce, vectors>(p, rows, columns, x, y, width, traffic);
   }
   if (constexpr int64_t done = vectors * width; count > done)
-    pool_channels<Reduce, 1>(p, rows, columns, x + done, y + done, count - done);
+    pool_channels<Reduce, 1>(p, rows, columns, x + done, y + done, count - done, traffic);
 }
 
 // NCHW: reduced[i] = the window's rows at column first + i, for i in [0, count); what lies outside the image holds the start
@@ -203,12 +219,22 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
   constexpr int width = Vec<Acc<T>>::width;
   const PoolAxis row_axis = pool_rows(p, adaptive), column_axis = pool_columns(p, adaptive);
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  // NHWC: rows outside, blocks of channels inside; with few rows the blocks are as many as threads can share evenly. NCHW: planes
-  // outside, rows inside. So they lie in memory.
-  const int64_t rows_out = p.batch * p.out_height, vectors = ceil_div(p.channels, width),
-                fewest = ceil_div(vectors, detail::kPoolVectors),
-                even = rows_out < 4 * p.threads ? smaller(vectors, round_up(fewest, p.threads)) : fewest;
-  const int64_t blocks = nhwc ? even : p.channels;
+  // NHWC: a task has a row, pixel by pixel, with all channels or, where rows are few, as many blocks of them as threads can share
+  // evenly. NCHW: planes outside, rows inside. So they lie in memory.
+  constexpr int64_t kLarge = 4 << 20;  // bytes of output, from which it goes past the caches; four times as many of input: memory
+  const int64_t rows_out = p.batch * p.out_height, vectors = ceil_div(p.channels, width);
+  const int64_t blocks = !nhwc ? p.channels
+                         : rows_out < 4 * p.threads
+                             ? smaller(vectors, round_up(ceil_div(vectors, detail::kPoolVectors), p.threads))
+                             : smaller(vectors, 1);
+  auto bytes = [&](int64_t pixels) { return p.batch * pixels * p.channels * static_cast<int64_t>(sizeof(T)); };
+  const bool asks = bytes(p.in_height * p.in_width) >= 4 * kLarge;
+  const detail::Traffic traffic{
+      p.channels % width == 0 && has_whole_lines<T>(p.y_stride, y) && bytes(p.out_height * p.out_width) >= kLarge,
+      !asks      ? 0
+      : adaptive ? p.in_height
+                 : p.stride_h,
+      adaptive ? p.in_width : p.stride_w};
   const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1);
   parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
@@ -226,10 +252,16 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
           detail::pool_plane_row<Reduce>(p, column_axis, rows, from, to);
         continue;
       }
+      constexpr int64_t together = detail::kPoolVectors * width;
       const int64_t count = smaller(block.end * width, p.channels) - c;
-      for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w)
-        detail::pool_window<Reduce, detail::kPoolVectors>(p, rows, column_axis.at(o), from, to, count);
+      for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w) {
+        const Window columns = column_axis.at(o);
+        for (int64_t k = 0; k < count; k += together)
+          detail::pool_window<Reduce, detail::kPoolVectors>(p, rows, columns, from + k, to + k, smaller(together, count - k),
+                                                            traffic);
+      }
     }
+    if (traffic.past_caches) finish_streaming();
   });
 }
 
