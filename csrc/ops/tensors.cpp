@@ -113,7 +113,7 @@ Activation activation_named(const Entry& entry, const std::string& word) {
 }
 
 // Raised when an algorithm packs in another form than before: a program that was exported then packs again.
-constexpr uint64_t kPackVersion = 2;
+constexpr uint64_t kPackVersion = 3;
 
 // FNV-1a of everything that a pack's form may depend on; the numbers in one step each.
 uint64_t pack_tag(const Entry& entry, const Sizes& description) {

@@ -60,6 +60,7 @@ std::vector<Conv2dProblem> sweep(Conv2dProblem*) {
     add(v, wide[below(std::size(wide))], wide[below(std::size(wide))], 1);
     add(v, groups * (1 + below(9)), groups * (1 + below(9)), groups);
     add(v, channels, channels * (1 + below(2)), channels);
+    add(v, 32, 32, 32 >> (1 + i % 4));  // groups that fill vectors
   }
   return result;
 }

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import ai3_ops
+from ai3_ops import _library
 from ai3_ops._checks import profiled
 
 ops = torch.ops.ai3
@@ -495,6 +496,21 @@ def test_own_gradients(algorithm, geometry, layout, dtype):
         torch.set_num_threads(threads)
     assert found[0].is_contiguous(memory_format=layout)
     assert found[1].is_contiguous(memory_format=layout)
+
+
+@pytest.mark.skipif(
+    _library.registry()["level"] != "avx512", reason="vectors of other lengths are filled by other groups"
+)
+@pytest.mark.parametrize("geometry", GROUPED)
+def test_grouped_gradients_are_own(geometry):
+    """PyTorch computes neither dW nor, where the stride is 1, dX."""
+    xs, ws, stride, padding, *rest = geometry
+    x, w = (data(*sizes).float().contiguous(memory_format=torch.channels_last) for sizes in (xs, ws))
+    grad = torch.ones_like(F.conv2d(x, w, None, stride, padding, *rest))
+    wanted = [stride == 1, True, True]
+    assert "aten::convolution_backward" not in called(
+        ops._conv2d_direct_backward, grad, x, w, stride, padding, *rest, wanted
+    )
 
 
 WINOGRAD_KERNELS = [(3, 3), (5, 5), (1, 7), (7, 1), (1, 3), (3, 1)]

@@ -5,7 +5,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-// Channels and filters of a group that Winograd needs: direct fills its vectors with several groups.
+// Channels and filters that Winograd needs; of each group 32, whose panels are half empty with less
+// (docs/algorithms/conv2d/default.md).
 constexpr int64_t kLeastChannels = 16, kLeastOfAGroup = 32;
 // Below this, transforming costs Winograd more than the products that it saves: measured (docs/algorithms/conv2d/default.md).
 constexpr double kLeastFlops = 1e7;

@@ -635,14 +635,15 @@ void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& works
 
 Cost cost(const Conv2dProblem& p) {
   const Blocking b(p);
-  const int64_t width = AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4), lanes = round_up(b.out_channels, width);
+  const bool spread = b.joined > 1 && p.x_stride.c == 1;
+  const int64_t width = AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4),
+                lanes = spread ? b.groups * b.out_channels : p.groups * round_up(p.out_channels / p.groups, width);
   const double pixels = static_cast<double>(p.batch) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
-  const double weights =
-      static_cast<double>(b.groups * lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);
+  const double weights = static_cast<double>(lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);
   const double image =
       static_cast<double>(p.batch * p.in_channels) * static_cast<double>(p.in_height) * static_cast<double>(p.in_width);
   const double moved = image + static_cast<double>(p.out_channels) * pixels + weights;
-  return {2 * pixels * weights, moved * static_cast<double>(size_of(p.dtype)), .85};
+  return {2 * pixels * weights, moved * static_cast<double>(size_of(p.dtype)), spread ? .4 : .85};
 }
 
 AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = packed_bytes, .pack = pack, .gradients = gradients,

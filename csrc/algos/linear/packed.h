@@ -19,8 +19,10 @@ struct PackedProduct {
 
   const LinearProblem& p;
   int64_t steps = ceil_div(p.in_features, kPerStep);
-  // Rows are copied where they must be converted.
-  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame);
+  // Rows are copied where they must be converted, and few that collide, so that less slabs read the weight
+  // (docs/decisions/gemm.md).
+  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame) ||
+                (p.rows > kRows / 2 && p.rows <= 2 * kRows && rows_collide<A>(steps));
   // Blocks of k, about equal, that are multiplied at a time: many rows of one stay in the L2 cache, and the weight is read once.
   // Rows that are copied come through the same cache. Sums of a narrower type must not be stored in between.
   int64_t blocks =

@@ -24,10 +24,8 @@ void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
       for (int64_t j = 0; j < together; j++) past ? store_streaming(y + i + j * width, v[j]) : store(y + i + j * width, v[j]);
     }
     if (past) finish_streaming();
-    for (; i < end; i += width) {
-      const int64_t count = smaller(width, end - i);
-      store_partial(y + i, relu(load_partial(x + i, count)), count);
-    }
+    for (; i + width <= end; i += width) store(y + i, relu(load(x + i)));
+    if (i < end) store_partial(y + i, relu(load_partial(x + i, end - i)), end - i);
   });
 }
 
