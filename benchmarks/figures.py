@@ -357,8 +357,8 @@ SWIN = [
     for k, n in ((c, 3 * c), (c, c), (c, 4 * c), (4 * c, c))
 ] + [linear(784, 512, 256), linear(196, 1024, 512)]
 GROUPED = [  # ResNeXt-50's, 32 groups
-    *(conv2d(1, c, size, c, 3, stride, groups=32) for c, size, stride in ((128, 56, 1), (256, 56, 2), (256, 28, 1))),
-    *(conv2d(1, c, size, c, 3, stride, groups=32) for c, size, stride in ((512, 28, 2), (512, 14, 1), (1024, 7, 1))),
+    conv2d(1, c, size, c, 3, stride, groups=32)
+    for c, size, stride in ((128, 56, 1), (256, 56, 2), (256, 28, 1), (512, 28, 2), (512, 14, 1), (1024, 7, 1))
 ]
 STREAMED = [  # from memory or the L3 cache: ResNet's, VGG16's, Inception's and EfficientNet's pools, relu on 16, 28 and 48 MB
     Layer("max_pool2d N=10 C=64 H=112 W=112 kernel=3 stride=2 pad=1 ceil=0"),

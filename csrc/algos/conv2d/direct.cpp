@@ -39,10 +39,12 @@ struct Blocking {
         joined(multiplies_pairs(p) ? 1 : joined_groups(p)),
         groups(p.groups / joined),
         out_channels(p.out_channels / groups) {
-    const int64_t tile = 2 * AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4);
+    const int64_t tile = 2 * lanes_of(p);
     for (block = 4; block < tile && block < out_channels;) block *= 2;
     blocks = ceil_div(out_channels, block);
   }
+  // Groups that are packed as one are computed as one where their channels lie side by side.
+  AI3_INLINE bool spread(const Conv2dProblem& p) const { return joined > 1 && p.x_stride.c == 1; }
 };
 
 int64_t blocks_bytes(const Conv2dProblem& p) {
@@ -393,14 +395,12 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   whole.x_channel = p.x_stride.c, whole.x_pixel = p.stride_w * p.x_stride.w;
   whole.w_channel = b.block, whole.w_column = b.channels * b.block, whole.w_row = p.kernel_width * whole.w_column;
   const int64_t panel = whole.w_block = p.kernel_height * whole.w_row;
-  // Groups that are packed as one are computed as one where their channels lie side by side.
-  const bool spread = b.joined > 1 && p.x_stride.c == 1;
+  const bool spread = whole.spread = b.spread(p);
   const int64_t groups = spread ? b.groups : p.groups, channels = p.in_channels / groups, filters = p.out_channels / groups;
   auto weights_of = [&](int64_t group, int64_t block) {
     return w +
            (spread || b.joined == 1 ? (group * b.blocks + block) * panel : group / b.joined * panel + group % b.joined * filters);
   };
-  whole.spread = spread;
   // Fewer pixels of a tile where they share one set of the first-level cache.
   auto tile_size = [&](int64_t x_pixel) {
     return same<T, A> && p.x_stride.c == 1 && rows_collide<T>(x_pixel) ? kPixels / 2 : kPixels;
@@ -635,9 +635,8 @@ void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& works
 
 Cost cost(const Conv2dProblem& p) {
   const Blocking b(p);
-  const bool spread = b.joined > 1 && p.x_stride.c == 1;
-  const int64_t width = AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4),
-                lanes = spread ? b.groups * b.out_channels : p.groups * round_up(p.out_channels / p.groups, width);
+  const bool spread = b.spread(p);
+  const int64_t lanes = spread ? p.out_channels : p.groups * round_up(p.out_channels / p.groups, lanes_of(p));
   const double pixels = static_cast<double>(p.batch) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
   const double weights = static_cast<double>(lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);
   const double image =

@@ -7,15 +7,17 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
+// Of a vector of the accumulator's type.
+AI3_INLINE int64_t lanes_of(const Conv2dProblem& p) { return AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4); }
 // Whether they do. Without AVX2 no instruction brings any lane to any other.
 AI3_INLINE bool groups_fill_vectors(const Conv2dProblem& p) {
-  const int64_t lanes = AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4), filters = p.out_channels / p.groups;
+  const int64_t lanes = lanes_of(p), filters = p.out_channels / p.groups;
   return AI3_VECTOR_BYTES > 16 && p.groups > 1 && p.in_channels == p.out_channels && filters > 0 && lanes % filters == 0 &&
          p.groups % (lanes / filters) == 0;
 }
 // How many of them are computed as one; 1 also where there are none.
 AI3_INLINE int64_t joined_groups(const Conv2dProblem& p) {
-  return groups_fill_vectors(p) ? AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4) / (p.out_channels / p.groups) : 1;
+  return groups_fill_vectors(p) ? lanes_of(p) / (p.out_channels / p.groups) : 1;
 }
 
 // Which lane each lane reads.

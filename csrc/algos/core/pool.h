@@ -228,13 +228,11 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
                              ? smaller(vectors, round_up(ceil_div(vectors, detail::kPoolVectors), p.threads))
                              : smaller(vectors, 1);
   auto bytes = [&](int64_t pixels) { return p.batch * pixels * p.channels * static_cast<int64_t>(sizeof(T)); };
-  const bool asks = bytes(p.in_height * p.in_width) >= 4 * kLarge;
-  const detail::Traffic traffic{
-      p.channels % width == 0 && has_whole_lines<T>(p.y_stride, y) && bytes(p.out_height * p.out_width) >= kLarge,
-      !asks      ? 0
-      : adaptive ? p.in_height
-                 : p.stride_h,
-      adaptive ? p.in_width : p.stride_w};
+  detail::Traffic traffic{};
+  traffic.past_caches =
+      p.channels % width == 0 && has_whole_lines<T>(p.y_stride, y) && bytes(p.out_height * p.out_width) >= kLarge;
+  if (bytes(p.in_height * p.in_width) >= 4 * kLarge)
+    traffic.new_rows = adaptive ? p.in_height : p.stride_h, traffic.new_columns = adaptive ? p.in_width : p.stride_w;
   const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1);
   parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
