@@ -6,7 +6,7 @@
 // Names carry everything: conv2d/winograd_f4/f32/nhwc/N1_C256_H56_K256_k3s1p1. Weights are packed outside the timed loop, as
 // in a deployed model. Every result is compared with PyTorch's before it is timed. Counters: effective FLOP/s (2 per multiply-add
 // of the direct method, whatever the algorithm executes) and its share of the FMA peak measured at start; bytes/s where no flops
-// are.
+// are. machine/... are rates of the machine itself.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -19,6 +19,7 @@
 
 #include "../../csrc/algos/core/algorithm.h"
 #include "../../csrc/algos/core/level.h"
+#include "machine.h"
 #include "shapes.h"
 
 extern "C" {
@@ -317,6 +318,7 @@ int run(int argc, char** argv) {
   benchmark::AddCustomContext("threads", std::to_string(o.threads));
   benchmark::AddCustomContext("FMA peak, GFLOP/s", gigas(machine.flops));
   benchmark::AddCustomContext("read bandwidth, GB/s", gigas(machine.bytes));
+  add_machine(o.threads);
   for (const Shape& s : read_shapes(o.shapes))
     for (const std::string& dtype : o.dtypes) {
       const Type& type = type_named(dtype);

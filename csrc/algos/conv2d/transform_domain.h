@@ -12,6 +12,14 @@
 //   forward(in, out), weights(in, out), inverse(in, out, rows, columns)   of one vector of channels; in(u, v) and out(position,
 //   value)
 // The product is elementwise, so a transform that needs complex products spreads them over several positions.
+//
+// Words, here and in the pages of docs/decisions:
+//   position   an element of a transformed tile; each has a matrix product of its own
+//   v          [position][tile of the block][branch, channel]: transformed input, a row for each tile
+//   m          [position][tile of the block][filter]: products, before the inverse transform
+//   packed     [position][group][panel][branch, channel][filter of the panel]: transformed weights
+//   panel      kPanel filters, whose weights lie side by side; slab: kRows tiles, the rows that the micro-kernel takes at once
+//   block      tiles that are taken through the phases together; v and m have room for one
 #pragma once
 #include <type_traits>
 
@@ -136,8 +144,8 @@ AI3_INLINE void store_rounded(bfloat16* p, Vec<double> v) {
   for (int j = 0; j < Vec<double>::width; j++) narrow(static_cast<float>(v[j]), p[j]);
 }
 
-// Rows of the transformed input, times a panel of weights as they are stored. `locality` is how near what is next is brought.
-template <class A, class Stored, int locality>
+// Rows of the transformed input, times a panel of weights as they are stored.
+template <class A, class Stored>
 struct TileRows {
   const A* data;
   int64_t stride;
@@ -145,7 +153,7 @@ struct TileRows {
   AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
   template <int R>
   AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next next) const {
-    tile.template multiply<locality>(StridedRows<A>{data, stride}.elements(), panel, k, next);
+    tile.multiply(StridedRows<A>{data, stride}.elements(), panel, k, next);
   }
 };
 
@@ -436,7 +444,7 @@ struct TransformDomain {
     constexpr int64_t kSpread = 16;
     const int64_t length = depth / parts, slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
     for (int64_t part = 0; part < parts; part++, out.add = true, panel_at += length * kPanel<A>) {
-      const TileRows<A, Stored, 2> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
+      const TileRows<A, Stored> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
       // The panel behind this one is multiplied next: it is asked for over all slabs or, where other turns are for the input,
       // one.
       const int64_t others = panel + 1 == own.end && part + 1 == parts ? (panels - count) * depth * kPanel<A> + kSkew : 0;
@@ -461,7 +469,7 @@ struct TransformDomain {
       const Share r = share(rows, slabs, s);
       const int64_t first = position * stride + r.begin * row;
       for (int64_t q = 0; q < own.end - own.begin; q++) {
-        const TileRows<A, Stored, 3> from{v + first, row, at + q * depth * kPanel<A>};
+        const TileRows<A, Stored> from{v + first, row, at + q * depth * kPanel<A>};
         product(from, r.end - r.begin, depth, m + first + q * kPanel<A>, ahead.next());
       }
     }

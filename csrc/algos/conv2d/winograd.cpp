@@ -1,4 +1,7 @@
-// A rule. 3x3 kernels: F(4x4, 3x3) or F(2x2, 3x3), whichever has less work by a fixed count of its arithmetic and memory traffic.
+// A rule; the kernels are in winograd_f2.cpp, winograd_f4.cpp and winograd_general.cpp, of which each is a few lines: the
+// transforms are in winograd.h, and transform_domain.h takes tiles through them and the products between.
+//
+// 3x3 kernels: F(4x4, 3x3) or F(2x2, 3x3), whichever has less work: the larger of its arithmetic and its memory traffic, counted.
 // Large maps go to F4. On small ones its tiles reach past the edge, and its weights, 36/16 of F2's, must be read for few of them.
 // Never F6: accuracy. Other kernels: the one form for their size.
 #include "winograd.h"

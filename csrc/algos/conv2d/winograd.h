@@ -5,6 +5,8 @@
 //   B^T: the coefficients of N(x) / (x - p), and of N(x) for infinity;
 //   G:   (1, p, p^2, ...) / N'(p), and (0, ..., 0, 1);
 //   A^T: p^i in row i; infinity only in the last.
+// F(2, 3) has the points 0, +-1 and infinity, N = x^3 - x, and rows of B^T are the coefficients, ascending, of
+//   0: x^2 - 1 -> (-1, 0, 1, 0);   1: x^2 + x -> (0, 1, 1, 0);   -1: x^2 - x -> (0, -1, 1, 0);   infinity: N -> (0, -1, 0, 1).
 // The points decide the rounding error. They are chosen by measurement among pairs with few bits: for two pairs, +-3/4 and +-3/2
 // lose a fifth of what the usual +-1 and +-2 lose.
 #pragma once
@@ -23,7 +25,9 @@ inline constexpr double kPoints<3>[3] = {.5625, 1, 1.75};
 template <>
 inline constexpr double kPoints<4>[4] = {.5, .875, 1.125, 2.5};
 
-// F(M, R). M + R is odd; F(1, 1) is the identity, for the axis that a one-dimensional kernel does not have.
+// F(M, R). M + R is odd; F(1, 1) is the identity, for the axis that a one-dimensional kernel does not have. Rows come in pairs,
+// which share work: pair 0 is 0 and infinity, pair i the points +-kPoints[i - 1]; leaving out point -1 of kPoints leaves out
+// none.
 template <int M, int R>
 struct ToomCook {
   static constexpr int kOutputs = M, kTaps = R, kExtent = M + R - 1, kPairs = (kExtent - 2) / 2;
@@ -136,7 +140,7 @@ template <class H, class W>
 struct Nested {
   static constexpr int kExtentH = H::kExtent, kExtentW = W::kExtent, kPositions = kExtentH * kExtentW, kMostTapsH = H::kTaps,
                        kMostTapsW = W::kTaps, kOutputsH = H::kOutputs, kOutputsW = W::kOutputs, kTaps = H::kTaps * W::kTaps;
-  static_assert(kExtentH <= 15 && kExtentW <= 15);  // Apart's
+  static_assert(kExtentH <= 15 && kExtentW <= 15);  // what Apart (core/lanes.h) can address
   static constexpr double kForwardFlops = kExtentW * H::kInputFlops + kExtentH * W::kInputFlops,
                           kInverseFlops = kExtentW * H::kOutputFlops + H::kOutputs * W::kOutputFlops;
 

@@ -85,13 +85,12 @@ struct MicroTile {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) store_rounded(c + r * ldc, left[r], right[r]);
   }
-  // The panel may be stored in a narrower type. `locality` is how near to the core what is next is brought, as for
-  // __builtin_prefetch.
-  template <int locality = 3, class Rows, class Stored>
+  // The panel may be stored in a narrower type.
+  template <class Rows, class Stored>
   AI3_INLINE void multiply(Rows rows, const Stored* panel, int64_t k, Next& next) {
     for (int64_t i = 0; i < k; i++, rows.advance(), panel += kPanel<A>, next.data += next.step) {
       const V b0 = AI3_LEVEL::load(panel), b1 = AI3_LEVEL::load(panel + V::width);
-      __builtin_prefetch(next.data, 0, locality), __builtin_prefetch(next.data + 64, 0, locality);
+      __builtin_prefetch(next.data), __builtin_prefetch(next.data + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const V a = rows.at(r);
