@@ -154,8 +154,8 @@ CHOICES = [
     ("default", conv((1, 15, 56, 56), (64, 15, 3, 3), padding=1), "direct"),  # too few input channels
     ("default", conv((1, 64, 56, 56), (15, 64, 3, 3), padding=1), "direct"),  # too few output channels
     ("default", conv((1, 64, 28, 28), (64, 8, 3, 3), padding=1, groups=8), "direct"),  # too few of each group
-    ("default", conv((1, 32, 20, 20), (43, 32, 3, 3), padding=1), "direct"),  # 9.9 MFLOP
-    ("default", conv((1, 32, 20, 20), (44, 32, 3, 3), padding=1), "winograd_f4"),  # 10.1 MFLOP
+    ("default", conv((1, 16, 14, 14), (53, 16, 3, 3), padding=1), "direct"),  # 2.99 MFLOP
+    ("default", conv((1, 16, 14, 14), (54, 16, 3, 3), padding=1), "winograd_f4"),  # 3.05 MFLOP
     ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), 2, 1), "direct"),
     ("default", conv((1, 64, 28, 28), (64, 64, 3, 3), 1, 2, 2), "direct"),
     ("default", conv((1, 64, 28, 28), (64, 64, 1, 1)), "direct"),

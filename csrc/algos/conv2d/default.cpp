@@ -9,7 +9,7 @@ namespace {
 // (docs/algorithms/conv2d/default.md).
 constexpr int64_t kLeastChannels = 16, kLeastOfAGroup = 32;
 // Below this, transforming costs Winograd more than the products that it saves: measured (docs/algorithms/conv2d/default.md).
-constexpr double kLeastFlops = 1e7;
+constexpr double kLeastFlops = 3e6;
 
 // Of the direct method; many where a size is not known yet.
 double flops(const Conv2dProblem& p) {

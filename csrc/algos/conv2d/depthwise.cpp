@@ -130,7 +130,8 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
             for (int s = 0; s < columns; s++) weights[h][s] = lanes_at(w + s * p.in_channels);
 #pragma GCC unroll 32
           for (int i = 0; i < reach; i++) {
-            if (i < first || i >= last) continue;
+            // Padding is narrower than the kernel (form_for): no others can lie outside.
+            if ((i < columns - 1 && i < first) || (i > reach - columns && i >= last)) continue;
             const Vec<A> v = lanes_at(from + i * x_column);
 #pragma GCC unroll 8
             for (int s = i % stride; s < columns; s += stride)
@@ -187,7 +188,8 @@ RowsOf<T> form_for(const Conv2dProblem& p) {
     if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride>;
     return nullptr;
   };
-  if (p.out_width < kFewPixels || p.dilation_h != 1 || p.dilation_w != 1 || p.stride_w > 2) return nullptr;
+  const bool wide = p.pad_w >= p.kernel_width;
+  if (p.out_width < kFewPixels || p.dilation_h != 1 || p.dilation_w != 1 || p.stride_w > 2 || wide) return nullptr;
   return p.stride_w == 1 ? of_stride.template operator()<1>() : of_stride.template operator()<2>();
 }
 
