@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ai3_ops import _library
 
 TURNS = 5  # between measurements of the machine's limits
-SHORTLIST = 3  # of the own methods, by one call each, those that are measured in turns
+SHORTLIST = 3  # of the own methods, by few calls each, those that are measured in turns
 BFLOAT16 = torch.bfloat16
 
 
@@ -48,6 +48,7 @@ class Sample:
     ours: float = 0.0  # seconds
     theirs: float = 0.0  # seconds
     gflops: float = 0.0  # effective, of ours
+    limit: float = 0.0  # what the machine allows over our time (measure.of_limit)
     error: float = 0.0  # of ours, against float64
     note: str = ""
     passes: list[float] = field(default_factory=list)  # the value in each pass
@@ -283,7 +284,10 @@ def _swapped(
 
 
 def _shortlist(calls: dict[str, Function]) -> list[str]:
-    return sorted(calls, key=lambda name: measure.first(calls[name]))[:SHORTLIST] if len(calls) > 1 else list(calls)
+    if len(calls) == 1:
+        return list(calls)
+    guesses = measure.guesses(calls)
+    return sorted(calls, key=lambda name: guesses[name])[:SHORTLIST]
 
 
 def _against(
@@ -315,6 +319,7 @@ def _sample(
         mine,
         other,
         gflops,
+        measure.of_limit(layer, mine, work),
         error,
         fastest_ours=min(ours),
         fastest_theirs=min(theirs),
@@ -490,8 +495,10 @@ def document(machine: dict[str, str], results: list[tuple[Row, list[Sample]]]) -
         "Written by `python -m benchmarks.figures`. Float32 unless said otherwise; ours is the module that `swap` returns, under",
         "`inference_mode` on channels_last input; oneDNN is PyTorch's prepacked operator; medians of turns that alternate in one",
         "process. Error: max|y - y64| / max|y64|, y64 in float64 (of convolutions above 1 GFLOP on a part of the output;",
-        "forward and backward: the largest of the gradients'). GFLOP/s: the direct method's work over the time. Peak and",
-        "bandwidth, where they are the opponent, are measured between our turns. Where there are several passes, of each layer",
+        "forward and backward: the largest of the gradients'). GFLOP/s: the direct method's work over the time. Of the limit:",
+        "what the machine allows, that work at the peak or bytes moved once at the read bandwidth, whichever is slower,",
+        "over our time: above 100 % where a method multiplies less, or where caches hold the bytes. Peak and bandwidth, where",
+        "they are the opponent, are measured between our turns. Where there are several passes, of each layer",
         "the one with the median ratio. A layer such as 10x 64 -> 128 56² 3x3 s2 p1 g2: a batch of 10, 64 channels, 128 filters,",
         "a map of 56x56, a kernel of 3x3, stride 2, padding 1, 2 groups. Best own: the fastest of our methods not marked",
         "approximate. Of the fastest turns: the opponent's fastest turn in all passes over ours, which others on the machine",
@@ -513,18 +520,19 @@ def document(machine: dict[str, str], results: list[tuple[Row, list[Sample]]]) -
             "in each pass",
             "of the fastest turns",
             "GFLOP/s",
+            "of the limit",
             "error",
         )
-        yield from measure.table(head, (_cells(s, value, row) for s, value in ours), "llrrrrrrr")
+        yield from measure.table(head, (_cells(s, value, row) for s, value in ours), "llrrrrrrrr")
 
 
 def _cells(s: Sample, value: str, row: Row) -> tuple[str, ...]:
     if s.value is None:
-        return s.layer, s.algorithm, "", "", value, "", "", "", ""
+        return s.layer, s.algorithm, "", "", value, "", "", "", "", ""
     times = measure.milliseconds(s.ours), measure.milliseconds(s.theirs)
     passes = ", ".join(number(row, v) for v in s.passes)
     fastest = number(row, s.fastest_theirs / s.fastest_ours)
-    return s.layer, s.algorithm, *times, value, passes, fastest, f"{s.gflops:.0f}", f"{s.error:.1e}"
+    return s.layer, s.algorithm, *times, value, passes, fastest, f"{s.gflops:.0f}", f"{s.limit:.0%}", f"{s.error:.1e}"
 
 
 def main() -> int:

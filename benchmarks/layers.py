@@ -41,6 +41,7 @@ class Result:
     peers: dict[str, Time] = field(default_factory=dict)  # PyTorch's ways
     own: dict[str, Time] = field(default_factory=dict)
     default: str = ""  # what the rule picks
+    limit: float = 0.0  # share of the machine's that the best own method reaches (measure.of_limit)
 
     @property
     def peer(self) -> str:
@@ -77,15 +78,14 @@ def compare(layer: Layer, seconds: float) -> Result:
         modules = {name: measure.swapped(layer, module, name, x) for name in names}
         calls = peers | {name: _call(m, x) for name, m in modules.items()}
         error = measure.Reference(layer, module, x).error
-        times = {name: Time(measure.first(call), error(call()), rough=True) for name, call in calls.items()}
-        for name, call in calls.items():  # again, later: what disturbed the first time may be over
-            times[name].seconds = min(times[name].seconds, measure.first(call))
+        times = {name: Time(guess, error(calls[name]()), True) for name, guess in measure.guesses(calls).items()}
         result = Result({n: times[n] for n in peers}, {n: times[n] for n in names})
         result.default = measure.choice(layer, module, x)
         limit, shown = SLOW * times[_fastest(times)].seconds, (result.peer, result.best, result.default)
         close = [name for name, time in times.items() if time.seconds <= limit or name in shown]
         for name, median in zip(close, measure.interleaved([calls[n] for n in close], seconds), strict=True):
             times[name].seconds, times[name].rough = median, False
+        result.limit = measure.of_limit(layer, times[result.best].seconds)
     return result
 
 
@@ -98,7 +98,8 @@ SUMMARY = (
     "PyTorch's fastest / default", "regret of default",
 )  # fmt: skip
 HEAD = (
-    "layer", "times", "PyTorch's fastest", "ms", "error", "best own", "ms", "error", "ratio", "default", "ms", "error", "regret",
+    "layer", "times", "PyTorch's fastest", "ms", "error", "best own", "ms", "error", "of the limit", "ratio",
+    "default", "ms", "error", "regret",
 )  # fmt: skip
 
 
@@ -113,8 +114,10 @@ def document(
         "operator. Milliseconds are medians of turns that alternate in one process, for each distinct shape once, about",
         f"{seconds:g} s; what took more than {SLOW:g} times the fastest, and is not shown, is in the JSON only, with the least",
         "of few calls. Error: max|y - y64| / max|y64|, y64 in float64 (of convolutions above 1 GFLOP on a part of the",
-        "output). Ratio: PyTorch's fastest over the best own. Regret: what `default` picks over the best own. `flatten` is",
-        "left out: PyTorch's is a view.\n",
+        "output). Ratio: PyTorch's fastest over the best own. Of the limit: what the machine allows, the direct method's",
+        "multiply-adds at the peak or bytes moved once at the read bandwidth, whichever is slower, over the time of the best",
+        "own: above 100 % where it multiplies less, or where caches hold the bytes. Regret: what `default` picks over the best",
+        "own. `flatten` is left out: PyTorch's is a view.\n",
     )
     yield from measure.table(("machine", ""), machine.items())
     yield "\nSums over all layers, in milliseconds:\n"
@@ -122,7 +125,7 @@ def document(
     for name, layers in networks.items():
         yield f"\n## {name}\n"
         yield from measure.table(
-            HEAD, (_cells(layer, n, results[layer]) for layer, n in layers.items()), "lrlrrlrrrlrrr"
+            HEAD, (_cells(layer, n, results[layer]) for layer, n in layers.items()), "lrlrrlrrrrlrrr"
         )
 
 
@@ -146,7 +149,19 @@ def _cells(layer: Layer, count: int, r: Result) -> tuple[str, ...]:
     peer, best = r.peers[r.peer], r.own[r.best]
     ratio, regret = f"{peer.seconds / best.seconds:.2f}x", f"{r.chosen.seconds / best.seconds:.2f}x"
     name = str(layer) if layer.operation == "conv2d" else f"{layer.operation} {layer}"
-    return name, f"{count}", r.peer, *of(peer), r.best, *of(best), ratio, r.default, *of(r.chosen), regret
+    return (
+        name,
+        f"{count}",
+        r.peer,
+        *of(peer),
+        r.best,
+        *of(best),
+        f"{r.limit:.0%}",
+        ratio,
+        r.default,
+        *of(r.chosen),
+        regret,
+    )
 
 
 def main() -> int:

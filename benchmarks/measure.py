@@ -260,6 +260,18 @@ def first(function: Function) -> float:
     return seconds if seconds > 0.5 else min(once(function) for _ in range(3 if seconds < 0.05 else 1))
 
 
+def guesses(calls: dict[str, Function]) -> dict[str, float]:
+    """A first guess of each, the lesser of two some time apart: what disturbed one may be over."""
+    once, again = ({name: first(call) for name, call in calls.items()} for _ in range(2))
+    return {name: min(once[name], again[name]) for name in calls}
+
+
+def of_limit(layer: Layer, seconds: float, work: int = 1) -> float:
+    """What the machine allows over a time: the direct method's work at the peak, or float32's bytes moved once if slower."""
+    flops, bandwidth = _library.machine(torch.get_num_threads())
+    return work * max(layer.flops / flops, layer.bytes / bandwidth) / seconds
+
+
 def turns(functions: Sequence[Function], seconds: float = 1.0) -> list[list[float]]:
     """Seconds of each in each of its turns, which change direction, for about `seconds` altogether."""
     guesses = [first(f) for f in functions]

@@ -2,8 +2,8 @@
 
     python -m benchmarks.profile 'conv2d N=1 C=256 H=14 W=14 K=256 kernel=3 stride=1 pad=1 dilation=1 groups=1' winograd
 
-Samples of the CPU clock, a thousand a second in every thread, of which the workers spin between calls, so that all threads' samples
-together are the calls' time. Needs Linux's `perf` and the right to use it.
+Samples of the CPU clock, a thousand a second in every thread. Workers spin between calls, so that all threads' samples together
+are the calls' time. Needs Linux's `perf` and the right to use it.
 """
 
 from __future__ import annotations
