@@ -89,6 +89,8 @@ CASES: dict[str, list[Case]] = {
         conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("sliced", "sliced", "sliced")),
         conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("expanded", "expanded", "expanded")),
         conv((2, 8, 8, 9), (12, 4, 3, 2), 2, 1, 1, 2, layouts=("channels_last", "sliced")),
+        conv((1, 17, 6, 5), (17, 1, 3, 3), padding=4, groups=17, layouts=("channels_last",)),
+        conv((1, 5, 9, 8), (5, 1, 7, 7), 2, 8, 1, 5, layouts=("channels_last",)),
         # Pixels a multiple of 4 KiB apart, which collide in the L1 cache (as linear's rows below); more channels than an edge
         # tile of the transform algorithms is padded with in place.
         conv((1, 2048, 3, 5), (5, 2048, 1, 1), layouts=("channels_last",)),

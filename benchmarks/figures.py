@@ -171,7 +171,8 @@ def in_bfloat16(
                     calls = {name: _call(m, y) for name, m in modules.items()}
                     float32 = _call(measure.swapped(layer, module, algorithm, x), x)
                     error = measure.Reference(layer, module, x).error
-                    yield _against(layer, calls, float32, lambda name: error(calls[name]()), run)  # noqa: B023
+                    sample = _against(layer, calls, float32, lambda name: error(calls[name]()), run)  # noqa: B023
+                    yield replace(sample, limit=0.0)  # float32's limits are not bfloat16's
 
     return samples
 
@@ -532,7 +533,8 @@ def _cells(s: Sample, value: str, row: Row) -> tuple[str, ...]:
     times = measure.milliseconds(s.ours), measure.milliseconds(s.theirs)
     passes = ", ".join(number(row, v) for v in s.passes)
     fastest = number(row, s.fastest_theirs / s.fastest_ours)
-    return s.layer, s.algorithm, *times, value, passes, fastest, f"{s.gflops:.0f}", f"{s.limit:.0%}", f"{s.error:.1e}"
+    limit = f"{s.limit:.0%}" if s.limit else ""
+    return s.layer, s.algorithm, *times, value, passes, fastest, f"{s.gflops:.0f}", limit, f"{s.error:.1e}"
 
 
 def main() -> int:

@@ -60,7 +60,7 @@ class Result:
 
 
 def _fastest(times: dict[str, Time]) -> str:
-    return min(times, key=lambda name: times[name].seconds)
+    return min(times, key=lambda name: (times[name].rough, times[name].seconds))
 
 
 def compare(layer: Layer, seconds: float) -> Result:

@@ -266,9 +266,16 @@ def guesses(calls: dict[str, Function]) -> dict[str, float]:
     return {name: min(once[name], again[name]) for name in calls}
 
 
+@functools.cache
+def limits(threads: int) -> tuple[float, float]:
+    """The machine's multiply-add peak (FLOP/s) and read bandwidth (bytes/s), the best of several probes."""
+    probes = [_library.machine(threads, True) for _ in range(8)]
+    return max(flops for flops, _ in probes), max(bandwidth for _, bandwidth in probes)
+
+
 def of_limit(layer: Layer, seconds: float, work: int = 1) -> float:
     """What the machine allows over a time: the direct method's work at the peak, or float32's bytes moved once if slower."""
-    flops, bandwidth = _library.machine(torch.get_num_threads())
+    flops, bandwidth = limits(torch.get_num_threads())
     return work * max(layer.flops / flops, layer.bytes / bandwidth) / seconds
 
 
@@ -341,7 +348,7 @@ class Load:
 
 def machine(threads: int, load: Load) -> dict[str, str]:
     """What the figures of a run must be read with."""
-    flops, bandwidth = _library.machine(threads)
+    flops, bandwidth = limits(threads)
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
     found = doctor.machine()
     found["threads"] = str(threads)

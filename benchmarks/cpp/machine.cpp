@@ -1,5 +1,4 @@
-// What the machine gives without a kernel: the rates that bound one. Medians over seconds, where machine.h has the best of some
-// milliseconds.
+// What the machine gives without a kernel, kept up over seconds; csrc/algos/core/machine.h has the best of some milliseconds.
 #include "machine.h"
 
 #include <benchmark/benchmark.h>
@@ -10,6 +9,7 @@
 #include <new>
 #include <string>
 
+#include "../../csrc/algos/core/level.h"
 #include "../../csrc/algos/core/parallel.h"
 
 #if defined(__x86_64__)
@@ -23,21 +23,19 @@ namespace {
 
 typedef float Wide __attribute__((vector_size(64)));
 constexpr int kChains = 12;
-constexpr int64_t kAhead = 4096;  // bytes
+constexpr int64_t kAhead = 4096, kMoved = 16 << 20;  // bytes: asked for ahead; of a thread in one team, at least
 
-// Multiply-adds in registers, nothing else.
-AI3_BEST_LEVEL float multiply_add(int64_t steps) {
+// Multiply-adds in registers, nothing else; with AVX-512.
+AI3_BEST_LEVEL void multiply_add(int64_t steps) {
   Wide chain[kChains];
   for (int c = 0; c < kChains; c++) chain[c] = Wide{} + static_cast<float>(c + 2);
   for (int64_t i = 0; i < steps; i++) {
 #pragma GCC unroll 12
     for (int c = 0; c < kChains; c++) chain[c] = chain[c] * .999999f + 1e-6f;
   }
-  Wide sum = chain[0];
-  for (int c = 1; c < kChains; c++) sum += chain[c];
-  return sum[0];
+  for (const Wide& c : chain) benchmark::DoNotOptimize(c);
 }
-AI3_BEST_LEVEL float read(const char* data, int64_t bytes) {
+AI3_BEST_LEVEL void read(const char* data, int64_t bytes) {
   Wide sum[4] = {};
   for (const char* end = data + bytes; data < end; data += sizeof(sum)) {
 #pragma GCC unroll 4
@@ -47,7 +45,7 @@ AI3_BEST_LEVEL float read(const char* data, int64_t bytes) {
       sum[c] += *from;
     }
   }
-  return ((sum[0] + sum[1]) + (sum[2] + sum[3]))[0];
+  for (const Wide& s : sum) benchmark::DoNotOptimize(s);
 }
 // One line is written for each `lines` that are read, their sum.
 AI3_BEST_LEVEL void reduce(const char* from, char* to, int64_t bytes, int64_t lines) {
@@ -68,7 +66,7 @@ std::unique_ptr<char, Free> memory(int threads, int64_t bytes) {
   char* data = static_cast<char*>(std::aligned_alloc(size_t{2} << 20, static_cast<size_t>((bytes >> 21) + 2) << 21));
   if (!data) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-  madvise(data, static_cast<size_t>(bytes), MADV_HUGEPAGE);
+  madvise(data, static_cast<size_t>((bytes >> 21) + 2) << 21, MADV_HUGEPAGE);
 #endif
   parallel_for(threads, threads, [&](int64_t i, int) {
     const Share mine = share(bytes / 64, threads, i);
@@ -82,28 +80,33 @@ using benchmark::State;
 
 void time_multiply_add(State& state, int threads) {
   constexpr int64_t kSteps = 1 << 15;
-  for (auto _ : state) parallel_for(threads, threads, [&](int64_t, int) { benchmark::DoNotOptimize(multiply_add(kSteps)); });
+  for (auto _ : state) parallel_for(threads, threads, [&](int64_t, int) { multiply_add(kSteps); });
   state.counters["FLOPS"] = Counter(2. * kChains * 16 * kSteps * threads, Counter::kIsIterationInvariantRate);
 }
-// The same bytes over and over: every thread all of them, or its own part.
+// The same bytes over and over, often enough that starting a team does not count: every thread all of them, or its own part.
 void time_read(State& state, int threads, int64_t bytes, bool all) {
   const auto data = memory(threads, bytes);
+  const int64_t times = (kMoved + bytes - 1) / bytes * (all ? 1 : threads);
   for (auto _ : state)
     parallel_for(threads, threads, [&](int64_t i, int) {
       const Share mine = all ? Share{0, bytes / 256} : share(bytes / 256, threads, i);
-      benchmark::DoNotOptimize(read(data.get() + mine.begin * 256, (mine.end - mine.begin) * 256));
+      for (int64_t t = 0; t < times; t++) read(data.get() + mine.begin * 256, (mine.end - mine.begin) * 256);
     });
-  state.counters["bytes"] = Counter(static_cast<double>(bytes) * (all ? threads : 1), Counter::kIsIterationInvariantRate);
+  state.counters["bytes"] = Counter(static_cast<double>(times * bytes * (all ? threads : 1)), Counter::kIsIterationInvariantRate);
 }
+// Read and written by plain loads and stores.
 void time_reduce(State& state, int threads, int64_t bytes, int64_t lines) {
   const auto from = memory(threads, bytes), to = memory(threads, bytes / lines);
+  const int64_t times = (kMoved + bytes - 1) / bytes * threads;
   for (auto _ : state)
     parallel_for(threads, threads, [&](int64_t i, int) {
       const Share mine = share(bytes / lines / 64, threads, i);
-      reduce(from.get() + mine.begin * lines * 64, to.get() + mine.begin * 64, (mine.end - mine.begin) * lines * 64, lines);
+      for (int64_t t = 0; t < times; t++) {
+        reduce(from.get() + mine.begin * lines * 64, to.get() + mine.begin * 64, (mine.end - mine.begin) * lines * 64, lines);
+        benchmark::ClobberMemory();
+      }
     });
-  state.counters["bytes"] = Counter(static_cast<double>(bytes) + static_cast<double>(bytes) / static_cast<double>(lines),
-                                    Counter::kIsIterationInvariantRate);
+  state.counters["bytes"] = Counter(static_cast<double>(times * (bytes + bytes / lines)), Counter::kIsIterationInvariantRate);
 }
 
 }  // namespace
@@ -113,7 +116,7 @@ void add_machine(int most_threads) {
     benchmark::RegisterBenchmark(("machine/" + name + "/threads:" + std::to_string(threads)).c_str(), body)->UseRealTime();
   };
   for (int threads = 1; threads <= most_threads; threads += most_threads > 1 ? most_threads - 1 : 1) {
-    add("multiply_add", threads, [=](State& s) { time_multiply_add(s, threads); });
+    if (level() == "avx512") add("multiply_add", threads, [=](State& s) { time_multiply_add(s, threads); });
     for (int64_t mib : {1, 4, 9, 18, 36, 144}) {
       const std::string size = std::to_string(mib) + "MiB";
       add("read/" + size + "/parts", threads, [=](State& s) { time_read(s, threads, mib << 20, false); });

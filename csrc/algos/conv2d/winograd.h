@@ -25,8 +25,8 @@ inline constexpr double kPoints<3>[3] = {.5625, 1, 1.75};
 template <>
 inline constexpr double kPoints<4>[4] = {.5, .875, 1.125, 2.5};
 
-// F(M, R). M + R is odd; F(1, 1) is the identity, for the axis that a one-dimensional kernel does not have. Rows come in pairs,
-// which share work: pair 0 is 0 and infinity, pair i the points +-kPoints[i - 1]; leaving out point -1 of kPoints leaves out
+// F(M, R). M + R is odd; F(1, 1) is the identity, for the axis that a one-dimensional kernel does not have. Rows come in pairs:
+// pair 0 is 0 and infinity, pair i the points +-kPoints[i - 1], which share work; leaving out point -1 of kPoints leaves out
 // none.
 template <int M, int R>
 struct ToomCook {

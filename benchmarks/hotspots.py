@@ -1,6 +1,6 @@
 """Where a layer's time goes: its module called over and over under `perf`, by function.
 
-    python -m benchmarks.profile 'conv2d N=1 C=256 H=14 W=14 K=256 kernel=3 stride=1 pad=1 dilation=1 groups=1' winograd
+    python -m benchmarks.hotspots 'conv2d N=1 C=256 H=14 W=14 K=256 kernel=3 stride=1 pad=1 dilation=1 groups=1' winograd
 
 Samples of the CPU clock, a thousand a second in every thread. Workers spin between calls, so that all threads' samples together
 are the calls' time. Needs Linux's `perf` and the right to use it.
@@ -64,7 +64,8 @@ def _short(function: str) -> str:
     previous = ""
     while previous != function:
         previous, function = function, re.sub(r"<[^<>]*>|\([^()]*\)", "", function)
-    return "::".join(part.strip() for part in function.split("::")[-3:]).replace(" const", "")
+    parts = [part.strip() for part in function.split("::")]
+    return "::".join([part for part in parts if part][-3:]).replace(" const", "")
 
 
 def main() -> int:
