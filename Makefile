@@ -79,7 +79,7 @@ bench: build
 	grep -q '^build ai3_bench:' $(BUILD)/build.ninja || \
 	  { echo "make: needs Google Benchmark, which is neither installed nor can be downloaded" >&2; exit 1; }
 	cmake --build $(BUILD) --parallel $(JOBS)
-	$(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS)
+	OMP_WAIT_POLICY=active $(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS)
 else
 bench: build
 	OMP_WAIT_POLICY=active .venv/bin/python -m benchmarks.layers $(BENCH_ARGS)
