@@ -91,7 +91,7 @@ def register(
 
     Args:
         operation: what it computes, such as `"conv2d"`.
-        name: what it is called; letters, digits and underscores.
+        name: what it is called; letters, digits and underscores, not `auto` or `torch`, which mean something in selectors.
         source: the path of a header that holds one function template `<operation>_<name>` and
             `AI3_ALGORITHM(<operation>, <name>)`, see docs/your-own-algorithm.md. It is compiled for this machine's
             instruction set and cached; only a header named here is ever built. Or a callable that takes the operator's
@@ -156,7 +156,13 @@ def _check_name(operation: str, name: str, replace: bool, python: bool) -> None:
     if operation not in registry.operations():
         raise ValueError(f"ai3_ops.register: no operation {operation!r}; there are: {', '.join(registry.operations())}")
     if not (name.isascii() and name.isidentifier()):
-        raise ValueError(f"ai3_ops.register: {name!r} cannot name an algorithm: letters, digits and underscores only")
+        raise ValueError(
+            f"ai3_ops.register: {name!r} cannot name an algorithm: letters, digits and underscores only, no digit first"
+        )
+    if name in ("auto", "torch"):
+        raise ValueError(
+            f"ai3_ops.register: {name!r} cannot name an algorithm: selectors give the word a meaning of its own"
+        )
     taken = next((a for a in registry.registered() if (a.operation, a.name) == (operation, name)), None)
     if taken is None:
         return

@@ -211,7 +211,7 @@ def test_headers_and_callables_do_not_replace_each_other(header, capfd):
 def test_what_is_no_operation_or_no_name():
     with pytest.raises(ValueError, match="no operation 'conv9d'"):
         register_function("conv9d", "mine", "mine.h")
-    for name in ("two words", "", "1st", "größe", "a;b"):
+    for name in ("two words", "", "1st", "größe", "a;b", "auto", "torch"):
         with pytest.raises(ValueError, match="cannot name an algorithm"):
             register_function("conv2d", name, "mine.h")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.h"):
