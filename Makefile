@@ -72,6 +72,9 @@ wheel-test: .venv/.wheel-test
 	$(call say,the wheel on each torch and Python; pip install from source)
 	.venv/bin/python .ci/wheels.py
 
+# Workers spin between calls, as they do inside a network.
+bench figures: export OMP_WAIT_POLICY := active
+
 # Every layer of the networks beside PyTorch, into docs/benchmarks/; with FILTER the kernels alone, and nothing is written.
 ifdef FILTER
 bench: build
@@ -79,15 +82,15 @@ bench: build
 	grep -q '^build ai3_bench:' $(BUILD)/build.ninja || \
 	  { echo "make: needs Google Benchmark, which is neither installed nor can be downloaded" >&2; exit 1; }
 	cmake --build $(BUILD) --parallel $(JOBS)
-	OMP_WAIT_POLICY=active $(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS)
+	$(BUILD)/ai3_bench --benchmark_filter='$(FILTER)' $(BENCH_ARGS)
 else
 bench: build
-	OMP_WAIT_POLICY=active .venv/bin/python -m benchmarks.layers $(BENCH_ARGS)
+	.venv/bin/python -m benchmarks.layers $(BENCH_ARGS)
 endif
 
 # What the CPU kernels are held to, measured: docs/benchmarks/figures.md.
 figures: build
-	OMP_WAIT_POLICY=active .venv/bin/python -m benchmarks.figures $(BENCH_ARGS)
+	.venv/bin/python -m benchmarks.figures $(BENCH_ARGS)
 
 NATIVE = $$(find csrc tests benchmarks docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 lint: .venv/.lint

@@ -149,19 +149,8 @@ def _cells(layer: Layer, count: int, r: Result) -> tuple[str, ...]:
     peer, best = r.peers[r.peer], r.own[r.best]
     ratio, regret = f"{peer.seconds / best.seconds:.2f}x", f"{r.chosen.seconds / best.seconds:.2f}x"
     name = str(layer) if layer.operation == "conv2d" else f"{layer.operation} {layer}"
-    return (
-        name,
-        f"{count}",
-        r.peer,
-        *of(peer),
-        r.best,
-        *of(best),
-        f"{r.limit:.0%}",
-        ratio,
-        r.default,
-        *of(r.chosen),
-        regret,
-    )
+    best_cells = r.best, *of(best), f"{r.limit:.0%}"
+    return name, f"{count}", r.peer, *of(peer), *best_cells, ratio, r.default, *of(r.chosen), regret
 
 
 def main() -> int:

@@ -5,10 +5,13 @@
 #include <sys/mman.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
+#include <set>
 #include <string>
 
+#include "../../csrc/algos/core/checked.h"
 #include "../../csrc/algos/core/level.h"
 #include "../../csrc/algos/core/parallel.h"
 
@@ -22,7 +25,7 @@ namespace ai3::bench {
 namespace {
 
 typedef float Wide __attribute__((vector_size(64)));
-constexpr int kChains = 12;
+constexpr int kLanes = sizeof(Wide) / sizeof(float), kChains = 12;
 constexpr int64_t kAhead = 4096, kMoved = 256 << 20;  // bytes: asked for ahead; of a thread in one team, at least
 
 // Multiply-adds in registers, nothing else; with AVX-512.
@@ -63,14 +66,15 @@ struct Free {
 };
 // Zeros, in huge pages, of which each thread has touched what it is going to use.
 std::unique_ptr<char, Free> memory(int threads, int64_t bytes) {
-  char* data = static_cast<char*>(std::aligned_alloc(size_t{2} << 20, static_cast<size_t>((bytes >> 21) + 2) << 21));
+  const auto page = size_t{2} << 20, size = (static_cast<size_t>(bytes) / page + 2) * page;
+  char* data = static_cast<char*>(std::aligned_alloc(page, size));
   if (!data) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-  madvise(data, static_cast<size_t>((bytes >> 21) + 2) << 21, MADV_HUGEPAGE);
+  madvise(data, size, MADV_HUGEPAGE);
 #endif
   parallel_for(threads, threads, [&](int64_t i, int) {
     const Share mine = share(bytes / 64, threads, i);
-    std::fill(data + mine.begin * 64, data + mine.end * 64, 0);
+    std::memset(data + mine.begin * 64, 0, static_cast<size_t>(mine.end - mine.begin) * 64);
   });
   return std::unique_ptr<char, Free>(data);
 }
@@ -81,12 +85,12 @@ using benchmark::State;
 void time_multiply_add(State& state, int threads) {
   constexpr int64_t kSteps = 1 << 19;  // a millisecond
   for (auto _ : state) parallel_for(threads, threads, [&](int64_t, int) { multiply_add(kSteps); });
-  state.counters["FLOPS"] = Counter(2. * kChains * 16 * kSteps * threads, Counter::kIsIterationInvariantRate);
+  state.counters["FLOPS"] = Counter(2. * kChains * kLanes * kSteps * threads, Counter::kIsIterationInvariantRate);
 }
 // The same bytes over and over, often enough that starting a team does not count: every thread all of them, or its own part.
 void time_read(State& state, int threads, int64_t bytes, bool all) {
   const auto data = memory(threads, bytes);
-  const int64_t times = (kMoved + bytes - 1) / bytes * (all ? 1 : threads);
+  const int64_t times = ceil_div(kMoved, bytes) * (all ? 1 : threads);
   for (auto _ : state)
     parallel_for(threads, threads, [&](int64_t i, int) {
       const Share mine = all ? Share{0, bytes / 256} : share(bytes / 256, threads, i);
@@ -97,7 +101,7 @@ void time_read(State& state, int threads, int64_t bytes, bool all) {
 // Read and written by plain loads and stores.
 void time_reduce(State& state, int threads, int64_t bytes, int64_t lines) {
   const auto from = memory(threads, bytes), to = memory(threads, bytes / lines);
-  const int64_t times = (kMoved + bytes - 1) / bytes * threads;
+  const int64_t times = ceil_div(kMoved, bytes) * threads;
   for (auto _ : state)
     parallel_for(threads, threads, [&](int64_t i, int) {
       const Share mine = share(bytes / lines / 64, threads, i);
@@ -115,7 +119,7 @@ void add_machine(int most_threads) {
   auto add = [](const std::string& name, int threads, auto&& body) {
     benchmark::RegisterBenchmark(("machine/" + name + "/threads:" + std::to_string(threads)).c_str(), body)->UseRealTime();
   };
-  for (int threads = 1; threads <= most_threads; threads += most_threads > 1 ? most_threads - 1 : 1) {
+  for (int threads : std::set<int>{1, most_threads}) {
     if (level() == "avx512") add("multiply_add", threads, [=](State& s) { time_multiply_add(s, threads); });
     for (int64_t mib : {1, 4, 9, 18, 36, 144}) {
       const std::string size = std::to_string(mib) + "MiB";
