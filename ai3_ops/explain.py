@@ -96,9 +96,11 @@ def explain(model: nn.Module) -> Report:
         lost = vars(module).get("_ai3_lost")
         if lost is not None:
             kind = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
-            unreached.append(Unreached(name, kind, lost.reason, lost.seen, lost.source))
+            unreached.append(Unreached(name, kind, lost["reason"], lost["seen"], lost["source"]))
         if isinstance(mark, Call):
             layers.append(_layer(name, mark, ""))
+        elif isinstance(mark, list):
+            layers += [_layer(name, Call.of_note(note), "") for note in mark]
         elif isinstance(mark, Rewrite):
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -156,14 +157,21 @@ def approximate_default(operation: str, rule: str) -> str | None:
 def load_entry_points() -> None:
     """Calls the entry points of the group `ai3_ops.algorithms`, once per process; each calls `ai3_ops.register`.
 
-    One that fails is a warning that names its package, so that one broken package does not take the others away.
+    One that fails is a warning that names its package, so that one broken package does not take the others away. The
+    environment variable AI3_OPS_PLUGINS says which are called: "0" none, names with commas between them those, unset all.
     """
     global _entry_points_loaded
     with _loading:
         if _entry_points_loaded:
             return
         _entry_points_loaded = True  # before the calls, which ask for names themselves
+        wanted = os.environ.get("AI3_OPS_PLUGINS")
+        if wanted == "0":
+            return
+        names = None if wanted is None else {name.strip() for name in wanted.split(",")}
         for point in metadata.entry_points(group="ai3_ops.algorithms"):
+            if names is not None and point.name not in names:
+                continue
             try:
                 point.load()()
             except Exception as cause:

@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
 from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_class
-from ai3_ops.nn.calls import Call, Spec, approximation
+from ai3_ops.nn.calls import Call, Spec, approximation, unfit
 from ai3_ops.nn.rewrite import Rewrite, Swapped, Untraceable
 from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm, Choice, Place, Selector, assign, listed, spoken_of
@@ -91,6 +91,11 @@ class _Site(Place):
             return None if weight is None else str(error).removeprefix(f"ai3::{self.operation}: ")
         except (LookupError, ValueError, TypeError):
             return None  # it hangs on other values of the forward
+
+    def unfit(self) -> str:
+        """Why no algorithm can read the module's own weights, "" where they can."""
+        weights = self.module.parameters(recurse=False) if self.operation in ("conv2d", "linear") else ()
+        return next(filter(None, map(unfit, weights)), "")
 
     def device(self) -> str:
         """Where the call computes, as far as one can tell."""
@@ -216,6 +221,7 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
     lost: dict[nn.Module, Lost] = {}
     for module, paths in names.items():
         leaf, mark = leaf_class(original_class(module)), marks.get(id(module))
+        noted = {note["suffix"]: Call.of_note(note) for note in mark} if isinstance(mark, list) else {}
         if isinstance(module, torch.jit.ScriptModule):
             lost[module] = Lost("torch.jit compiled it")
         elif "forward" in vars(module):
@@ -226,7 +232,7 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
             )
         elif leaf is not None:
             if leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
-                earlier = mark if isinstance(mark, Call) else None
+                earlier = mark if isinstance(mark, Call) else noted.get("")
                 call = Call.by_name[leaf._ai3_operation]()
                 sites.append(_Site(call.operation, module, paths, call=call, earlier=earlier))
         elif isinstance(module, fx.GraphModule):
@@ -240,9 +246,9 @@ def _discover(model: nn.Module, marks: dict[int, Any]) -> tuple[list[_Site], dic
             except Untraceable as reason:
                 lost[module] = Lost(str(reason))
                 continue
-            former = mark.calls if isinstance(mark, Rewrite) else {}
-            for name, call in rewrite.calls.items():
-                earlier = former.get(name)
+            former = {c.suffix: c for c in mark.calls.values()} if isinstance(mark, Rewrite) else noted
+            for call in rewrite.calls.values():
+                earlier = former.get(call.suffix)
                 sites.append(
                     _Site(call.operation, module, paths, call.suffix, call=call, rewrite=rewrite, earlier=earlier)
                 )
@@ -463,6 +469,8 @@ def _choose(site: _Site, choice: Choice, strict: bool, approximate: bool, stay: 
 
 
 def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
+    if reason := site.unfit():
+        return reason
     problem = site.problem()
     if isinstance(problem, str):
         return problem
@@ -515,9 +523,11 @@ def _install(site: _Site) -> None:
 
 def _apply(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost]) -> None:
     for site in sites:
-        vars(site.module)["_ai3"] = site.rewrite or site.call
         if site.call.algorithm is not None:
             _install(site)
+    for site in sites:
+        if not isinstance(site.module, Swapped):  # stays as it was: what `explain` says of it are plain values
+            vars(site.module).setdefault("_ai3", []).append(site.call.note())
     for rewrite, module in {id(s.rewrite): (s.rewrite, s.module) for s in sites if s.rewrite}.values():
         if isinstance(module, Swapped):
             rewrite.compile(module)
@@ -528,4 +538,4 @@ def _apply(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost]) ->
             set_class(module, swapped_class(original_class(module)))
     for module, what in lost.items():
         if what.seen or what.source:
-            vars(module)["_ai3_lost"] = what
+            vars(module)["_ai3_lost"] = asdict(what)

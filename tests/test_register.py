@@ -482,7 +482,17 @@ def test_check_needs_something_to_check(header):
         ai3_ops.check("conv2d", "user_picky")
 
 
-def test_entry_points_register_when_names_are_asked_for(tmp_path):
+@pytest.mark.parametrize(
+    ("plugins", "found", "warned"),
+    [
+        (None, True, True),
+        ("0", False, False),
+        ("good", True, False),
+        ("bad, good", True, True),
+        ("other", False, False),
+    ],
+)
+def test_entry_points_register_when_names_are_asked_for(tmp_path, plugins, found, warned):
     """One package offers an algorithm; another's entry point is broken, which is a warning that names it."""
     for package, body in {
         "good": "def offer():\n    import ai3_ops\n    ai3_ops.register('relu', 'offered', lambda x: x.clamp(min=0))\n",
@@ -499,15 +509,18 @@ def test_entry_points_register_when_names_are_asked_for(tmp_path):
         assert not hasattr(torch.ops.ai3, "relu_offered"), "loaded before it was asked for"
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert "offered" in {a.name for a in ai3_ops.algorithms("relu")}
+            print("offered" in {a.name for a in ai3_ops.algorithms("relu")})
+        if hasattr(torch.ops.ai3, "relu_offered"):
             assert ai3_ops.supports("relu", "offered", torch.ones(2)) == (True, "")
-        assert torch.ops.ai3.relu_offered(torch.ones(2)).sum() == 2
+            assert torch.ops.ai3.relu_offered(torch.ones(2)).sum() == 2
         print(*[w.message for w in caught if "entry point" in str(w.message)], sep="\\n")
         """,
         PYTHONPATH=f"{tmp_path}{os.pathsep}{Path(ai3_ops.__file__).parent.parent}",
+        **({} if plugins is None else {"AI3_OPS_PLUGINS": plugins}),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["ai3_ops: entry point 'bad' of bad-package failed: no disk"]
+    warning = ["ai3_ops: entry point 'bad' of bad-package failed: no disk"]
+    assert list(filter(None, done.stdout.splitlines())) == [str(found), *(warning if warned else [])]
 
 
 def test_a_loaded_model_says_that_its_algorithm_is_not_registered(tmp_path):

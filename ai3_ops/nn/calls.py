@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ai3_ops import _library, registry
+from ai3_ops import _library, _torch, registry
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm
@@ -97,6 +97,14 @@ def _input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], 
         channels = weight.shape[1] * groups
         return (2, channels, 100_000, 110_000), (5, channels, 130_000, 170_000)
     return (2, weight.shape[-1]), (5, weight.shape[-1])
+
+
+def unfit(tensor: Any) -> str:
+    """Why the operators cannot read a tensor, "" where they can: the data of some subclasses are not their values."""
+    if type(tensor) in (Tensor, nn.Parameter) or not isinstance(tensor, Tensor):
+        return ""
+    kind = type(tensor).__name__
+    return f"reads plain tensors, not {kind}, which computes by itself" if _torch.has_kernels_of_its_own(tensor) else ""
 
 
 def approximation(chosen: str) -> str:
@@ -186,6 +194,21 @@ class Call:
         except ValueError as error:
             self.reason, self.generation = str(error), registry.generation()
 
+    def note(self) -> dict[str, Any]:
+        """What is known of a call that PyTorch computes, in plain values: the module that keeps it is unpickled without us."""
+        names = ("operation", "suffix", "layer", "requested", "reason", "strict", "approximate")
+        example = self.example and tuple(("tensor", *a) if isinstance(a, Spec) else a for a in self.example)
+        return {"example": example} | {name: getattr(self, name) for name in names}
+
+    @staticmethod
+    def of_note(note: dict[str, Any]) -> Call:
+        """The call that made the note."""
+        call = Call.by_name[note["operation"]](note["suffix"])
+        vars(call).update({name: value for name, value in note.items() if name != "operation"})
+        if call.example is not None:
+            call.example = tuple(Spec(*a[1:]) if type(a) is tuple and a[:1] == ("tensor",) else a for a in call.example)
+        return call
+
     def choose(self, algorithm: Algorithm) -> None:
         """Computes with `algorithm` from now on; ValueError for names or parameters that do not exist."""
         self.operator, self.options = algorithm.operator(self.operation)
@@ -243,6 +266,8 @@ class Call:
             if isinstance(a, Tensor):
                 if forward_ad._current_level >= 0 and forward_ad.unpack_dual(a).tangent is not None:
                     return "does not support forward-mode differentiation"
+                if reason := unfit(a):
+                    return reason
                 if a.layout != torch.strided or a.is_nested:
                     return "needs dense tensors"
                 if a.dtype not in _library.DTYPES:
@@ -491,9 +516,10 @@ class _Weighted(Call):
 
 
 def _transformed(input: Tensor) -> bool:
-    """Whether something watches or changes the operators that a call makes: autocast, tracing, torch.func, fake tensors."""
+    """Whether something watches or changes the operators that a call makes: autocast, tracing, tangents, torch.func, fakes."""
     return (
         type(input) is not Tensor
+        or forward_ad._current_level >= 0
         or not input.is_cpu
         or _any_autocast()
         or _dispatch_modes() > 0
@@ -566,9 +592,10 @@ class Conv2d(_Switched):
     function = torch.conv2d
 
     @staticmethod
+    @_torch.constant_when_compiled
     def allow_tf32() -> bool:
-        """Convolutions have a switch of their own."""
-        return bool(torch.backends.cudnn.allow_tf32)
+        """Convolutions have a switch of their own; read where the old and the new way to set it both show."""
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
 
     def arguments(
         self,
@@ -609,9 +636,10 @@ class Linear(_Switched):
     function = F.linear
 
     @staticmethod
+    @_torch.constant_when_compiled
     def allow_tf32() -> bool:
-        """That of matrix products."""
-        return bool(torch.backends.cuda.matmul.allow_tf32)
+        """That of matrix products; read as conv2d's is."""
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
     def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
         """The same."""

@@ -77,7 +77,10 @@ class Linear(Weighted):
         input, weight = ctx.saved_tensors
         needs = list(ctx.needs[:3])
         w = weight if weight.ndim == 2 else weight.unsqueeze(0)
-        y, x = grad.reshape(-1, w.shape[0]), input.reshape(-1, input.shape[-1])
+        rows = 1  # which reshape cannot tell where there are no features
+        for size in input.shape[:-1]:
+            rows = rows * size
+        y, x = grad.reshape(rows, w.shape[0]), input.reshape(rows, input.shape[-1])
         if ctx.operator is not None:  # of matrices
             grads = ctx.operator(y, x, w, needs, **ctx.options)
         else:  # a Python callable

@@ -6,10 +6,10 @@ namespace ai3::ops {
 
 inline constexpr uint32_t kOneDnnDtypes = dtype_bit(DType::f32) | dtype_bit(DType::bf16) | dtype_bit(DType::f16);
 
+// No where PyTorch has no such operator: `supports` must answer, not throw.
 inline bool mkldnn_says(const char* question) {
   StableIValue answer = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(question, "", &answer, TORCH_ABI_VERSION));
-  return torch::stable::detail::to<bool>(answer);
+  return torch_call_dispatcher(question, "", &answer, TORCH_ABI_VERSION) == 0 && torch::stable::detail::to<bool>(answer);
 }
 
 template <class P>

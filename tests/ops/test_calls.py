@@ -54,7 +54,7 @@ def test_short_way_gives_what_the_long_way_gives(pair, mode):
             assert not short.requires_grad
         torch.testing.assert_close(short, module(given), rtol=tolerance, atol=tolerance)
     call = swapped._ai3
-    if call.algorithm is None:  # flatten's default is PyTorch's view
+    if isinstance(call, list):  # flatten's default is PyTorch's view
         return
     assert any(call.plans.values())
     assert ai3_ops.explain(swapped).layers[0].calls == 9

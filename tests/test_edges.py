@@ -1,0 +1,242 @@
+"""Edges of what tensors, switches and processes can be, each of which once gave a wrong answer or an error."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from modules import Modes, close
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map
+
+import ai3_ops
+from ai3_ops import explain, swap
+
+ROOT = str(Path(ai3_ops.__file__).parent.parent)
+
+
+def run(code, *arguments, **environment):
+    """Runs code in a process of its own and returns what it printed."""
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# Tangents -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (nn.Conv2d(3, 4, 3), (2, 3, 7, 7)),
+        (nn.Linear(5, 3), (2, 5)),
+        (nn.ReLU(), (3, 4)),
+        (nn.MaxPool2d(2), (1, 2, 6, 6)),
+        (nn.AvgPool2d(2), (1, 2, 6, 6)),
+        (nn.AdaptiveAvgPool2d(2), (1, 2, 6, 6)),
+        (nn.Flatten(), (2, 3, 4)),
+    ],
+    ids=lambda v: str(v),
+)
+def test_no_grad_keeps_tangents(module, shape):
+    """no_grad speaks of backward mode alone, in PyTorch as here."""
+    x, t = torch.randn(shape), torch.randn(shape)
+    swapped = swap(module, {"*": "onednn"} if isinstance(module, nn.Conv2d) else {"*": "direct", "linear": "gemm"})
+    with torch.no_grad():
+        swapped(x)  # leaves a pack and a plan
+        with forward_ad.dual_level():
+            expected, actual = (
+                forward_ad.unpack_dual(m(forward_ad.make_dual(x, t))).tangent for m in (module, swapped)
+            )
+            close(swapped(x), module(x))  # without a tangent
+    assert actual is not None
+    close(actual, expected)
+
+
+# Tensor subclasses ----------------------------------------------------------------------------------------------------
+class Halved(torch.Tensor):
+    """Stored as half of its values, as quantized tensors are stored as something else; knows how to be a weight of linear."""
+
+    @staticmethod
+    def __new__(cls, half):
+        return torch.Tensor._make_wrapper_subclass(cls, half.shape, dtype=half.dtype, device=half.device)
+
+    def __init__(self, half):
+        self.half_of = half
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten.alias.default):
+            return cls(args[0].half_of.clone())
+        if func in (torch.ops.aten.t.default, torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+            return func(*tree_map(lambda a: a.half_of * 2 if isinstance(a, cls) else a, args), **(kwargs or {}))
+        raise NotImplementedError(f"Halved knows no {func}")
+
+
+class Named(nn.Parameter):
+    """A parameter that is a tensor in every respect."""
+
+
+def halve(linear):
+    linear.weight = nn.Parameter(Halved(linear.weight.detach() / 2), requires_grad=False)
+    return linear
+
+
+def test_weights_that_compute_by_themselves_stay_pytorchs():
+    model, x = nn.Sequential(halve(nn.Linear(4, 3)), nn.Linear(3, 2)), torch.randn(5, 4)
+    expected = model(x)
+    with pytest.warns(UserWarning, match=r"1 of 2 layers stay PyTorch's: .* \(gemm: 1\)"):
+        swapped = swap(model, {"linear": "gemm"})
+    close(swapped(x), expected)
+    first, second = explain(swapped).layers
+    assert (first.used, second.used) == ("torch", "gemm")
+    assert first.reason == "gemm reads plain tensors, not Halved, which computes by itself"
+    with pytest.raises(ValueError, match="reads plain tensors, not Halved"):
+        swap(model, {"0": "gemm"})
+    assert "onednn" not in str(explain(swapped))
+
+
+def test_weights_that_begin_to_compute_by_themselves():
+    """As torchao's quantize_ leaves a model that was swapped before."""
+    swapped, x = swap(nn.Sequential(nn.Linear(4, 3)), {"linear": "gemm"}), torch.randn(5, 4)
+    expected = swapped(x)
+    halve(swapped[0])
+    close(swapped(x), expected)
+    (layer,) = explain(swapped).layers
+    assert layer.torch_calls == 1
+    assert "not Halved" in layer.reason
+
+
+def test_parameters_of_a_class_of_their_own_are_tensors():
+    model = nn.Linear(4, 3)
+    model.weight = Named(model.weight.detach())
+    swapped, x = swap(model, {"linear": "gemm"}), torch.randn(5, 4)
+    close(swapped(x), model(x))
+    assert explain(swapped).layers[0].torch_calls == 0
+
+
+# PyTorch's switches ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("setting", "conv2d", "linear"),
+    [
+        ("pass", True, False),
+        ("torch.backends.cudnn.allow_tf32 = False", False, False),
+        ("torch.backends.cuda.matmul.allow_tf32 = True", True, True),
+        ("torch.backends.fp32_precision = 'ieee'", False, False),
+        ("torch.backends.fp32_precision = 'tf32'", True, True),
+        ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", False, False),
+        ("torch.backends.cudnn.allow_tf32 = False; torch.backends.fp32_precision = 'tf32'", True, True),
+        ("torch.set_float32_matmul_precision('high')", True, True),
+    ],
+)
+def test_tf32_is_read_however_it_was_set(setting, conv2d, linear):
+    """Reading the old switches raises once the new ones are set."""
+    code = (
+        f"import torch\n{setting}\nfrom ai3_ops.nn import calls\n"
+        "print(calls.Conv2d.allow_tf32(), calls.Linear.allow_tf32())\n"
+        "f = torch.compile(lambda x: x + calls.Conv2d.allow_tf32(), fullgraph=True, backend='eager')\n"
+        "print(bool(f(torch.zeros(1))))\n"
+    )
+    assert run(code, PYTHONPATH=ROOT).split() == [str(conv2d), str(linear), str(conv2d)]
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+def test_modules_that_stay_pytorchs_are_unpickled_without_this_package(tmp_path):
+    model = nn.Sequential(nn.Conv2d(1, 2, 5, stride=2), nn.Conv2d(2, 2, 3), nn.MultiheadAttention(4, 1), nn.ReLU())
+    with pytest.warns(UserWarning, match="layers stay PyTorch's"):
+        swapped = swap(model, {"conv2d": "winograd", "linear": "gemm"})
+    used = [(layer.used, layer.reason) for layer in explain(swapped).layers]
+    assert [u for u, _ in used] == ["torch", "winograd", "torch"]
+    assert "stride" in used[0][1]
+    for index in (0, 2, 3):
+        assert b"ai3_ops" not in pickle.dumps(swapped[index])
+    code = (
+        "import sys, torch\n"
+        "sys.modules['ai3_ops'] = None  # any import of it is an error\n"
+        "model = torch.load(sys.argv[1], weights_only=False)\n"
+        "print(tuple(model(torch.ones(1, 1, 5, 5)).shape))\n"
+    )
+    torch.save(swapped[0], tmp_path / "layer.pt")
+    assert run(code, str(tmp_path / "layer.pt")).strip() == "(1, 2, 1, 1)"
+    for other in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+        assert [(layer.used, layer.reason) for layer in explain(other).layers] == used
+        assert explain(other).unreached == explain(swapped).unreached
+        with_relu = swap(other, {"relu": "direct"})  # what is not spoken of keeps its reason
+        assert [(layer.used, layer.reason) for layer in explain(with_relu).layers][:2] == used[:2]
+
+
+def test_functional_calls_that_stay_pytorchs_are_remembered_in_plain_values():
+    swapped = swap(nn.Sequential(Modes(), nn.Conv2d(1, 1, 3)), {"1": "direct"})
+    before = explain(swapped).to_dict()["layers"]
+    assert b"ai3_ops" not in pickle.dumps(swapped[0])
+    buffer = io.BytesIO()
+    torch.save(swapped, buffer)
+    buffer.seek(0)
+    assert explain(torch.load(buffer, weights_only=False)).to_dict()["layers"] == before
+
+
+# Sizes ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("x", "w"),
+    [((3, 0), (4, 0)), ((2, 3, 0), (4, 0)), ((0,), (4, 0)), ((3, 5), (0, 5)), ((0, 3, 0), (4, 0))],
+    ids=str,
+)
+@pytest.mark.parametrize("algorithm", ["gemm", "onednn", "default"])
+def test_gradients_of_linear_without_features(algorithm, x, w):
+    tensors = [torch.randn(x), torch.randn(w), torch.randn(w[:-1])]
+    results = []
+    for function in (F.linear, getattr(torch.ops.ai3, f"linear_{algorithm}")):
+        given = [t.clone().requires_grad_() for t in tensors]
+        output = function(*given)
+        results.append((output, *torch.autograd.grad(output.square().sum(), given)))
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+def of_one_channel(layout, n, h, w):
+    if layout == "slice":
+        return torch.randn(n, 6, h, w).contiguous(memory_format=torch.channels_last)[:, 2:3]
+    if layout == "channels_last":
+        return torch.randn(n * h * w).as_strided((n, 1, h, w), (h * w, 1, w, 1))
+    return torch.randn(n, 1, h, w)
+
+
+@pytest.mark.parametrize("weight", ["slice", "channels_last", "contiguous"])
+@pytest.mark.parametrize("input", ["slice", "channels_last", "contiguous"])
+@pytest.mark.parametrize(
+    ("stride", "padding", "dilation"), [((1, 2), (2, 0), (3, 1)), ((1, 3), (0, 0), (2, 1)), (1, 1, 1)]
+)
+def test_onednn_of_one_channel(input, weight, stride, padding, dilation):
+    """PyTorch's own float32 convolution reads beyond such operands (docs/pytorch.md)."""
+    for n in (1, 3):
+        x, w = of_one_channel(input, n, 37, 6), of_one_channel(weight, 8, 5, 5)
+        expected = F.conv2d(x.double().contiguous(), w.double().contiguous(), None, stride, padding, dilation)
+        y = torch.ops.ai3.conv2d_onednn(x, w, None, stride, padding, dilation)
+        torch.testing.assert_close(y.double(), expected, rtol=0, atol=2e-5)
+        assert y.is_contiguous(memory_format=torch.channels_last) == ({input, weight} != {"contiguous"})
+
+
+def test_onednn_supports_answers_where_pytorch_cannot_tell():
+    """As where PyTorch was built without oneDNN: `supports` once threw what the question's operator threw."""
+    code = """
+import torch, warnings
+warnings.simplefilter("ignore")
+library = torch.library.Library("mkldnn", "IMPL")
+def no():
+    raise RuntimeError("built without oneDNN")
+for dtype in ("bf16", "fp16"):
+    library.impl(f"_is_mkldnn_{dtype}_supported", no, "CompositeImplicitAutograd")
+import ai3_ops
+x = torch.ones(1, 2, 5, 5, dtype=torch.bfloat16)
+print(ai3_ops.supports("conv2d", "onednn", x, x))
+print(ai3_ops.supports("linear", "onednn", x.half()[0, 0], x.half()[0, 0]))
+print(ai3_ops.supports("conv2d", "onednn", x.float(), x.float()))
+"""
+    answers = run(code, PYTHONPATH=ROOT).splitlines()
+    assert answers[0] == "(False, 'oneDNN does not compute in bfloat16 on this processor')"
+    assert answers[1] == "(False, 'oneDNN does not compute in float16 on this processor')"
+    assert answers[2] == "(True, '')"
