@@ -59,6 +59,8 @@ C.ai3_packed_bytes.restype = ctypes.c_int64
 C.ai3_release_workspace.restype = ctypes.c_int64
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
 C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
+C.ai3_program.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int, *_ERROR)
+C.ai3_program.restype = ctypes.c_char_p
 C.ai3_machine.argtypes = (
     ctypes.c_int,
     ctypes.c_int,
@@ -121,6 +123,21 @@ def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, s
 def release_workspace() -> int:
     """Gives the memory that CPU kernels keep for their workspaces back to the system, and says how many bytes that was."""
     return C.ai3_release_workspace()
+
+
+def fill_workspace(byte: int) -> None:
+    """Fills the memory that CPU kernels keep for their workspaces, for tests of what reads it before writing it."""
+    C.ai3_fill_workspace(byte)
+
+
+def program(text: str, inputs: Sequence[tuple[Sequence[int], torch.dtype, int]]) -> dict[str, Any]:
+    """How a program is carried out for inputs of these sizes, dtypes, and elements from pixel to pixel (0: NCHW)."""
+    numbers = [n for shape, dtype, row in inputs for n in (DTYPES[dtype], row, len(shape), *shape)]
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    array = (ctypes.c_int64 * len(numbers))(*numbers)
+    if (record := C.ai3_program(text.encode(), array, len(numbers), error, _ERROR_SIZE)) is None:
+        raise RuntimeError(error.value.decode())
+    return json.loads(record)
 
 
 def machine(threads: int, again: bool = False) -> tuple[float, float]:

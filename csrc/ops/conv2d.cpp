@@ -29,7 +29,9 @@ void check_window(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
   check(weight[1] > 0 && weight[2] > 0 && weight[3] > 0, entry, "needs a kernel of at least 1x1 and one channel, got ", weight);
 }
 
-Conv2dProblem problem_from(const Query& q) {
+}  // namespace
+
+Conv2dProblem conv2d_from(const Query& q) {
   if (q.count != 17) throw std::runtime_error("ai3: a conv2d query needs 17 sizes");
   const int64_t* s = q.sizes;
   for (int i : {5, 6, 7, 8, 11, 12, 13})
@@ -55,7 +57,6 @@ Conv2dProblem problem_from(const Query& q) {
   return p;
 }
 
-// What a pack may depend on.
 Sizes pack_description(const Conv2dProblem& p) {
   return {static_cast<int64_t>(p.dtype),
           p.in_channels,
@@ -68,6 +69,8 @@ Sizes pack_description(const Conv2dProblem& p) {
           p.dilation_w,
           p.groups};
 }
+
+namespace {
 
 // The problem of a weight whose input is not known yet.
 Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
@@ -90,7 +93,7 @@ Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
                            0,
                            0,
                            0};
-  return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
+  return conv2d_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
 }
 }  // namespace
 
@@ -215,7 +218,7 @@ struct Conv2dOperation {
     return p;
   }
   static constexpr auto problem_of_weight = ops::problem_of_weight;
-  static constexpr auto description = pack_description;
+  static Sizes description(const Problem& p) { return pack_description(p); }
   static constexpr auto run = conv2d_run;
   static constexpr auto gradients = conv2d_backward;
 };
@@ -227,7 +230,7 @@ AI3_OPERATION(
     conv2d,
     "batch in_channels in_height in_width out_channels kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h "
     "dilation_w groups has_bias channels_last deterministic",
-    kinds, std::size(kinds), shared, std::size(shared), AI3_QUERIES(Conv2dProblem, problem_from))
+    kinds, std::size(kinds), shared, std::size(shared), AI3_QUERIES(Conv2dProblem, conv2d_from))
 const Operation& Conv2dOperation::operation() { return conv2d_operation; }
 
 }  // namespace

@@ -21,6 +21,11 @@ struct Conv2dCall : WeightedCall {
   bool has_prologue() const { return input_scale || input_shift || input_relu; }
 };
 
+// The problem that a query describes, with its output's sizes and dense strides.
+Conv2dProblem conv2d_from(const Query& q);
+// What a pack may depend on.
+Sizes pack_description(const Conv2dProblem& p);
+
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c);
 // Checks the arguments as torch.nn.functional.conv2d does and fills the problem, strides excepted.
 Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& weight);

@@ -8,7 +8,9 @@ void set_threads(LinearProblem& p) {
   p.threads = p.rows >= 0 ? threads(checked_product({p.rows, p.in_features, p.out_features})) : threads();
 }
 
-LinearProblem problem_from(const Query& q) {
+}  // namespace
+
+LinearProblem linear_from(const Query& q) {
   if (q.count != 5) throw std::runtime_error("ai3: a linear query needs 5 sizes");
   LinearProblem p{};
   p.dtype = q.dtype;
@@ -19,8 +21,9 @@ LinearProblem problem_from(const Query& q) {
   return p;
 }
 
-// What a pack may depend on.
 Sizes pack_description(const LinearProblem& p) { return {static_cast<int64_t>(p.dtype), p.in_features, p.out_features}; }
+
+namespace {
 
 // Checks the arguments as torch.nn.functional.linear does; `sizes` get the output's.
 LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& weight, Sizes& sizes) {
@@ -142,16 +145,16 @@ struct LinearOperation {
   static Problem problem_of_weight(const Entry& entry, Call& c) {
     check(c.weight.dim() == 2, entry, "needs a weight (out_features, in_features), got ", c.weight);
     const int64_t sizes[] = {-1, c.weight.size(1), c.weight.size(0), 0, 0};
-    return problem_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
+    return linear_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
   }
-  static constexpr auto description = pack_description;
+  static Sizes description(const Problem& p) { return pack_description(p); }
   static constexpr auto run = linear_run;
   static constexpr auto gradients = ops::gradients;
 };
 
 AI3_WEIGHTED_OPERATORS("linear", LinearOperation, "", "", "")
 AI3_OPERATION(linear, "rows in_features out_features has_bias deterministic", kinds, std::size(kinds), shared, std::size(shared),
-              AI3_QUERIES(LinearProblem, problem_from))
+              AI3_QUERIES(LinearProblem, linear_from))
 const Operation& LinearOperation::operation() { return linear_operation; }
 
 }  // namespace

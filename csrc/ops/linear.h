@@ -6,4 +6,9 @@ namespace ai3::ops {
 
 struct LinearCall : WeightedCall {};
 
+// The problem that a query describes.
+LinearProblem linear_from(const Query& q);
+// What a pack may depend on.
+Sizes pack_description(const LinearProblem& p);
+
 }  // namespace ai3::ops

@@ -10,6 +10,8 @@ extern const ai3::AlgorithmInfo* const __start_ai3_algorithms[];
 extern const ai3::AlgorithmInfo* const __stop_ai3_algorithms[];
 extern const ai3::ops::Operation* const __start_ai3_operations[];
 extern const ai3::ops::Operation* const __stop_ai3_operations[];
+extern const ai3::ops::SharedOperator* const __start_ai3_operators[];
+extern const ai3::ops::SharedOperator* const __stop_ai3_operators[];
 }
 
 #include "../algos/core/level.h"
@@ -22,6 +24,7 @@ void* (*current_cuda_stream)(int32_t) = [](int32_t) -> void* { return nullptr; }
 namespace {
 
 std::mutex mutex;  // of registration; calls never wait for it
+std::atomic<uint64_t> registrations{0};
 
 const Operation* operation_named(const char* name) {
   for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++)
@@ -86,15 +89,13 @@ void define(const std::string& name, const std::string& signature, Boxed functio
   cpu.impl(name.c_str(), function);
   cuda.impl(name.c_str(), function);
 }
-void define_shared(const Operation& operation) {
-  for (const SharedOperator* o = operation.shared; o != operation.shared + operation.shared_count; o++) {
-    if (used_shared_slots == kSharedAtMost) throw std::runtime_error("ai3: kSharedAtMost is too small");
-    const int slot = used_shared_slots++;
-    shared_slots[slot] = o;
-    const std::string schema = o->schema;
-    const size_t name = schema.find('(');
-    define(schema.substr(0, name), schema.substr(name), shared_pool[static_cast<size_t>(slot)]);
-  }
+void define_shared(const SharedOperator& o) {
+  if (used_shared_slots == kSharedAtMost) throw std::runtime_error("ai3: kSharedAtMost is too small");
+  const int slot = used_shared_slots++;
+  shared_slots[slot] = &o;
+  const std::string schema = o.schema;
+  const size_t name = schema.find('(');
+  define(schema.substr(0, name), schema.substr(name), shared_pool[static_cast<size_t>(slot)]);
 }
 
 // A name whose operators would be the operation's shared ones is refused.
@@ -136,11 +137,18 @@ void add(const AlgorithmInfo& info, bool replace) {
   }
   // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
   entry->implementations[static_cast<int>(info.device)].store(&info, std::memory_order_release);
+  registrations.fetch_add(1, std::memory_order_release);
   if (is_new) operation->state->first.store(entry, std::memory_order_release);
 }
 
 }  // namespace
 
+const Operation& operation_known(const char* name) {
+  const Operation* o = operation_named(name);
+  if (!o) throw std::runtime_error(std::string("ai3: unknown operation '") + name + "'");
+  return *o;
+}
+uint64_t generation() { return registrations.load(std::memory_order_acquire); }
 const Entry& entry_named(const Operation& operation, const std::string& name) {
   const Entry* e = find(operation, name.c_str());
   if (!e) throw std::runtime_error(std::string("ai3: no ") + operation.name + " algorithm '" + name + "'");
@@ -183,11 +191,6 @@ auto guarded(char* error, int64_t size, const Body& body) -> decltype(body()) {
     if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
     return {};
   }
-}
-const Operation& operation_known(const char* name) {
-  const Operation* o = operation_named(name);
-  if (!o) throw std::runtime_error(std::string("ai3: unknown operation '") + name + "'");
-  return *o;
 }
 // What a function of the C interface is asked about.
 struct Asked {
@@ -314,7 +317,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(ai3, m) {
   (void)m;
   guarded(load_failure, sizeof(load_failure), [] {
     const std::string& wanted = level();
-    for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++) define_shared(**o);
+    for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++)
+      for (int i = 0; i < (*o)->shared_count; i++) define_shared((*o)->shared[i]);
+    for (auto o = __start_ai3_operators; o != __stop_ai3_operators; o++) define_shared(**o);
     for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++)
       if (wanted == (*a)->level || std::string("glue") == (*a)->level) add(**a, false);
     return 1;

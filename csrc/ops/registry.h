@@ -27,6 +27,11 @@ struct SharedOperator {
   const char* schema;  // starts with the name
   void (*call)(StableIValue* stack);
 };
+// One that belongs to no operation; the list is an ELF section.
+#define AI3_OPERATOR(name_, schema_, call_)                                                                             \
+  constexpr ::ai3::ops::SharedOperator name_##_operator = {#name_ schema_, call_};                                      \
+  [[gnu::section("ai3_operators"), gnu::used]] static const ::ai3::ops::SharedOperator* const name_##_operator_record = \
+      &name_##_operator;
 
 // Asked about a problem that Python describes as a flat list of sizes (-1: unknown), see each operation's `problem_from`.
 struct Query {
@@ -86,6 +91,10 @@ inline const Entry* find(const Operation& operation, const char* name) {
     if (std::strcmp(e->name.c_str(), name) == 0) return e;
   return nullptr;
 }
+// The operation, or an error that names it.
+const Operation& operation_known(const char* name);
+// Another number after every registration: what is kept about algorithms depends on it.
+uint64_t generation();
 // The entry, or an error that names it.
 const Entry& entry_named(const Operation& operation, const std::string& name);
 // All of them, by name.

@@ -102,13 +102,18 @@ void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, con
   check(apart, entry, "needs an out that shares no memory with ", name);
 }
 
+namespace {
+constexpr const char* kActivations[] = {"none", "relu", "relu6", "hardswish", "silu", "gelu"};
+}
+std::optional<Activation> activation_called(const std::string& word) {
+  for (size_t i = 0; i < std::size(kActivations); i++)
+    if (word == kActivations[i]) return static_cast<Activation>(i);
+  return std::nullopt;
+}
 Activation activation_named(const Entry& entry, const std::string& word) {
-  static const char* const words[] = {"none", "relu", "relu6", "hardswish", "silu", "gelu"};
+  if (const std::optional<Activation> found = activation_called(word)) return *found;
   std::string known;
-  for (int i = 0; i < static_cast<int>(std::size(words)); i++) {
-    if (word == words[i]) return static_cast<Activation>(i);
-    known += (i ? ", " : "") + std::string(words[i]);
-  }
+  for (const char* name : kActivations) known += (known.empty() ? "" : ", ") + std::string(name);
   fail(entry, "needs an activation of ", known, ", got '", word, "'");
 }
 

@@ -314,6 +314,8 @@ void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool chann
   torch::stable::copy_(output, y);
 }
 
+// The activation of that name, if there is one.
+std::optional<Activation> activation_called(const std::string& word);
 // The word of a packed operator's `activation` argument.
 Activation activation_named(const Entry& entry, const std::string& word);
 

@@ -1,0 +1,152 @@
+"""`ai3::_program`: many layers in one call, described by a text (docs/decisions/program.md); its sizes and rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ai3_ops import registry
+from ai3_ops.operations import base
+
+LABEL = "ai3::_program"
+_LINE = re.compile(r"%(\d+) = (\S+)\s*(.*)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One step of a program: its operation ("conv2d_direct", "add", ...), the values that it reads, and its options."""
+
+    operation: str
+    operands: tuple[int, ...]
+    options: dict[str, str]
+
+    def numbers(self, name: str) -> list[int]:
+        """An option's numbers."""
+        return [int(n) for n in self.options[name].split(",")]
+
+    def flag(self, name: str, otherwise: int = 0) -> int:
+        """A number that may be left out."""
+        return int(self.options.get(name, otherwise))
+
+    @property
+    def weight(self) -> list[int]:
+        """The sizes of the weight."""
+        return [int(n) for n in self.options["weight"].partition(":")[2].split(",")]
+
+
+@functools.lru_cache(64)
+def parse(text: str) -> tuple[list[Line], list[tuple[int, bool]]]:
+    """The lines of a text that `Builder` wrote, and its results: a value, and whether it is channels_last."""
+    lines: list[Line] = []
+    results: list[tuple[int, bool]] = []
+    for row in filter(None, map(str.strip, text.splitlines())):
+        if row.startswith("return "):
+            results = [(int(r[1:].partition(":")[0]), r.endswith(":channels_last")) for r in row.split()[1:]]
+        elif (match := _LINE.fullmatch(row)) and int(match[1]) == len(lines):
+            words = match[3].split()
+            operands = tuple(int(w[1:]) for w in words if w[0] == "%")
+            options = dict(w.split("=", 1) for w in words if "=" in w)
+            lines.append(Line(match[2], operands, options))
+        else:
+            raise RuntimeError(f"{LABEL}: cannot read the line {row!r}")
+    if not results:
+        raise RuntimeError(f"{LABEL}: needs a text that ends with return")
+    return lines, results
+
+
+def problem(line: Line, operands: Sequence[Tensor]) -> base.Problem:
+    """The problem of a line that is a layer's."""
+    name = next(o for o in sorted(registry.OPERATIONS, key=len, reverse=True) if line.operation.startswith(f"{o}_"))
+    x, rules, label = operands[0], registry.OPERATIONS[name], f"ai3::{line.operation}"
+    if name == "conv2d":
+        weight, window = x.new_empty(line.weight), [line.numbers(n) for n in ("stride", "padding", "dilation")]
+        return rules.problem(label, x, weight, None, *window, line.flag("groups", 1))
+    if name == "linear":
+        return rules.problem(label, x, x.new_empty(line.weight))
+    if name == "adaptive_avg_pool2d":
+        return rules.problem(label, x, line.numbers("output_size"))
+    window = [line.numbers("kernel_size"), line.numbers("stride"), line.numbers("padding")]
+    if name == "max_pool2d":
+        return rules.problem(label, x, *window, line.numbers("dilation"), bool(line.flag("ceil_mode")))
+    divisor = line.flag("divisor") or None
+    return rules.problem(
+        label, x, *window, bool(line.flag("ceil_mode")), bool(line.flag("count_include_pad", 1)), divisor
+    )
+
+
+def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The sizes of a line's value; RuntimeError where its operands do not fit."""
+    x = operands[0]
+
+    def check(condition: Any, needs: str) -> None:
+        shapes = " and ".join(str(tuple(t.shape)) for t in operands)
+        base.check(condition, f"{LABEL}: {line.operation}", f"{needs}, got {shapes}")
+
+    match line.operation:
+        case "activate" | "affine":
+            return tuple(x.shape)
+        case "add" | "multiply":
+            other = operands[1].shape
+            broadcast = x.ndim == 4 and len(other) == 4 and other == (*x.shape[:2], 1, 1)
+            check(other == x.shape or broadcast, "needs values of the same sizes, or a second one (N, C, 1, 1)")
+            return tuple(x.shape)
+        case "concat":
+            check(x.ndim in (2, 4), "needs images (N, C, H, W) or rows (N, F)")
+            for other_value in operands:
+                lead, rest = other_value.shape[:1], other_value.shape[2:]
+                check((*lead, *rest) == (*x.shape[:1], *x.shape[2:]), "needs values that differ in channels alone")
+            return (x.shape[0], sum(t.shape[1] for t in operands), *x.shape[2:])
+        case "slice":
+            start, stop = line.flag("start"), line.flag("stop")
+            check(x.ndim in (2, 4) and 0 <= start < stop <= x.shape[1], f"needs channels {start} to {stop}")
+            return (x.shape[0], stop - start, *x.shape[2:])
+        case "flatten":
+            check(x.ndim == 4, "needs an image (N, C, H, W)")
+            return (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3])
+        case _:
+            return problem(line, operands).shape
+
+
+def _fake(inputs: list[Tensor], constants: list[Tensor], program: str) -> list[Tensor]:
+    lines, results = parse(program)
+    values: list[Tensor] = []
+    for line in lines:
+        if line.operation == "input":
+            base.check(len(values) < len(inputs), LABEL, f"needs more inputs than {len(inputs)}")
+            values.append(inputs[len(values)])
+        else:
+            operands = [values[i] for i in line.operands]
+            values.append(operands[0].new_empty(sizes(line, operands)))
+    return [
+        torch.empty(
+            values[i].shape,
+            dtype=values[i].dtype,
+            device=inputs[0].device,
+            memory_format=torch.channels_last if last and values[i].ndim == 4 else torch.contiguous_format,
+        )
+        for i, last in results
+    ]
+
+
+PROGRAM = torch.ops.ai3._program.default
+
+
+def _inference(keys: torch._C.DispatchKeySet, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
+    """Gradients are an error, never silently zero."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        raise RuntimeError(f"{LABEL}: is for inference and has no gradient: call it under torch.no_grad()")
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise RuntimeError(f"{LABEL}: does not support forward-mode differentiation")
+    with torch._C._AutoDispatchBelowAutograd():
+        return PROGRAM.redispatch(keys & torch._C._after_autograd_keyset, inputs, *rest)
+
+
+base.register_fake(PROGRAM, _fake)
+base.LIBRARY.impl(PROGRAM, _inference, "Autograd", with_keyset=True)

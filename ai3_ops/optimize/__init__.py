@@ -1,0 +1,1 @@
+"""Whole networks: programs that run many layers in one call."""

@@ -1,0 +1,511 @@
+"""Programs: many layers of a network in one dispatcher call, channels_last throughout (docs/decisions/program.md)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ai3_ops import _library, registry
+from ai3_ops.operations import base
+from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
+
+ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu")
+Pair = int | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A tensor inside a program, with PyTorch's sizes: (N, C, H, W), (N, F) or (..., F)."""
+
+    builder: Builder
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def like(self) -> Tensor:
+        """A tensor without memory that has its sizes, in channels_last."""
+        layout = torch.channels_last if len(self.shape) == 4 else torch.contiguous_format
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", memory_format=layout)
+
+
+@dataclasses.dataclass
+class _Step:
+    """A line before its values and constants have numbers."""
+
+    operation: str
+    operands: list[Value]
+    options: dict[str, str]
+    tensors: dict[str, Tensor]  # options that are constants
+    residual: Value | None = None
+    algorithm: str = ""
+    window: tuple[Any, ...] = ()  # what the weight's pack depends on
+
+    @property
+    def reads(self) -> list[Value]:
+        return self.operands if self.residual is None else [*self.operands, self.residual]
+
+
+def _refuses(error: Exception) -> ValueError:
+    return ValueError(str(error))
+
+
+class Builder:
+    """Writes a program, layer by layer; the methods are named after PyTorch's functions and take their arguments.
+
+    What a program cannot do is a ValueError when it is asked for. Rules such as "default" are resolved for the sizes that
+    the inputs have here; the program runs on other batch sizes too, and on other heights and widths where they fit.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[_Step] = []
+        self._values: list[Value] = []
+
+    # Values -----------------------------------------------------------------------------------------------------------
+    def input(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Value:
+        """The next tensor that the program is called with, in any memory format; all inputs come before all steps."""
+        if dtype not in _library.DTYPES:
+            raise ValueError(f"a program computes in float64, float32, bfloat16 or float16, got {dtype}")
+        if len(shape) < 2 or any(s <= 0 for s in shape):
+            raise ValueError(f"a program's input needs two or more dimensions, none of 0, got {tuple(shape)}")
+        if any(s.operation != "input" for s in self._steps):
+            raise ValueError("a program's inputs come before its steps")
+        self._steps.append(_Step("input", [], {}, {}))
+        self._values.append(Value(self, len(self._values), tuple(map(int, shape)), dtype))
+        return self._values[-1]
+
+    def _add(self, step: _Step) -> Value:
+        for value in step.reads:
+            if value.builder is not self:
+                raise ValueError("a program's values must be of one Builder")
+            if value.dtype != step.operands[0].dtype:
+                raise ValueError(
+                    f"{step.operation} needs values of one dtype, got {step.operands[0].dtype} and {value.dtype}"
+                )
+        try:
+            shape = sizes(Line(step.operation, (), step.options), [v.like() for v in step.operands])
+        except RuntimeError as error:
+            raise _refuses(error) from None
+        if step.residual is not None and step.residual.shape != shape:
+            raise ValueError(f"{step.operation} needs a residual of sizes {shape}, got {step.residual.shape}")
+        self._steps.append(step)
+        self._values.append(Value(self, len(self._values), tuple(shape), step.operands[0].dtype))
+        return self._values[-1]
+
+    # Layers with a weight ---------------------------------------------------------------------------------------------
+    def conv2d(
+        self,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Pair = 1,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        groups: int = 1,
+        *,
+        algorithm: str = "default",
+        activation: str = "none",
+        residual: Value | None = None,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        input_relu: bool = False,
+    ) -> Value:
+        """`activation(conv2d(f(x)) + residual)`, with f(x) = x * scale + shift of each channel, then relu if `input_relu`."""
+        _check_activation(activation)
+        window = [_pair(v, name) for v, name in ((stride, "stride"), (padding, "padding"), (dilation, "dilation"))]
+        options = {"weight": f"$0:{_list(weight.shape)}"}
+        options |= dict(zip(("stride", "padding", "dilation"), map(_list, window), strict=True)) | {
+            "groups": str(groups)
+        }
+        info = self._algorithm("conv2d", algorithm, x, options, bias is not None)
+        if (scale is not None or shift is not None or input_relu) and not info.prologue:
+            x = self.affine(x, scale, shift, activation="relu" if input_relu else "none")
+            scale, shift, input_relu = None, None, False
+        step = self._weighted("conv2d", info, x, weight, bias, options)
+        step.window = (*window, groups)
+        if scale is not None or shift is not None or input_relu:
+            for name, given, otherwise in (("scale", scale, 1.0), ("shift", shift, 0.0)):
+                step.tensors[name] = _channels(given, x, otherwise, name)
+            step.options["input_relu"] = str(int(input_relu))
+        return self._finish(step, info, activation, residual)
+
+    def linear(
+        self,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        algorithm: str = "default",
+        activation: str = "none",
+        residual: Value | None = None,
+    ) -> Value:
+        """`activation(linear(x) + residual)` of rows: x is (..., in_features), of any number of dimensions but four."""
+        _check_activation(activation)
+        if len(x.shape) == 4:
+            raise ValueError(f"a program's linear needs rows, got an image {x.shape}: flatten it first")
+        if weight.ndim != 2:
+            raise ValueError(
+                f"a program's linear needs a weight (out_features, in_features), got {tuple(weight.shape)}"
+            )
+        options = {"weight": f"$0:{_list(weight.shape)}"}
+        info = self._algorithm("linear", algorithm, x, options, bias is not None)
+        return self._finish(self._weighted("linear", info, x, weight, bias, options), info, activation, residual)
+
+    def _algorithm(
+        self, operation: str, name: str, x: Value, options: dict[str, str], has_bias: bool = False
+    ) -> registry.AlgorithmInfo:
+        """What `name` stands for in such a layer, checked."""
+        try:
+            asked = registry.algorithm(operation, name, "cpu")
+            if asked.python:
+                raise ValueError(f"{operation}_{name} is a Python callable, which a program cannot run")
+            p = problem(Line(f"{operation}_{name}", (), options), [x.like()])
+            known = dict(p.sizes)
+            if "has_bias" in known:
+                known["has_bias"] = has_bias
+            ok, reason = registry.supports_sizes(operation, name, "cpu", x.dtype, **known)
+            if not ok:
+                raise ValueError(f"ai3::{operation}_{name}: {reason}")
+            info = registry.algorithm(
+                operation, registry.resolve_sizes(operation, name, "cpu", x.dtype, **known), "cpu"
+            )
+        except RuntimeError as error:
+            raise _refuses(error) from None
+        if info.vendor or info.layout == "nchw":
+            what = "calls PyTorch's own operators" if info.vendor else "computes in NCHW"
+            raise ValueError(f"{operation}_{info.name} {what}, which a program cannot")
+        return info
+
+    def _weighted(
+        self,
+        operation: str,
+        info: registry.AlgorithmInfo,
+        x: Value,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: dict[str, str],
+    ) -> _Step:
+        for tensor, name in ((weight, "weight"), (bias, "bias")):
+            if tensor is not None and (tensor.dtype != x.dtype or tensor.device.type != "cpu"):
+                raise ValueError(
+                    f"{operation} needs a {name} of {x.dtype} on the CPU, got {tensor.dtype} on {tensor.device}"
+                )
+        tensors = {"weight": weight.detach()}
+        if bias is not None:
+            if bias.shape != weight.shape[:1]:
+                raise ValueError(f"{operation} needs a bias of {weight.shape[0]} elements, got {tuple(bias.shape)}")
+            tensors["bias"] = bias.detach()
+        return _Step(f"{operation}_{info.name}", [x], options, tensors, algorithm=info.name)
+
+    def _finish(self, step: _Step, info: registry.AlgorithmInfo, activation: str, residual: Value | None) -> Value:
+        """With residual and activation, in steps of their own where the algorithm fuses none."""
+        if info.epilogue:
+            step.residual = residual
+            if activation != "none":
+                step.options["activation"] = activation
+            return self._add(step)
+        y = self._add(step)
+        if residual is not None:
+            return self.binary(y, residual, "add", activation=activation)
+        return y if activation == "none" else self.unary(y, activation)
+
+    # Pooling ----------------------------------------------------------------------------------------------------------
+    def max_pool2d(
+        self,
+        x: Value,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        dilation: Pair = 1,
+        ceil_mode: bool = False,
+    ) -> Value:
+        """As torch.nn.functional.max_pool2d."""
+        options = _window(kernel_size, stride, padding, dilation, ceil_mode)
+        return self._pool("max_pool2d", x, options)
+
+    def avg_pool2d(
+        self,
+        x: Value,
+        kernel_size: Pair,
+        stride: Pair | None = None,
+        padding: Pair = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> Value:
+        """As torch.nn.functional.avg_pool2d."""
+        options = _window(kernel_size, stride, padding, 1, ceil_mode)
+        options["count_include_pad"] = str(int(count_include_pad))
+        if divisor_override is not None:
+            options["divisor"] = str(divisor_override)
+        return self._pool("avg_pool2d", x, options)
+
+    def adaptive_avg_pool2d(self, x: Value, output_size: int | Sequence[int | None]) -> Value:
+        """As torch.nn.functional.adaptive_avg_pool2d."""
+        given = [output_size] * 2 if isinstance(output_size, int) else list(output_size)
+        if None in given:
+            raise ValueError(f"a program's adaptive_avg_pool2d needs numbers as output_size, got {output_size}")
+        return self._pool(
+            "adaptive_avg_pool2d", x, {"output_size": _list(_pair([g or 0 for g in given], "output_size", 1))}
+        )
+
+    def _pool(self, operation: str, x: Value, options: dict[str, str]) -> Value:
+        if len(x.shape) != 4:
+            raise ValueError(f"{operation} needs an image (N, C, H, W), got {x.shape}")
+        info = self._algorithm(operation, "default", x, options)
+        return self._add(_Step(f"{operation}_{info.name}", [x], options, {}))
+
+    # Element by element -----------------------------------------------------------------------------------------------
+    def unary(self, x: Value, name: str, parameter: float | None = None) -> Value:
+        """An activation: one of ACTIVATIONS."""
+        _check_activation(name, parameter)
+        return self._add(_Step("activate", [x], {"activation": name}, {}))
+
+    def binary(self, x: Value, y: Value, name: str, activation: str = "none") -> Value:
+        """`activation(x + y)` ("add") or `activation(x * y)` ("mul"); one of them may be (N, C, 1, 1) beside (N, C, H, W)."""
+        _check_activation(activation)
+        operations = {"add": "add", "mul": "multiply"}
+        if name not in operations:
+            raise ValueError(f"no operation {name!r} of two values; there are: {', '.join(operations)}")
+        if x.shape != y.shape and x.shape[-2:] == (1, 1):
+            x, y = y, x
+        options = {} if activation == "none" else {"activation": activation}
+        return self._add(_Step(operations[name], [x, y], options, {}))
+
+    def affine(self, x: Value, scale: Tensor | None, shift: Tensor | None, activation: str = "none") -> Value:
+        """`activation(x * scale + shift)` of each channel: (C,) tensors, such as a batch normalization's."""
+        _check_activation(activation)
+        tensors = {
+            name: _channels(t, x, 0.0, name) for name, t in (("scale", scale), ("shift", shift)) if t is not None
+        }
+        options = {} if activation == "none" else {"activation": activation}
+        return self._add(_Step("affine", [x], options, tensors))
+
+    # Channels ---------------------------------------------------------------------------------------------------------
+    def concat(self, values: Sequence[Value]) -> Value:
+        """Along the channels (dimension 1). Costs nothing where the values' steps can write into it at once."""
+        if not values:
+            raise ValueError("concat needs values")
+        return self._add(_Step("concat", list(values), {}, {}))
+
+    def slice(self, x: Value, start: int, stop: int) -> Value:
+        """Channels [start, stop)."""
+        channels = x.shape[1] if len(x.shape) in (2, 4) else 0
+        if not 0 <= start < stop <= channels:
+            raise ValueError(f"slice needs 0 <= start < stop <= channels, got {start}, {stop} and {x.shape}")
+        return self._add(_Step("slice", [x], {"start": str(start), "stop": str(stop)}, {}))
+
+    def flatten(self, x: Value) -> Value:
+        """(N, C, H, W) as (N, C * H * W). Costs nothing before a linear, whose weight's columns are reordered."""
+        if len(x.shape) == 2:
+            return x
+        return self._add(_Step("flatten", [x], {"order": "contiguous"}, {}))
+
+    # The program ------------------------------------------------------------------------------------------------------
+    def build(self, outputs: Sequence[Value], *, channels_last: bool = False) -> Program:
+        """The program that computes `outputs`; images are returned in channels_last, or contiguous.
+
+        Weights are packed here, by the algorithm of each layer: later changes of them are not seen. What no output
+        depends on is left out, inputs stay.
+        """
+        if not outputs or any(v.builder is not self for v in outputs):
+            raise ValueError("a program needs outputs, of this Builder")
+        needed = {v.index for v in outputs}
+        for index in range(len(self._steps) - 1, -1, -1):
+            step = self._steps[index]
+            if index in needed:
+                needed |= {v.index for v in step.reads}
+            elif step.operation == "input":
+                needed.add(index)
+        order = sorted(needed)
+        if not order or self._steps[order[0]].operation != "input":
+            raise ValueError("a program needs an input")
+        folded = self._folded_flattens(order, outputs)
+        number = {index: i for i, index in enumerate(order)}
+        constants = _Constants()
+        rows = []
+        for index in order:
+            step = self._steps[index]
+            if step.operation == "input":
+                value = self._values[index]
+                rows.append(f"%{number[index]} = input {str(value.dtype).removeprefix('torch.')} {len(value.shape)}")
+                continue
+            options = dict(step.options)
+            if index in folded:
+                options["order"] = "channels_last"
+            image = self._values[step.operands[0].index] if step.operands[0].index in folded else None
+            chw = None if image is None else self._steps[image.index].operands[0].shape[1:]
+            for name, tensor in step.tensors.items():
+                if name == "weight":
+                    options[name] = options[name].replace("$0", f"${constants.weight(step, tensor, chw)}")
+                else:
+                    options[name] = f"${constants.plain(tensor)}"
+            if step.residual is not None:
+                options["residual"] = f"%{number[step.residual.index]}"
+            words = [f"%{number[v.index]}" for v in step.operands] + [f"{k}={v}" for k, v in options.items()]
+            rows.append(f"%{number[index]} = {step.operation} {' '.join(words)}")
+        layout = "channels_last" if channels_last else "contiguous"
+        results = [f"%{number[v.index]}" + (f":{layout}" if len(v.shape) == 4 else "") for v in outputs]
+        rows.append(f"return {' '.join(results)}")
+        examples = [
+            (v.shape, v.dtype) for v, s in zip(self._values, self._steps, strict=True) if s.operation == "input"
+        ]
+        return Program("\n".join(rows) + "\n", constants.tensors, examples)
+
+    def _folded_flattens(self, order: Sequence[int], outputs: Sequence[Value]) -> set[int]:
+        """Flattens of more than a pixel that linears alone read: rows stay in NHWC order, and the weights follow."""
+        flats = {i for i in order if self._steps[i].operation == "flatten"} - {v.index for v in outputs}
+        for index in order:
+            step = self._steps[index]
+            for position, value in enumerate(step.reads):
+                if not (step.operation.startswith("linear_") and position == 0):
+                    flats.discard(value.index)
+        return {i for i in flats if self._steps[i].operands[0].shape[2:] != (1, 1)}
+
+
+class _Constants:
+    """A program's tensors, one for each weight and way to pack it."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self._known: dict[Any, tuple[int, Tensor]] = {}
+
+    def _add(self, key: Any, given: Tensor, make: Any) -> int:
+        key = (given.data_ptr(), given.shape, given.stride(), given.dtype, *key)
+        if key not in self._known:
+            with torch.no_grad():
+                self.tensors.append(make())
+            self._known[key] = len(self.tensors) - 1, given  # kept, so that its address stays its own
+        return self._known[key][0]
+
+    def plain(self, tensor: Tensor) -> int:
+        return self._add((), tensor, lambda: tensor.contiguous().clone())
+
+    def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
+        operation = step.operation.removesuffix(f"_{step.algorithm}")
+        pack = base.operator_named(f"_{operation}_{step.algorithm}_pack")
+
+        def make() -> Tensor:
+            weight = tensor
+            if chw is not None:  # columns in NHWC order
+                weight = weight.unflatten(1, chw).permute(0, 2, 3, 1).flatten(1)
+            return weight.contiguous().clone() if pack is None else pack(weight.contiguous(), *step.window)
+
+        return self._add((operation, step.algorithm, step.window, chw), tensor, make)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepReport:
+    """How one step of a program is carried out."""
+
+    operation: str  # "conv2d_direct", "add", ...; "copy" where a value is copied for a step that could not read it
+    line: str  # of the text
+    sizes: tuple[int, ...]  # of the output
+    row: int  # elements from one pixel of the output to the next: more than channels in a concatenation
+    workspace_bytes: int
+    input: tuple[str, int]  # where: "arena", "input 0", "output 0", and the offset in bytes
+    output: tuple[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramReport:
+    """How a program is carried out for inputs of certain sizes. `str()` is a table."""
+
+    steps: tuple[StepReport, ...]
+    arena_bytes: int  # activations and workspaces
+    live_bytes: int  # the most of them that is needed at one time, which no plan goes below
+
+    def __str__(self) -> str:
+        rows = [
+            f"{i:3} {s.operation:36} {s.sizes!s:24} {s.workspace_bytes:>12,}  {s.output[0]} + {s.output[1]:,}"
+            for i, s in enumerate(self.steps)
+        ]
+        head = f"{'':3} {'step':36} {'output':24} {'workspace':>12}  written to"
+        return "\n".join([head, *rows, f"arena: {self.arena_bytes:,} bytes; live at most {self.live_bytes:,}"])
+
+
+class Program:
+    """Layers that run in one call: `program(*tensors)` gives a list of tensors, fresh ones at every call.
+
+    Inputs may have any memory format and batch size. For inference: gradients are an error. May be pickled, deep-copied,
+    called from several threads, compiled and exported; `str()` is its text, which a person can read.
+    """
+
+    def __init__(
+        self, text: str, constants: Sequence[Tensor], examples: Sequence[tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
+        """`examples`: sizes and dtype of each input that it was built for."""
+        self.text = text
+        self.constants = list(constants)
+        self.examples = list(examples)
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        """The outputs, in build's order."""
+        return PROGRAM(inputs, self.constants, self.text)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def report(self, *inputs: Tensor) -> ProgramReport:
+        """How it is carried out for these inputs; without any, for channels_last ones of the sizes it was built for."""
+        shapes: list[tuple[Any, Any, int]] = [(tuple(t.shape), t.dtype, _row(t)) for t in inputs]
+        if not inputs:
+            shapes = [(shape, dtype, shape[1] if len(shape) == 4 else shape[-1]) for shape, dtype in self.examples]
+        record = _library.program(self.text, shapes)
+        steps = tuple(
+            StepReport(
+                s["operation"], s["text"], tuple(s["sizes"]), s["row"], s["workspace_bytes"], tuple(s["input"]),
+                tuple(s["output"]),
+            )
+            for s in record["steps"]
+        )  # fmt: skip
+        return ProgramReport(steps, record["arena_bytes"], record["live_bytes"])
+
+    def time(self, *inputs: Tensor, repeats: int = 20) -> list[float]:
+        """Microseconds of each step of `report(*inputs)`, medians of `repeats` calls."""
+        times = torch.ops.ai3._program_profile(inputs, self.constants, self.text, repeats)
+        return times.median(0).values.tolist()
+
+
+def _row(tensor: Tensor) -> int:
+    if tensor.ndim != 4:
+        return tensor.shape[-1]
+    return tensor.shape[1] if tensor.is_contiguous(memory_format=torch.channels_last) else 0
+
+
+def _check_activation(name: str, parameter: float | None = None) -> None:
+    if name not in ACTIVATIONS or parameter is not None:
+        raise ValueError(f"no activation {name!r}{'' if parameter is None else ' with a parameter'} in a program; there are: "
+                         f"{', '.join(ACTIVATIONS)}")  # fmt: skip
+
+
+def _pair(value: Pair, name: str, least: int = 0) -> tuple[int, int]:
+    try:
+        first, second = base.spread("a program", value, 2, name, least)
+    except RuntimeError as error:
+        raise _refuses(error) from None
+    return int(first), int(second)
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ",".join(str(int(n)) for n in numbers)
+
+
+def _window(kernel: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ceil_mode: bool) -> dict[str, str]:
+    stride = kernel if stride is None or stride == [] or stride == () else stride
+    named = {"kernel_size": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    return {name: _list(_pair(v, name)) for name, v in named.items()} | {"ceil_mode": str(int(ceil_mode))}
+
+
+def _channels(given: Tensor | None, x: Value, otherwise: float, name: str) -> Tensor:
+    """One number for each channel, in the type that kernels compute in."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    channels = x.shape[1] if len(x.shape) == 4 else x.shape[-1]
+    if given is None:
+        return torch.full((channels,), otherwise, dtype=dtype)
+    if given.numel() != channels or given.device.type != "cpu":
+        raise ValueError(f"needs {name} of {channels} elements on the CPU, got {tuple(given.shape)}")
+    return given.detach().flatten().to(dtype)

@@ -1,0 +1,67 @@
+// A program prepared for its inputs' sizes and memory formats: every step's algorithm and problem, and where every value lies.
+#pragma once
+#include <memory>
+#include <variant>
+
+#include "../../algos/program/kernels.h"
+#include "../prepared.h"
+#include "../tensors.h"
+#include "text.h"
+
+namespace ai3::ops::program {
+
+// What a plan depends on besides the text.
+struct InputLayout {
+  DType dtype;
+  Sizes sizes;
+  int64_t row;  // elements from one pixel, or row of a matrix, to the next; 0: a contiguous NCHW image
+  bool operator==(const InputLayout&) const = default;
+};
+
+// Bytes from one of the pointers of a call: the arena, then inputs, constants and outputs.
+struct Place {
+  int32_t base = -1;  // none
+  int64_t offset = 0;
+};
+
+struct Step {
+  std::variant<Prepared<Conv2dProblem>, Prepared<LinearProblem>, Prepared<Pool2dProblem>, MapProblem, CopyProblem> call;
+  Place input, weight, bias, residual, output, scale, shift, workspace;
+  int64_t workspace_bytes = 0;
+  // For reports.
+  const Line* line;
+  Sizes sizes;  // of the output
+  int64_t output_row;
+};
+
+// What a constant must be: a pack of `entry`'s with a tag, or contiguous elements.
+struct ConstantCheck {
+  int index;
+  DType dtype;
+  int64_t bytes;
+  const Entry* entry;  // null: plain elements
+  uint64_t tag;
+  const Line* line;
+};
+struct OutputLayout {
+  Sizes sizes;
+  DType dtype;
+  bool channels_last;
+};
+
+struct Plan {
+  Program program;
+  std::vector<Step> steps;
+  std::vector<ConstantCheck> constants;
+  std::vector<OutputLayout> outputs;
+  int64_t arena_bytes = 0, live_bytes = 0;  // live: the most that is needed at one time, which no plan goes below
+};
+// Throws std::runtime_error with the line that does not fit.
+std::shared_ptr<const Plan> make_plan(const std::string& text, const std::vector<InputLayout>& inputs);
+// JSON, for people and for Python.
+std::string describe(const Plan& plan);
+
+// The kernels of the level that runs.
+const ProgramKernels& kernels();
+
+}  // namespace ai3::ops::program

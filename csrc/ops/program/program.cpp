@@ -1,0 +1,208 @@
+// ai3::_program: many layers in one call. The text is prepared once for inputs' sizes and memory formats; a call is then a loop
+// over kernels, without a tensor, an allocation or a check between them.
+#include <chrono>
+#include <mutex>
+
+#include "plan.h"
+
+namespace ai3::ops::program {
+namespace {
+
+using Tensors = std::vector<Tensor>;
+
+[[noreturn]] void refuse_call(const std::string& reason) { throw std::runtime_error("ai3::_program: " + reason); }
+
+DType dtype_of_tensor(const Tensor& t, const std::string& what) {
+  switch (t.scalar_type()) {
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    default: refuse_call("needs float64, float32, bfloat16 or float16 tensors, got another dtype as " + what);
+  }
+}
+ScalarType scalar_type(DType dtype) {
+  switch (dtype) {
+    case DType::f64: return ScalarType::Double;
+    case DType::bf16: return ScalarType::BFloat16;
+    case DType::f16: return ScalarType::Half;
+    default: return ScalarType::Float;
+  }
+}
+
+// How t lies in memory; what no step could read is copied first.
+InputLayout layout_of(Tensor& t, size_t index) {
+  const std::string what = "input " + std::to_string(index);
+  if (!t.defined() || !t.is_cpu())
+    refuse_call("needs CPU tensors, got " + (t.defined() ? device_text(t) : "None") + " as " + what);
+  InputLayout layout{dtype_of_tensor(t, what), sizes_of(t), 0};
+  if (t.dim() == 0) refuse_call("needs tensors of at least one dimension, got a scalar as " + what);
+  Strides4 slice;
+  if (t.dim() != 4)
+    t = as_contiguous(t), layout.row = std::max<int64_t>(layout.sizes.back(), 1);
+  else if (is_dense(t, true))
+    layout.row = t.size(1);
+  else if (is_dense(t, false))
+    layout.row = 0;
+  else if (slice_strides(t, true, slice))
+    layout.row = slice.w;
+  else
+    t = torch::stable::contiguous(t), layout.row = 0;
+  return layout;
+}
+
+// ---- Plans that are kept
+// -------------------------------------------------------------------------------------------------------
+
+struct Kept {
+  size_t hash;
+  std::string text;
+  std::vector<InputLayout> inputs;
+  int32_t threads;
+  uint64_t generation, used;
+  std::shared_ptr<const Plan> plan;
+};
+constexpr size_t kPlansAtMost = 128;
+std::mutex mutex;
+std::vector<Kept> kept;
+uint64_t clock_of_use = 0;
+
+std::shared_ptr<const Plan> plan_for(const std::string& text, const std::vector<InputLayout>& inputs) {
+  size_t hash = std::hash<std::string>()(text);
+  for (const InputLayout& layout : inputs)
+    for (int64_t size : layout.sizes) hash = (hash ^ static_cast<size_t>(size)) * 0x100000001b3u;
+  const int32_t team = threads();
+  const uint64_t now = generation();
+  auto fits = [&](const Kept& k) {
+    return k.hash == hash && k.threads == team && k.generation == now && k.inputs == inputs && k.text == text;
+  };
+  {
+    const std::lock_guard lock(mutex);
+    for (Kept& k : kept)
+      if (fits(k)) return k.used = ++clock_of_use, k.plan;
+  }
+  std::shared_ptr<const Plan> plan = make_plan(text, inputs);  // not under the lock: other programs run on
+  const std::lock_guard lock(mutex);
+  for (Kept& k : kept)
+    if (fits(k)) return k.plan;
+  if (kept.size() == kPlansAtMost)
+    kept.erase(std::min_element(kept.begin(), kept.end(), [](const Kept& a, const Kept& b) { return a.used < b.used; }));
+  kept.push_back({hash, text, inputs, team, now, ++clock_of_use, plan});
+  return plan;
+}
+
+// ---- Calls -------------------------------------------------------------------------------------------------------------------
+
+void check_constants(const Plan& plan, const Tensors& constants) {
+  if (static_cast<int>(constants.size()) < plan.program.constants)
+    refuse_call("needs " + std::to_string(plan.program.constants) + " constants, got " + std::to_string(constants.size()));
+  for (const ConstantCheck& c : plan.constants) {
+    const Tensor& t = constants[static_cast<size_t>(c.index)];
+    auto what = [&] { return std::string("$") + std::to_string(c.index); };
+    if (!t.defined() || !t.is_cpu() || t.scalar_type() != scalar_type(c.dtype))
+      c.line->fail("needs a CPU tensor of " + std::string(ai3::name_of(c.dtype)) + " as " + what());
+    if (c.entry)
+      check_pack(*c.entry, t, c.bytes, c.tag);
+    else if (!is_contiguous(t) || t.numel() * size_of(c.dtype) != c.bytes)
+      c.line->fail("needs a contiguous tensor of " + std::to_string(c.bytes / size_of(c.dtype)) + " elements as " + what() +
+                   ", got " + to_string(sizes_of(t)));
+  }
+}
+
+struct Call {
+  Tensors inputs, constants, outputs;
+  std::shared_ptr<const Plan> plan;
+  std::vector<char*> bases;
+
+  explicit Call(Arguments& in) {
+    inputs = in.take<Tensors>(), constants = in.take<Tensors>();
+    const std::string text = in.take<std::string>();
+    std::vector<InputLayout> layouts;
+    for (size_t i = 0; i < inputs.size(); i++) layouts.push_back(layout_of(inputs[i], i));
+    plan = plan_for(text, layouts);
+    check_constants(*plan, constants);
+    for (const OutputLayout& o : plan->outputs)
+      outputs.push_back(empty(o.sizes, scalar_type(o.dtype), inputs[0], o.channels_last));
+    bases.push_back(nullptr);
+    auto add = [&](const void* data) { bases.push_back(static_cast<char*>(const_cast<void*>(data))); };
+    for (const Tensor& t : inputs) add(t.const_data_ptr());
+    for (int i = 0; i < plan->program.constants; i++) add(constants[static_cast<size_t>(i)].const_data_ptr());
+    for (const Tensor& t : outputs) add(t.mutable_data_ptr());
+  }
+  void* at(const Place& place) const { return place.base < 0 ? nullptr : bases[static_cast<size_t>(place.base)] + place.offset; }
+
+  // after(i) is called when step i is done.
+  template <class After>
+  void run(const After& after) {
+    const Scratch arena(plan->arena_bytes);
+    bases[0] = arena.data();
+    const ProgramKernels& passes = kernels();
+    for (size_t i = 0; i < plan->steps.size(); i++) {
+      const Step& step = plan->steps[i];
+      const Buffers buffers{at(step.input),  at(step.weight), at(step.bias), at(step.residual),
+                            at(step.output), at(step.scale),  at(step.shift)};
+      Workspace workspace{static_cast<char*>(at(step.workspace)), step.workspace_bytes, 0, nullptr};
+      std::visit(
+          [&]<class C>(const C& call) {
+            if constexpr (std::is_same_v<C, MapProblem>)
+              passes.map(call, buffers);
+            else if constexpr (std::is_same_v<C, CopyProblem>)
+              passes.copy(call, buffers);
+            else
+              call.execute(buffers, workspace);
+          },
+          step.call);
+      after(i);
+    }
+  }
+};
+
+void run_program(StableIValue* stack) {
+  Arguments in(stack);
+  Call call(in);
+  call.run([](size_t) {});
+  give(stack, 0, call.outputs);
+}
+
+// Microseconds of each step in each of `repeats` calls, as (repeats, steps).
+void profile_program(StableIValue* stack) {
+  Arguments in(stack);
+  Call call(in);
+  const int64_t repeats = in.take<int64_t>(), steps = static_cast<int64_t>(call.plan->steps.size());
+  if (repeats < 0) refuse_call("needs repeats of at least 0, got " + std::to_string(repeats));
+  Tensor times = empty({repeats, steps}, ScalarType::Double, call.inputs[0]);
+  double* to = static_cast<double*>(times.mutable_data_ptr());
+  for (int64_t r = 0; r < repeats; r++) {
+    auto last = std::chrono::steady_clock::now();
+    call.run([&](size_t) {
+      const auto now = std::chrono::steady_clock::now();
+      *to++ = std::chrono::duration<double, std::micro>(now - last).count(), last = now;
+    });
+  }
+  give(stack, 0, times);
+}
+
+AI3_OPERATOR(_program, "(Tensor[] inputs, Tensor[] constants, str program) -> Tensor[]", run_program)
+AI3_OPERATOR(_program_profile, "(Tensor[] inputs, Tensor[] constants, str program, int repeats) -> Tensor", profile_program)
+
+}  // namespace
+}  // namespace ai3::ops::program
+
+// How a program is carried out, as JSON; each input is its dtype (as in the registry), the elements from pixel to pixel (0:
+// NCHW), the number of dimensions and the sizes. Null on failure. Valid until the next call from the same thread.
+extern "C" AI3_EXPORT const char* ai3_program(const char* text, const int64_t* inputs, int count, char* error, int64_t size) {
+  static thread_local std::string json;
+  try {
+    std::vector<ai3::ops::program::InputLayout> layouts;
+    const int64_t *at = inputs, *const end = inputs + count;
+    while (end - at >= 3 && end - at - 3 >= at[2] && at[2] >= 0) {
+      layouts.push_back({static_cast<ai3::DType>(at[0]), {at + 3, at + 3 + at[2]}, at[1]});
+      at += 3 + at[2];
+    }
+    json = ai3::ops::program::describe(*ai3::ops::program::plan_for(text, layouts));
+    return json.c_str();
+  } catch (const std::exception& e) {
+    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
+    return nullptr;
+  }
+}

@@ -1,0 +1,615 @@
+"""Programs (ai3_ops.optimize.program) against PyTorch in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ai3_ops import _library
+from ai3_ops.optimize.program import ACTIVATIONS, Builder, Program, Value
+from tests import tester  # settings of hypothesis
+
+assert tester
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+FUNCTIONS: dict[str, Any] = {
+    "none": lambda x: x,
+    "relu": F.relu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "silu": F.silu,
+    "gelu": F.gelu,
+}
+
+
+def error(y: Tensor, reference: Tensor) -> float:
+    """max|y - y64| / max|y64|."""
+    assert y.shape == reference.shape
+    if y.numel() == 0:
+        return 0.0
+    assert y.isfinite().all()
+    return ((y.double() - reference).abs().max() / reference.abs().max().clamp_min(1e-30)).item()
+
+
+class Pair:
+    """A program and the same network in float64, written together."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        self.builder, self.dtype = Builder(), dtype
+        self.generator = torch.Generator().manual_seed(seed)
+        self.inputs: list[Tensor] = []
+        self.exact: dict[int, Tensor] = {}  # by the value's index
+
+    def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale).to(self.dtype)
+
+    def input(self, *shape: int, layout: str = "contiguous") -> Value:
+        x = self.random(*shape)
+        if len(shape) == 4 and layout == "channels_last":
+            x = x.to(memory_format=torch.channels_last)
+        elif len(shape) == 4 and layout == "slice":
+            wide = self.random(shape[0], shape[1] + 3, *shape[2:]).to(memory_format=torch.channels_last)
+            x = wide[:, 2:-1]
+        elif layout == "strange":
+            x = self.random(*shape[:-1], 2 * shape[-1])[..., ::2]
+        self.inputs.append(x)
+        return self.note(self.builder.input(shape, self.dtype), x.double().contiguous())
+
+    def note(self, value: Value, exact: Tensor) -> Value:
+        assert value.shape == exact.shape
+        self.exact[value.index] = exact
+        return value
+
+    def of(self, value: Value) -> Tensor:
+        return self.exact[value.index]
+
+    def conv2d(
+        self,
+        x: Value,
+        filters: int,
+        kernel: tuple[int, int] = (3, 3),
+        *,
+        bias: bool = True,
+        activation: str = "none",
+        residual: Value | None = None,
+        prologue: bool = False,
+        algorithm: str = "default",
+        groups: int = 1,
+        **window: Any,
+    ) -> Value:
+        channels = x.shape[1]
+        weight = self.random(
+            filters, channels // groups, *kernel, scale=(channels // groups * kernel[0] * kernel[1]) ** -0.5
+        )
+        b = self.random(filters) if bias else None
+        exact = self.of(x)
+        options: dict[str, Any] = {}
+        if prologue:
+            kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+            options = {
+                "scale": self.random(channels).to(kind),
+                "shift": self.random(channels).to(kind),
+                "input_relu": True,
+            }
+            exact = F.relu(exact * options["scale"].double()[:, None, None] + options["shift"].double()[:, None, None])
+        y = F.conv2d(exact, weight.double(), None if b is None else b.double(), groups=groups, **window)
+        y = FUNCTIONS[activation](y if residual is None else y + self.of(residual))
+        options |= window | {"algorithm": algorithm, "activation": activation, "residual": residual, "groups": groups}
+        return self.note(self.builder.conv2d(x, weight, b, **options), y)
+
+    def linear(self, x: Value, features: int, *, activation: str = "none", residual: Value | None = None) -> Value:
+        weight, bias = self.random(features, x.shape[-1], scale=x.shape[-1] ** -0.5), self.random(features)
+        y = F.linear(self.of(x), weight.double(), bias.double())
+        y = FUNCTIONS[activation](y if residual is None else y + self.of(residual))
+        return self.note(self.builder.linear(x, weight, bias, activation=activation, residual=residual), y)
+
+    def affine(self, x: Value, activation: str = "none") -> Value:
+        kind = torch.float64 if self.dtype == torch.float64 else torch.float32
+        channels = x.shape[1] if len(x.shape) == 4 else x.shape[-1]
+        scale, shift = self.random(channels).to(kind), self.random(channels).to(kind)
+        spread = (slice(None), None, None) if len(x.shape) == 4 else ()
+        y = FUNCTIONS[activation](self.of(x) * scale.double()[spread] + shift.double()[spread])
+        return self.note(self.builder.affine(x, scale, shift, activation), y)
+
+    def apply(self, name: str, x: Value, *args: Any, **options: Any) -> Value:
+        """One of the Builder's methods whose arguments are PyTorch's."""
+        return self.note(
+            getattr(self.builder, name)(x, *args, **options), getattr(F, name)(self.of(x), *args, **options)
+        )
+
+    def unary(self, x: Value, name: str) -> Value:
+        return self.note(self.builder.unary(x, name), FUNCTIONS[name](self.of(x)))
+
+    def binary(self, x: Value, y: Value, name: str, activation: str = "none") -> Value:
+        exact = self.of(x) + self.of(y) if name == "add" else self.of(x) * self.of(y)
+        return self.note(self.builder.binary(x, y, name, activation), FUNCTIONS[activation](exact))
+
+    def concat(self, *values: Value) -> Value:
+        return self.note(self.builder.concat(values), torch.cat([self.of(v) for v in values], 1))
+
+    def slice(self, x: Value, start: int, stop: int) -> Value:
+        return self.note(self.builder.slice(x, start, stop), self.of(x)[:, start:stop])
+
+    def flatten(self, x: Value) -> Value:
+        return self.note(self.builder.flatten(x), self.of(x).flatten(1))
+
+    def check(self, *outputs: Value, channels_last: bool = False) -> Program:
+        """Builds and compares, twice; nothing may read memory that was not written, or change its inputs."""
+        program = self.builder.build(outputs, channels_last=channels_last)
+        before = [x.clone() for x in self.inputs]
+        first = program(*self.inputs)
+        kept = [y.clone() for y in first]
+        _library.fill_workspace(0xFF)  # NaN in every dtype
+        second = program(*self.inputs)
+        bound = BOUNDS[self.dtype]
+        for value, y, again, copied in zip(outputs, first, second, kept, strict=True):
+            assert y.dtype == self.dtype
+            if y.ndim == 4:
+                assert y.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+            assert error(y, self.of(value)) <= bound, str(program)
+            assert torch.equal(y, again)
+            assert torch.equal(y, copied)
+            assert y.untyped_storage().data_ptr() != again.untyped_storage().data_ptr()
+        for x, b in zip(self.inputs, before, strict=True):
+            assert torch.equal(x, b)
+        return program
+
+
+def operations(program: Program) -> list[str]:
+    return [s.operation for s in program.report().steps]
+
+
+# Steps ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "slice", "strange"])
+def test_all_kinds_of_steps(dtype: torch.dtype, layout: str) -> None:
+    p = Pair(0, dtype)
+    x = p.input(2, 6, 13, 11, layout=layout)
+    a = p.conv2d(x, 32, padding=1, activation="relu")
+    b = p.conv2d(a, 32, padding=1, residual=a, activation="relu")
+    c = p.conv2d(b, 16, (1, 1), prologue=True)
+    d = p.conv2d(c, 16, padding=(2, 0), dilation=2, stride=(2, 1), groups=4, bias=False)
+    e = p.apply("max_pool2d", b, 3, 2, 1, ceil_mode=True)
+    f = p.apply("avg_pool2d", e, (3, 2), stride=1, padding=1, count_include_pad=False)
+    g = p.apply("adaptive_avg_pool2d", f, 1)
+    h = p.conv2d(g, 32, (1, 1), activation="silu")
+    i = p.binary(b, h, "mul", "hardswish")
+    j = p.binary(p.affine(i), b, "add")
+    k = p.concat(j, p.slice(i, 3, 20), p.unary(b, "gelu"))
+    m = p.flatten(p.apply("adaptive_avg_pool2d", k, 3))
+    n = p.linear(m, 20, activation="relu")
+    p.check(p.linear(n, 20, residual=n), k, d, p.flatten(g), channels_last=layout == "channels_last")
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    p = Pair(1, dtype)
+    x = p.input(3, 24, 5, 7)
+    y = p.conv2d(x, 40, (1, 1), activation=activation)
+    z = p.binary(p.affine(y, activation), y, "add", activation)
+    p.check(p.unary(x, activation), y, z, p.linear(p.flatten(y), 9, activation=activation))
+
+
+def test_names_of_activations() -> None:
+    assert set(FUNCTIONS) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("shape", [(5, 30), (2, 7, 30), (2, 3, 2, 3, 30)])
+def test_rows_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
+    p = Pair(2)
+    x = p.input(*shape, layout="strange")
+    y = p.linear(x, 30, activation="gelu", residual=x)
+    p.check(p.unary(p.affine(p.binary(x, y, "mul")), "relu"), y)
+
+
+def test_concatenations_are_no_steps() -> None:
+    """A dense block: every concatenation is a part of the last one, and is written by the layers themselves."""
+    p = Pair(3)
+    x = p.apply("max_pool2d", p.input(2, 16, 12, 12, layout="channels_last"), 2)
+    features = [x]
+    for _ in range(4):
+        features.append(
+            p.conv2d(p.conv2d(p.concat(*features), 32, (1, 1), prologue=True, activation="relu"), 8, padding=1)
+        )
+    program = p.check(p.conv2d(p.concat(*features), 24, (1, 1)), channels_last=True)
+    assert "copy" not in operations(program)
+    assert {s.row for s in program.report().steps if s.sizes[1] == 8} == {48}
+
+
+def test_slices_are_read_in_place() -> None:
+    p = Pair(4)
+    x = p.input(2, 32, 9, 9, layout="channels_last")
+    y = p.conv2d(x, 64, (1, 1))
+    left, right = p.slice(y, 0, 24), p.slice(y, 24, 64)
+    program = p.check(p.concat(p.conv2d(left, 16, padding=1), p.conv2d(right, 24, padding=1)), channels_last=True)
+    assert "copy" not in operations(program)
+
+
+def test_elementwise_steps_overwrite_what_nothing_reads() -> None:
+    p = Pair(5)
+    x = p.conv2d(p.input(1, 8, 20, 20), 16, padding=1)
+    y = p.binary(p.unary(x, "silu"), p.conv2d(x, 16, padding=1), "add")
+    program = p.check(p.conv2d(p.affine(y, "relu"), 8, padding=1))
+    steps = program.report().steps
+    affine = next(s for s in steps if s.operation == "affine")
+    assert affine.input == affine.output
+    silu = next(s for s in steps if s.operation == "activate")
+    assert silu.input != silu.output  # the convolution reads it later
+
+
+def test_what_is_folded_or_left_out() -> None:
+    p = Pair(6)
+    x = p.input(2, 12, 4, 5)
+    y = p.conv2d(x, 10, padding=1)
+    p.unary(y, "gelu")  # nothing needs it
+    flat = p.flatten(y)
+    program = p.check(p.binary(p.linear(flat, 7), p.linear(flat, 7), "add"))
+    assert [o for o in operations(program) if o != "copy"] == ["conv2d_direct", "linear_gemm", "linear_gemm", "add"]
+    assert "order=channels_last" in str(program)
+    q = Pair(7)
+    y = q.conv2d(q.input(2, 12, 4, 5), 10, padding=1)
+    flat = q.flatten(y)
+    assert "order=contiguous" in str(q.check(q.linear(flat, 7), flat))
+
+
+def test_results_of_all_kinds() -> None:
+    """Inputs, slices, parts of concatenations, the same value twice."""
+    for layout in ("contiguous", "channels_last"):
+        p = Pair(8)
+        x, z = p.input(2, 6, 5, 4, layout=layout), p.input(2, 6, 5, 4)
+        y = p.conv2d(x, 6, (1, 1))
+        c = p.concat(x, y, y, z)
+        p.check(
+            x,
+            c,
+            c,
+            p.slice(c, 4, 9),
+            y,
+            p.slice(x, 1, 3),
+            p.concat(p.slice(c, 0, 5)),
+            channels_last=layout != "contiguous",
+        )
+
+
+def test_algorithms_by_name() -> None:
+    for name in (
+        "direct",
+        "im2col",
+        "kn2row",
+        "implicit_gemm",
+        "implicit_precomp_gemm",
+        "winograd",
+        "winograd_f2",
+        "fft",
+    ):
+        p = Pair(9)
+        x = p.input(1, 16, 9, 8)
+        y = p.conv2d(p.concat(x, x), 16, padding=1, algorithm=name, activation="relu")
+        program = p.check(p.concat(y, p.conv2d(x, 16, padding=1, algorithm=name, residual=y)))
+        assert any(o.startswith(f"conv2d_{name}") for o in operations(program))
+
+
+# Random programs ------------------------------------------------------------------------------------------------------
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
+    p = Pair(draw(st.integers(0, 2**20)), draw(st.sampled_from([torch.float32, torch.float32, torch.float64])))
+    batch = draw(st.integers(1, 3))
+    layouts = st.sampled_from(["contiguous", "channels_last", "slice", "strange"])
+    sizes = st.integers(1, 12)
+    values = [
+        p.input(batch, draw(st.integers(1, 40)), draw(sizes), draw(sizes), layout=draw(layouts))
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    activations = st.sampled_from(ACTIVATIONS)
+    for _ in range(draw(st.integers(1, 14))):
+        x = draw(st.sampled_from(values))
+        same = [v for v in values if v.shape == x.shape]
+        beside = [
+            v
+            for v in values
+            if (v.shape[0], *v.shape[2:]) == (x.shape[0], *x.shape[2:]) and len(v.shape) == len(x.shape)
+        ]
+        image = len(x.shape) == 4
+        kind = draw(
+            st.sampled_from(
+                ["conv", "conv", "conv", "pool", "map", "concat", "concat", "slice", "binary", "flat", "gate"]
+            )
+        )
+        if kind == "conv" and image:
+            kernel = draw(st.sampled_from([(1, 1), (3, 3), (3, 3), (2, 3)]))
+            stride, pad = draw(st.integers(1, 2)), draw(st.integers(0, 2))
+            if any(s + 2 * pad < k for s, k in zip(x.shape[2:], kernel, strict=True)):
+                continue
+            groups = draw(st.sampled_from([1, 1, 1, 2, x.shape[1]]))
+            if x.shape[1] % groups:
+                continue
+            filters = groups * draw(st.integers(1, 40 // groups + 1))
+            options: dict[str, Any] = {
+                "stride": stride,
+                "padding": pad,
+                "groups": groups,
+                "prologue": draw(st.booleans()),
+            }
+            out = tuple((s + 2 * pad - k) // stride + 1 for s, k in zip(x.shape[2:], kernel, strict=True))
+            fitting = [v for v in values if len(v.shape) == 4 and v.shape[2:] == out and v.shape[1] % groups == 0]
+            if fitting and draw(st.booleans()):
+                options["residual"] = draw(st.sampled_from(fitting))
+                filters = options["residual"].shape[1]
+            values.append(p.conv2d(x, filters, kernel, activation=draw(activations), **options))
+        elif kind == "conv":
+            values.append(p.linear(x, draw(st.integers(1, 40)), activation=draw(activations)))
+        elif kind == "pool" and image:
+            window = min(3, *x.shape[2:])
+            name = draw(st.sampled_from(["max_pool2d", "avg_pool2d", "adaptive_avg_pool2d"]))
+            arguments = (
+                (draw(st.integers(1, 3)),)
+                if name.startswith("a" + "d")
+                else (window, draw(st.integers(1, 2)), window // 2)
+            )
+            values.append(p.apply(name, x, *arguments))
+        elif kind == "map":
+            values.append(draw(st.sampled_from([p.unary, p.affine]))(x, draw(activations)))
+        elif kind == "concat":
+            parts = draw(st.lists(st.sampled_from(beside), min_size=1, max_size=4))
+            if sum(v.shape[1] for v in parts) <= 200:
+                values.append(p.concat(*parts))
+        elif kind == "slice":
+            start = draw(st.integers(0, x.shape[1] - 1))
+            values.append(p.slice(x, start, draw(st.integers(start + 1, x.shape[1]))))
+        elif kind == "binary":
+            values.append(
+                p.binary(x, draw(st.sampled_from(same)), draw(st.sampled_from(["add", "mul"])), draw(activations))
+            )
+        elif kind == "flat" and image and x.shape[1] * x.shape[2] * x.shape[3] <= 400:
+            values.append(p.flatten(x))
+        elif kind == "gate" and image:
+            values.append(p.binary(x, p.conv2d(p.apply("adaptive_avg_pool2d", x, 1), x.shape[1], (1, 1)), "mul"))
+        if not 1e-3 < p.of(values[-1]).abs().max() < 1e3:
+            values.pop()
+    outputs = draw(st.lists(st.sampled_from(values), min_size=1, max_size=4))
+    return p, outputs, draw(st.booleans())
+
+
+@given(networks())
+def test_random_networks(network: tuple[Pair, list[Value], bool]) -> None:
+    p, outputs, channels_last = network
+    p.check(*outputs, channels_last=channels_last)
+
+
+# Calls ----------------------------------------------------------------------------------------------------------------
+def small(seed: int = 10) -> tuple[Pair, Value, Program]:
+    p = Pair(seed)
+    x = p.input(2, 3, 16, 16)
+    a = p.conv2d(x, 32, padding=1, activation="relu")
+    b = p.concat(p.conv2d(a, 32, padding=1, residual=a), a)
+    y = p.linear(p.flatten(p.apply("adaptive_avg_pool2d", b, 1)), 10)
+    return p, y, p.check(y, b)
+
+
+def reference(program: Program, p: Pair, x: Tensor) -> list[Tensor]:
+    """The same one image at a time."""
+    parts = [program(image[None]) for image in x]
+    return [torch.cat(values) for values in zip(*parts, strict=True)]
+
+
+def test_other_sizes() -> None:
+    p, _, program = small()
+    for shape in ((1, 3, 16, 16), (5, 3, 16, 16), (0, 3, 16, 16), (2, 3, 9, 20), (2, 3, 16, 16)):
+        x = p.random(*shape)
+        y, b = program(x)
+        assert y.shape == (shape[0], 10)
+        assert b.shape == (shape[0], 64, *shape[2:])
+        if shape[0]:
+            for out, exact in zip((y, b), reference(program, p, x), strict=True):
+                assert error(out, exact.double()) <= 1e-5
+
+
+def test_threads_at_once() -> None:
+    p, _, program = small()
+    inputs = [p.random(1 + i % 3, 3, 16, 16) for i in range(12)]
+    expected = [program(x) for x in inputs]
+
+    def run(i: int) -> bool:
+        return all(
+            all(map(torch.equal, program(x), wanted))
+            for _ in range(10)
+            for x, wanted in zip(inputs[i:] + inputs[:i], expected[i:] + expected[:i], strict=True)
+        )
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(4)))
+
+
+def test_copies() -> None:
+    p, _, program = small()
+    wanted = program(*p.inputs)
+    for other in (copy.deepcopy(program), pickle.loads(pickle.dumps(program))):
+        assert str(other) == str(program)
+        assert all(map(torch.equal, other(*p.inputs), wanted))
+
+
+def test_report_and_time() -> None:
+    p, _, program = small()
+    report = program.report(*p.inputs)
+    assert [s.operation for s in report.steps][:2] == ["copy", "conv2d_direct"]  # from NCHW
+    assert 0 < report.live_bytes <= report.arena_bytes
+    assert "conv2d_direct" in str(report)
+    times = program.time(*p.inputs, repeats=3)
+    assert len(times) == len(report.steps)
+    assert all(t >= 0 for t in times)
+
+
+# Mistakes -------------------------------------------------------------------------------------------------------------
+def test_gradients_are_an_error() -> None:
+    p, _, program = small()
+    x = p.inputs[0].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="inference"):
+        program(x)
+    with torch.no_grad():
+        program(x)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="forward-mode"):
+        program(torch.autograd.forward_ad.make_dual(p.inputs[0], p.inputs[0]))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "needs a text that ends with return"),
+        ("%0 = input float32 4\n", "needs a text that ends with return"),
+        ("%0 = input float32 4\nreturn", "needs a value"),
+        ("%0 = input float32 4\nreturn %1", "there is no value %1"),
+        ("%0 = input float32 4\nreturn %0:strided", "channels_last or contiguous"),
+        ("%0 = input float32 4\nreturn %0\n%1 = concat %0", "nothing may follow return"),
+        ("%1 = input float32 4\nreturn %1", "numbered in order"),
+        ("%0 = input float32 2\nreturn %0", "got a tensor of sizes"),
+        ("%0 = input float64 4\nreturn %0", "got a tensor of float32"),
+        ("%0 = input float32 4\n%1 = input float32 4\nreturn %0", "needs 2 inputs, got 1"),
+        ("%0 = input float32 4\n%1 = frobnicate %0\nreturn %1", "unknown operation 'frobnicate'"),
+        ("%0 = input float32 4\n%1 = conv2d_frobnicate %0\nreturn %1", "no conv2d algorithm 'frobnicate'"),
+        ("%0 = input float32 4\n%1 = conv2d_default %0\nreturn %1", "kernel of its own"),
+        ("%0 = input float32 4\n%1 = conv2d_direct %0\nreturn %1", "needs weight"),
+        ("%0 = input float32 4\n%1 = add %0\nreturn %1", "needs 2 values"),
+        ("%0 = input float32 4\n%1 = add %0 %1\nreturn %1", "there is no value %1 yet"),
+        ("%0 = input float32 4\n%1 = activate %0 activation=frobnicate\nreturn %1", "unknown activation"),
+        ("%0 = input float32 4\n%1 = slice %0 start=2 stop=9\nreturn %1", "0 <= start < stop <= channels"),
+        ("%0 = input float32 4\n%1 = slice %0 start=x stop=9\nreturn %1", "needs numbers as start"),
+        ("%0 = input float32 4\n%1 = affine %0 scale=$5\nreturn %1", "needs 6 constants, got 1"),
+        ("%0 = input float32 4\n%1 = affine %0 scale=$0\nreturn %1", "elements as"),
+        ("%0 = input float32 4\n%1 = affine %0 scale=$x\nreturn %1", "needs a constant"),
+        ("%0 = input float32 4\n%1 = max_pool2d_direct %0 kernel_size=9,9 stride=1,1 padding=0,0 dilation=1,1 ceil_mode=0\n"
+         "return %1", "too small"),
+        ("%0 = input float32 4\n%1 = max_pool2d_direct %0 kernel_size=2,2 stride=0,1 padding=0,0 dilation=1,1 ceil_mode=0\n"
+         "return %1", "of at least 1"),
+        ("%0 = input float32 4\n%1 = conv2d_direct %0 weight=$0:8,4,3,3 stride=1,1 padding=0,0 dilation=1,1 groups=1\n"
+         "return %1", "needs input of 4 channels"),
+        ("%0 = input float32 4\n%1 = conv2d_direct %0 weight=$0:8,3,9,9 stride=1,1 padding=0,0 dilation=1,1 groups=1\n"
+         "return %1", "no smaller than the kernel"),
+        ("%0 = input float32 4\n%1 = conv2d_direct %0 weight=$0:8,3,3,3 stride=1,1 padding=0,0 dilation=1,1 groups=1\n"
+         "return %1", "needs a packed weight"),
+        ("%0 = input float32 4\n%1 = conv2d_direct %0 weight=$0:4611686018427387904,3,3,3 stride=1,1 padding=0,0 dilation=1,1 "
+         "groups=1\nreturn %1", "sizes of weight"),
+    ],
+)  # fmt: skip
+def test_texts_that_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(RuntimeError, match="ai3::") as refusal:
+        torch.ops.ai3._program([torch.randn(1, 3, 8, 8)], [torch.randn(16)], text)
+    assert reason in str(refusal.value)
+
+
+def test_calls_that_are_refused() -> None:
+    p, _, program = small()
+    for inputs, reason in (
+        ((), "needs 1 inputs"),
+        ((p.inputs[0], p.inputs[0]), "needs 1 inputs, got 2"),
+        ((p.inputs[0].double(),), "float64"),
+        ((p.inputs[0].int(),), "float64, float32, bfloat16 or float16"),
+        ((p.inputs[0][:, :2],), "needs input of 3 channels"),
+        ((p.inputs[0][0],), "got a tensor of sizes"),
+    ):
+        with pytest.raises(RuntimeError, match=r"ai3::|program") as refusal:
+            program(*inputs)
+        assert reason in str(refusal.value) or not inputs
+    other = Program(program.text, [torch.zeros_like(c) for c in program.constants], program.examples)
+    with pytest.raises(RuntimeError, match="packed with the same arguments"):
+        other(*p.inputs)
+    other.constants.pop()
+    with pytest.raises(RuntimeError, match="constants, got"):
+        other(*p.inputs)
+
+
+def test_what_the_builder_refuses() -> None:
+    b = Builder()
+    x = b.input((1, 4, 8, 8))
+    weight, row = torch.randn(4, 4, 3, 3), b.flatten(x)
+    refused: list[tuple[Any, str]] = [
+        (lambda: b.input((1, 4), torch.int32), "float64, float32"),
+        (lambda: b.input((1, 4, 8, 8)), "inputs come before"),
+        (lambda: b.conv2d(x, weight, activation="frobnicate"), "no activation 'frobnicate'"),
+        (lambda: b.conv2d(x, weight, algorithm="frobnicate"), "no conv2d algorithm 'frobnicate'"),
+        (lambda: b.conv2d(x, weight, algorithm="onednn"), "PyTorch's own operators"),
+        (lambda: b.conv2d(x, weight, algorithm="smm"), "NCHW"),
+        (lambda: b.conv2d(x, weight, stride=2, algorithm="winograd"), "stride 1"),
+        (lambda: b.conv2d(x, weight.double()), "weight of torch.float32"),
+        (lambda: b.conv2d(x, torch.randn(4, 5, 3, 3)), "channels"),
+        (lambda: b.conv2d(x, torch.randn(4, 4, 9, 9)), "kernel's extent"),
+        (lambda: b.conv2d(x, weight, residual=x), "residual of sizes"),
+        (lambda: b.conv2d(x, weight, torch.randn(3)), "bias of 4 elements"),
+        (lambda: b.linear(x, torch.randn(3, 4)), "got an image"),
+        (lambda: b.linear(row, torch.randn(3, 4)), "features"),
+        (lambda: b.adaptive_avg_pool2d(x, (None, 1)), "needs numbers"),
+        (lambda: b.max_pool2d(row, 2), "needs an image"),
+        (lambda: b.max_pool2d(x, 9), "too small"),
+        (lambda: b.binary(x, row, "add"), "same sizes"),
+        (lambda: b.binary(x, x, "div"), "no operation 'div'"),
+        (lambda: b.concat([]), "needs values"),
+        (lambda: b.concat([x, row]), "channels alone"),
+        (lambda: b.slice(x, 3, 9), "slice needs"),
+        (lambda: b.affine(x, torch.randn(3), None), "scale of 4 elements"),
+        (lambda: b.build([]), "needs outputs"),
+        (lambda: Builder().build([x]), "of this Builder"),
+        (lambda: Builder().concat([x]), "one Builder"),
+    ]
+    for call, reason in refused:
+        with pytest.raises(ValueError, match=r".") as refusal:
+            call()
+        assert reason in str(refusal.value), str(refusal.value)
+
+
+# Compiled and exported ------------------------------------------------------------------------------------------------
+class Model(torch.nn.Module):
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, b = self.program(x)
+        return y + b.mean()
+
+
+def test_opcheck() -> None:
+    p, _, program = small()
+    torch.library.opcheck(torch.ops.ai3._program.default, (p.inputs, program.constants, program.text))
+
+
+def test_fake_sizes_and_strides() -> None:
+    for channels_last in (False, True):
+        p, _, _ = small()
+        values = [v for v in p.builder._values if len(v.shape) == 4][-2:]
+        program = p.builder.build(values, channels_last=channels_last)
+        with torch._subclasses.FakeTensorMode() as mode:
+            faked = torch.ops.ai3._program(
+                [mode.from_tensor(x) for x in p.inputs], [mode.from_tensor(c) for c in program.constants], program.text
+            )
+        for f, y in zip(faked, program(*p.inputs), strict=True):
+            assert (f.shape, f.stride(), f.dtype) == (y.shape, y.stride(), y.dtype)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic: bool) -> None:
+    p, _, program = small()
+    model = Model(program)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic)
+    for batch in (2, 3):
+        x = p.random(batch, 3, 16, 16)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+def test_exported() -> None:
+    p, _, program = small()
+    model = Model(program)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    exported = torch.export.export(model, tuple(p.inputs), dynamic_shapes=({0: batch},))
+    for n in (1, 2, 5):
+        x = p.random(n, 3, 16, 16)
+        torch.testing.assert_close(exported.module()(x), model(x))
