@@ -6,7 +6,7 @@ from ai3_ops import operations as operations  # loads the library and registers 
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
 from ai3_ops.register import register
-from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports
+from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
 from ai3_ops.selectors import Algorithm, prefer
 from ai3_ops.swap import swap, unswap
 
@@ -24,4 +24,5 @@ __all__ = [
     "supports",
     "swap",
     "unswap",
+    "workspace",
 ]

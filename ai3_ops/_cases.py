@@ -1,6 +1,7 @@
 """The calls that every algorithm must pass: the cases of each operation, their data, references and error bounds.
 
-What is tested is read from the registry: nothing here lists algorithms. The checks are in `_checks`.
+What is tested is read from the registry: nothing here lists algorithms. The checks are in `_checks`. The cases listed here
+reach the branches of the methods that the project has; for one that does other shapes, `Search` looks for those.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -155,13 +158,16 @@ CASES: dict[str, list[Case]] = {
 
 # Data and references -------------------------------------------------------------------------------------------------
 def tensors(case: Case, dtype: torch.dtype, device: str, fill: str = "normal", seed: int = 0) -> list[Tensor | None]:
-    """The tensors of a call: "normal" (standard normal) or "integers" (-2 … 2: products and sums do not round)."""
+    """The tensors of a call: "normal" (standard normal), "integers" (-2 … 2: products and sums do not round), "nothing"."""
     generator = torch.Generator().manual_seed(seed)
     made: list[Tensor | None] = []
     layouts = (*case.layouts, *["contiguous"] * (len(case.shapes) - len(case.layouts)))
     for shape, layout in zip(case.shapes, layouts, strict=True):
         if shape is None:
             made.append(None)
+            continue
+        if fill == "nothing":
+            made.append(LAYOUTS[layout](torch.empty(shape, dtype=dtype, device=device)))
             continue
         if fill == "integers":
             values = torch.randint(-2, 3, shape, generator=generator).double()
@@ -176,13 +182,20 @@ def widened(values: list[Tensor | None]) -> list[Tensor | None]:
     return [None if v is None else v.double() for v in values]
 
 
-@functools.lru_cache(maxsize=512)
 def reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tuple[Tensor, Tensor]:
     """ATen's answer in float64 on the CPU for the values as `dtype` holds them, and the sum of products' magnitudes."""
+    small = sum(math.prod(shape) for shape in case.shapes if shape is not None) < 100_000
+    return (_kept_reference if small else _reference)(operation, case, dtype, fill)
+
+
+def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tuple[Tensor, Tensor]:
     rules = OPERATIONS[operation]
-    x = widened(tensors(case, dtype, "cpu", fill))
+    x = [None if v is None else v.contiguous() for v in widened(tensors(case, dtype, "cpu", fill))]
     magnitude = [None if v is None else v.abs() for v in x]
     return rules.aten(*x, *case.arguments), rules.aten(*magnitude, *case.arguments)
+
+
+_kept_reference = functools.lru_cache(maxsize=512)(_reference)
 
 
 def terms(operation: str, case: Case) -> int:
@@ -196,13 +209,8 @@ def terms(operation: str, case: Case) -> int:
     return math.prod(x[-2:])
 
 
-def tolerance(info: AlgorithmInfo, case: Case, dtype: torch.dtype, fill: str) -> Tensor:
-    """The largest error allowed, componentwise (DESIGN §6)."""
-    return allowed(info, terms(info.operation, case), dtype, fill, *reference(info.operation, case, dtype, fill))
-
-
 def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: Tensor, magnitude: Tensor) -> Tensor:
-    """The same for sums of k terms, `exact` in float64 and `magnitude` those of the terms."""
+    """The largest error allowed in sums of k terms, componentwise; `exact` in float64, `magnitude` those of the terms."""
     stored = torch.finfo(dtype).eps / 2 * exact.abs() + torch.finfo(dtype).smallest_normal  # one rounding of the result
     unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
     largest = exact.abs().max() if exact.numel() else exact.new_zeros(())
@@ -251,7 +259,21 @@ class Call:
 
     def supported(self) -> bool:
         """As the registry says."""
-        return registry.supports(self.info.operation, self.info.name, *self.tensors, *self.case.arguments)[0]
+        rules = OPERATIONS[self.info.operation]
+        meta = tensors(self.case, self.dtype, "meta", "nothing")
+        try:
+            problem = rules.problem("", *meta, *self.case.arguments)
+        except RuntimeError:
+            return False
+        return registry.supports_problem(
+            self.info.operation, self.info.name, problem._replace(device=self.info.device)
+        )[0]
+
+    @property
+    def products(self) -> int:
+        """How many multiplications (or, where there are none, elements) the direct method takes."""
+        shape = OPERATIONS[self.info.operation].problem("", *_meta(self.case), *self.case.arguments).shape
+        return math.prod(shape) * terms(self.info.operation, self.case)
 
     def operator(self, *tensors: Tensor | None) -> Tensor:
         """The operator with the case's arguments."""
@@ -300,19 +322,181 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def calls(info: AlgorithmInfo, fill: str = "normal", dtypes: tuple[str, ...] | None = None) -> Iterator[Call]:
-    """All cases of an algorithm that it supports, in its dtypes."""
+    """All cases of an algorithm that it supports, in its dtypes; where they are few, also small shapes that it does support."""
     for name in dtypes or info.dtypes:
         if name in info.dtypes:
+            count = 0
             for case in CASES[info.operation]:
                 call = Call(info, case, DTYPES[name], fill)
                 if call.supported():
+                    count += 1
                     yield call
+            for case in search(info, name).small[: max(0, _ENOUGH - count)]:
+                yield Call(info, case, DTYPES[name], fill)
 
 
-def few_calls(info: AlgorithmInfo, count: int, dtype: str | None = None, *, large: bool = False) -> list[Call]:
+# Shapes that an algorithm supports -----------------------------------------------------------------------------------
+_ENOUGH = 8  # small cases
+_TRIED = 2000
+_SMALL, _LARGE, _MOST_ELEMENTS = 100_000, 125_000_000, 2_500_000  # products of a call, and elements of its tensors
+MOST_REALISTIC = 80
+PRODUCTS, OTHER_PRODUCTS = (
+    1_500_000_000,
+    250_000_000,
+)  # of all realistic calls in float32 (or where that is none), in others
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """What was found of an algorithm in one dtype: how many shapes were tried and supported, small ones, realistic ones."""
+
+    tried: int
+    supported: int
+    small: tuple[Case, ...]
+    realistic: tuple[Case, ...]  # layers of networks first, then made-up shapes of their sizes
+
+
+def search(info: AlgorithmInfo, dtype: str) -> Search:
+    """Shapes that the algorithm's own `supports` accepts; the same ones every time."""
+    return _search(info, dtype, registry.generation())
+
+
+@functools.lru_cache(maxsize=256)
+def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
+    generator = random.Random(0)
+    layers = _LAYERS.get(info.operation, [])
+    tried = supported = 0
+    small: list[Case] = []
+    realistic: list[Case] = []
+    left = PRODUCTS if dtype == "float32" or "float32" not in info.dtypes else OTHER_PRODUCTS
+    for i in range(_TRIED):
+        case = layers[i] if i < len(layers) else _made_up(info.operation, generator)
+        call = Call(info, case, DTYPES[dtype])
+        try:
+            products = call.products
+        except RuntimeError:  # the kernel does not fit
+            continue
+        tried += 1
+        if products == 0 or not call.supported():
+            continue
+        supported += 1
+        elements = sum(math.prod(shape) for shape in case.shapes if shape is not None)
+        if products <= _SMALL and elements <= _SMALL / 4:
+            if len(small) < _ENOUGH and not case.layouts:
+                small.append(case)
+        elif products <= min(left, _LARGE) and elements <= _MOST_ELEMENTS and len(realistic) < MOST_REALISTIC:
+            realistic.append(case)
+            left -= products
+    return Search(tried, supported, tuple(small), tuple(realistic))
+
+
+def _meta(case: Case) -> list[Tensor | None]:
+    return tensors(case, torch.float32, "meta", "nothing")
+
+
+# Layers of ResNet18, GoogLeNet, MobileNetV3, EfficientNet, AlexNet, InceptionV3, FCN, ConvNeXt, Swin and ViT.
+_LAYERS: dict[str, list[Case]] = {
+    "conv2d": [
+        conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1, bias=False),
+        conv((1, 192, 28, 28), (64, 192, 1, 1), layouts=("channels_last", "channels_last")),
+        conv((1, 16, 112, 112), (16, 1, 3, 3), 2, 1, groups=16),
+        conv((1, 256, 14, 14), (256, 256, 3, 3), padding=1, layouts=("channels_last", "channels_last")),
+        conv((1, 512, 7, 7), (512, 512, 3, 3), padding=1, bias=False),
+        conv((2, 3, 112, 112), (64, 3, 7, 7), 2, 3, bias=False),
+        conv((1, 64, 56, 56), (128, 64, 1, 1), 2, bias=False),
+        conv((1, 160, 7, 7), (960, 160, 1, 1)),
+        conv((1, 240, 28, 28), (240, 1, 5, 5), 2, 2, groups=240, layouts=("channels_last",)),
+        conv((1, 96, 56, 56), (96, 1, 7, 7), padding=3, groups=96),
+        conv((1, 64, 27, 27), (192, 64, 5, 5), padding=2, layouts=("channels_last",)),
+        conv((1, 3, 224, 224), (64, 3, 11, 11), 4, 2),
+        conv((1, 192, 17, 17), (192, 192, 1, 7), padding=(0, 3), bias=False),
+        conv((1, 128, 17, 17), (128, 128, 7, 1), padding=(3, 0), bias=False),
+        conv((1, 64, 28, 28), (64, 64, 3, 3), 1, 2, 2),
+        conv((1, 3, 224, 224), (96, 3, 4, 4), 4),
+        conv((1, 96, 56, 56), (192, 96, 2, 2), 2),
+        conv((1, 3, 224, 224), (192, 3, 16, 16), 16),
+        conv((8, 64, 16, 16), (32, 64, 3, 3), padding=1),
+        conv((1, 128, 28, 28), (128, 4, 3, 3), padding=1, groups=32, bias=False),
+    ],
+    "linear": [
+        Case(((1, 512), (1000, 512), (1000,))),
+        Case(((197, 768), (768, 768), (768,))),
+        Case(((1, 4096), (4096, 4096), (4096,))),
+        Case(((64, 49, 96), (288, 96), (288,))),
+        Case(((8, 1280), (1000, 1280), (1000,))),
+        Case(((16, 384), (1536, 384), None)),
+    ],
+    "max_pool2d": [Case(((1, 64, 112, 112),), (3, 2, 1)), Case(((8, 192, 28, 28),), (3, 1, 1), ("channels_last",))],
+    "avg_pool2d": [Case(((1, 128, 56, 56),), (2, 2)), Case(((8, 192, 17, 17),), (3, 1, 1), ("channels_last",))],
+    "adaptive_avg_pool2d": [Case(((8, 512, 7, 7),), (1,)), Case(((1, 256, 13, 13),), (6,), ("channels_last",))],
+    "relu": [Case(((1, 64, 112, 112),)), Case(((8, 256, 28, 28),), (), ("channels_last",))],
+    "flatten": [Case(((8, 512, 7, 7),), (1,)), Case(((8, 512, 7, 7),), (1,), ("channels_last",))],
+}
+_SIDES = (1, 2, 3, 4, 5, 7, 8, 12, 13, 14, 16, 17, 19, 24, 28, 31, 32, 33, 48, 56, 64, 65, 96, 112, 128, 224)
+_CHANNELS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 40, 48, 64, 65, 80, 96, 128, 160, 192, 256, 320, 512, 768, 1024)
+_KERNELS = (
+    *[(1, 1)] * 4,
+    *[(3, 3)] * 4,
+    *((5, 5), (7, 7), (2, 2), (4, 4), (11, 11), (1, 3), (3, 1), (1, 7), (7, 1), (3, 2), (6, 6)),
+)
+_BATCHES = (1, 1, 1, 2, 3, 4, 8, 16, 32)
+
+
+def _made_up(operation: str, generator: random.Random) -> Case:
+    """A call of any size that occurs in networks; its kernel may not fit."""
+    pick = generator.choice
+    height = pick(_SIDES)
+    width = height if generator.random() < 0.7 else pick(_SIDES)
+    image = (pick(_BATCHES), pick(_CHANNELS), height, width)
+    layout = pick(("contiguous", "channels_last"))
+    layouts = () if layout == "contiguous" else (layout,)
+    match operation:
+        case "conv2d":
+            kernel = pick(_KERNELS)
+            stride, dilation = pick((1, 1, 1, 1, 1, 2, 2, 4, kernel[0])), pick((1, 1, 1, 1, 1, 2, 3))
+            same = tuple(dilation * (k - 1) // 2 for k in kernel)
+            padding = pick((0, same, same, tuple(k - 1 for k in kernel), (1, 2)))
+            channels, filters, groups = pick(_CHANNELS), pick(_CHANNELS), pick((1, 1, 1, 1, 2, 4, 8, 32, 0))
+            if groups == 0:  # depthwise
+                groups, filters = channels, channels * pick((1, 1, 2))
+            else:
+                channels, filters = channels * groups, filters * groups
+            x = (image[0], channels, height, width)
+            bias = generator.random() < 0.5
+            return conv(x, (filters, channels // groups, *kernel), stride, padding, dilation, groups, bias, layouts * 2)
+        case "linear":
+            features, out = pick(_CHANNELS) * pick((1, 1, 3, 4)), pick(_CHANNELS) * pick((1, 1, 3, 4))
+            rows = pick(((), (1,), (2,), (7,), (16,), (37,), (64,), (197,), (2, 50), (3136,)))
+            return Case(((*rows, features), (out, features), (out,) if generator.random() < 0.5 else None))
+        case "max_pool2d" | "avg_pool2d":
+            return Case((image,), (pick((2, 3, (2, 3), 5)), pick((1, 2, 3)), pick((0, 1))), layouts)
+        case "adaptive_avg_pool2d":
+            return Case((image,), (pick((1, 2, 6, 7, (3, 5))),), layouts)
+        case "flatten":
+            return Case((image,), (pick((0, 1, 2)),), layouts)
+        case _:
+            return Case((image,), (), layouts)
+
+
+@dataclasses.dataclass
+class Tally:
+    """What one check did: in how many cases it passed, and how many it left out, by reason."""
+
+    passed: int = 0
+    skipped: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def skip(self, reason: str, count: int = 1) -> None:
+        """`count` cases were left out."""
+        if count:
+            self.skipped[reason] += count
+
+
+def few_calls(
+    info: AlgorithmInfo, count: int, dtype: str | None = None, *, large: bool = False, fill: str = "normal"
+) -> list[Call]:
     """Supported cases with some output, the smallest or largest, in one dtype (float64 where the algorithm has it)."""
     chosen = dtype or ("float64" if "float64" in info.dtypes else info.dtypes[0])
-    some = [c for c in calls(info, dtypes=(chosen,)) if all(0 not in s for s in c.case.shapes if s is not None)]
+    some = [c for c in calls(info, fill, (chosen,)) if all(0 not in s for s in c.case.shapes if s is not None)]
     return sorted(some, key=lambda c: sum(math.prod(s) for s in c.case.shapes if s is not None), reverse=large)[:count]
 
 

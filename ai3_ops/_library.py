@@ -7,7 +7,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,7 +45,15 @@ if (
     CUDA.ai3_cuda_failure.restype = ctypes.c_char_p
     if failure := CUDA.ai3_cuda_failure().decode():
         raise ImportError(f"ai3_ops: {failure}")
-_QUERY = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.c_int)
+_QUERY = (
+    ctypes.c_char_p,
+    ctypes.c_char_p,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.c_int,
+    ctypes.c_char_p,
+)
 _ERROR = (ctypes.c_char_p, ctypes.c_int64)
 C.ai3_registry.argtypes = _ERROR
 C.ai3_registry.restype = ctypes.c_char_p
@@ -84,13 +92,28 @@ def size_names(operation: str) -> tuple[str, ...]:
     return tuple(registry()["operations"][operation]["sizes"].split())
 
 
-def _query(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[Any, ...]:
-    array = (ctypes.c_int64 * len(sizes))(*sizes)
-    return operation.encode(), algorithm.encode(), DEVICES[device], DTYPES[dtype], array, len(sizes)
+class Sizes(NamedTuple):
+    """A problem's sizes as the registry names them, in order (-1 is unknown); and what a rule may not choose."""
+
+    numbers: Sequence[int]
+    exclude: str = ""  # patterns of algorithms, between commas
 
 
-def supports(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[bool, str]:
-    """Whether an algorithm can do a problem, and the reason when not. `sizes` as the registry names them; -1 is unknown."""
+def _query(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> tuple[Any, ...]:
+    array, count = (ctypes.c_int64 * len(sizes.numbers))(*sizes.numbers), len(sizes.numbers)
+    return (
+        operation.encode(),
+        algorithm.encode(),
+        DEVICES[device],
+        DTYPES[dtype],
+        array,
+        count,
+        sizes.exclude.encode(),
+    )
+
+
+def supports(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> tuple[bool, str]:
+    """Whether an algorithm can do a problem, and the reason when not."""
     if dtype not in DTYPES:
         return False, f"does not compute in {str(dtype).removeprefix('torch.')}"
     error = ctypes.create_string_buffer(_ERROR_SIZE)
@@ -98,7 +121,7 @@ def supports(operation: str, algorithm: str, device: str, dtype: torch.dtype, si
     return bool(ok), error.value.decode()
 
 
-def resolve(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> tuple[str, str]:
+def resolve(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> tuple[str, str]:
     """The algorithm that runs: `algorithm` itself, or what its rule (`default`, `winograd`, `guess`) chooses, and why."""
     error = ctypes.create_string_buffer(_ERROR_SIZE)
     name = C.ai3_resolve(*_query(operation, algorithm, device, dtype, sizes), error, _ERROR_SIZE)
@@ -115,7 +138,7 @@ def _bytes(function: Any, operation: str, algorithm: str, *problem: Any) -> int:
     return size
 
 
-def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+def workspace(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> int:
     """Bytes of workspace that a direct call allocates, packed weights included."""
     return _bytes(C.ai3_workspace, operation, algorithm, device, dtype, sizes)
 
@@ -148,6 +171,6 @@ def machine(threads: int, again: bool = False) -> tuple[float, float]:
     return flops.value, bandwidth.value
 
 
-def packed_bytes(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+def packed_bytes(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> int:
     """Bytes of the tensor that the algorithm's pack operator returns."""
     return _bytes(C.ai3_packed_bytes, operation, algorithm, device, dtype, sizes)

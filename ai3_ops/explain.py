@@ -143,7 +143,7 @@ def _chosen(call: Call) -> tuple[str, str]:
     name = call.algorithm.name
     device = next(a.device for a in call.example if isinstance(a, Spec))
     try:
-        problem = call.problem(*map(Spec.tensor, call.example))
+        problem = call.asked(call.algorithm, call.problem(*map(Spec.tensor, call.example)))
         return registry.choice_sizes(call.operation, name, device, problem.dtype, **problem.sizes)
     except RuntimeError:
         return name, ""

@@ -217,6 +217,20 @@ def resolve(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> str:
     return resolve_sizes(operation, algorithm, p.device, p.dtype, **p.sizes)
 
 
+def workspace(operation: str, algorithm: str, *args: Any, **kwargs: Any) -> int:
+    """Bytes that a direct call of `ai3::<operation>_<algorithm>` with these arguments needs beside its inputs and its output.
+
+    The arguments are the operator's own, as `supports` takes them. Counted are the workspace, weights packed for the call
+    (a swapped module keeps them instead, see `explain`), what oneDNN reorders and PyTorch's operators allocate, but no
+    tensor converted to a memory layout that the algorithm computes in. Nothing of this is computed; what a rule
+    (`default`) needs is what the algorithm needs that it chooses. 0 for a Python callable: it does not say.
+    RuntimeError where the algorithm cannot do the call, ValueError for unknown names.
+    """
+    _check_names(operation, algorithm)
+    p = _problem(operation, algorithm, args, kwargs)
+    return workspace_sizes(operation, algorithm, p.device, p.dtype, **p.sizes)
+
+
 def supports_problem(operation: str, algorithm: str, problem: Problem) -> tuple[bool, str]:
     """`supports_sizes` of a checked call; on the meta device, of any device."""
     devices = _library.DEVICES if problem.device == "meta" else (problem.device,)
@@ -230,6 +244,7 @@ def supports_sizes(
     """As `supports`, from sizes by the names that the registry gives them, for callers that do not know all.
 
     A size left out, None, negative or symbolic is unknown: the answer is then no only where no value of it could help.
+    `exclude` among them has the patterns of algorithms that a rule may not choose, between commas.
     """
     kind = torch.device(device).type
     if kind not in _library.DEVICES:
@@ -297,12 +312,12 @@ def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict
     return OPERATIONS[operation].problem(f"ai3::{name}", *args, **kwargs)
 
 
-def _query(operation: str, sizes: dict[str, Any]) -> list[int]:
+def _query(operation: str, sizes: dict[str, Any]) -> _library.Sizes:
     names = _library.size_names(operation)
-    unknown = sizes.keys() - set(names)
+    unknown = sizes.keys() - {*names, "exclude"}
     if unknown:
         raise TypeError(f"{operation} has no size {sorted(unknown)}; its sizes: {', '.join(names)}")
-    return [_known_size(sizes.get(name)) for name in names]
+    return _library.Sizes([_known_size(sizes.get(name)) for name in names], sizes.get("exclude", ""))
 
 
 def _known_size(size: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +22,22 @@ class Algorithm:
     """A choice with parameters: `Algorithm("winograd", backward_input="im2col")`.
 
     backward_input and backward_weight name the algorithms of the gradients (conv2d, linear); None: its own.
-    Further parameters are the operator's keyword arguments.
+    exclude has names of algorithms, or patterns with * and ?, that a rule such as `default` or `guess` may not choose:
+    `Algorithm("default", exclude=("winograd*",))`. It speaks of what computes the output, in every form of the model:
+    eager, compiled, exported, pickled. Further parameters are the operator's keyword arguments.
+    TypeError for what is no name, ValueError for a pattern that could be none.
     """
 
+    exclude: tuple[str, ...] = ()
+
     def __init__(
-        self, name: str, *, backward_input: str | None = None, backward_weight: str | None = None, **parameters: Any
+        self,
+        name: str,
+        *,
+        backward_input: str | None = None,
+        backward_weight: str | None = None,
+        exclude: Sequence[str] = (),
+        **parameters: Any,
     ) -> None:
         for given in (name, backward_input or "", backward_weight or ""):
             if not isinstance(given, str):
@@ -33,6 +45,11 @@ class Algorithm:
         self.name = name
         self.backward = (backward_input, backward_weight)
         self.parameters = parameters
+        if isinstance(exclude, str) or not all(isinstance(pattern, str) for pattern in exclude):
+            raise TypeError(f"Algorithm() takes exclude as a tuple of names or patterns, got {exclude!r}")
+        if wrong := [p for p in exclude if not re.fullmatch(r"[\w*?]+", p)]:
+            raise ValueError(f"Algorithm(): exclude has letters, digits, underscores, * and ?, got {wrong[0]!r}")
+        self.exclude = tuple(exclude)
         if not parameters:
             return
         known = {a.name: str(a.type) for i in registry.registered() if i.name == name for a in _keywords(i.operator)}
@@ -48,20 +65,34 @@ class Algorithm:
         """All algorithms that this choice needs."""
         return list(dict.fromkeys([self.name, *filter(None, self.backward)]))
 
+    @property
+    def excluded(self) -> str:
+        """The patterns as operators and the registry take them."""
+        return ",".join(self.exclude)
+
+    def excludes(self, name: str) -> bool:
+        """Whether a rule may not choose the algorithm of that name."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+
     def operator(self, operation: str) -> tuple[torch._ops.OpOverload, dict[str, Any]]:
         """What to call, and its further keyword arguments; ValueError for names and parameters that do not exist."""
         for name in self.names:
             registry.algorithm(operation, name)
         operator, options = registry.algorithm(operation, self.name).operator, dict(self.parameters)
-        if any(self.backward):
+        if self.exclude and not registry.is_rule(operation, self.name):
+            raise ValueError(f"{operation} {self.name!r} is no rule that chooses among others, got {self}")
+        excluding = self.exclude and any(self.excludes(a.name) for a in registry.algorithms(operation))
+        if any(self.backward) or excluding:
             for name in self.names:
                 if registry.algorithm(operation, name).python:
                     raise ValueError(f"{operation} {name!r} is a Python callable, which cannot be part of {self}")
             mixed = getattr(torch.ops.ai3, f"_{operation}_mixed", None)
             if mixed is None:
-                raise ValueError(f"{operation} has no choice of backward algorithms, got {self}")
+                raise ValueError(f"{operation} has no choice of backward algorithms and none to exclude, got {self}")
             given, weight = self.backward
             words = {"forward": self.name, "backward_input": given or "", "backward_weight": weight or ""}
+            if self.exclude:
+                words["exclude"] = self.excluded
             operator, options = mixed.default, options | words
         known = [a.name for a in _keywords(operator)]
         for parameter in options:
@@ -71,17 +102,18 @@ class Algorithm:
 
     def __repr__(self) -> str:
         backward = zip(("backward_input", "backward_weight"), self.backward, strict=True)
-        given = {k: v for k, v in backward if v is not None} | self.parameters
+        given = {k: v for k, v in backward if v is not None}
+        given |= ({"exclude": self.exclude} if self.exclude else {}) | self.parameters
         return f"Algorithm({', '.join([repr(self.name), *(f'{k}={v!r}' for k, v in given.items())])})"
 
     def __str__(self) -> str:
-        return repr(self) if any(self.backward) or self.parameters else self.name
+        return repr(self) if any(self.backward) or self.exclude or self.parameters else self.name
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Algorithm) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
-        return hash((self.name, self.backward, *sorted(self.parameters)))
+        return hash((self.name, self.backward, self.exclude, *sorted(self.parameters)))
 
 
 def _keywords(operator: torch._ops.OpOverload) -> list[torch.Argument]:
@@ -337,6 +369,9 @@ def _check_names(value: Any, key: str) -> None:
         for name in [] if _leaves_alone(one) else [one] if isinstance(one, str) else one.names:
             if name not in names:
                 raise ValueError(f"selector {key!r}: no algorithm {name!r}{near(name, [*names, 'torch'])}")
+        for pattern in one.exclude if isinstance(one, Algorithm) else ():
+            if not fnmatch.filter(names, pattern):
+                raise ValueError(f"selector {key!r}: exclude: no algorithm {pattern!r}{near(pattern, names)}")
 
 
 def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: list[str]) -> bool:

@@ -486,7 +486,8 @@ def _refusal(site: _Site, algorithm: Algorithm, approximate: bool) -> str:
     if reason or approximate or problem is None or site.call.example is None or problem.device == "meta":
         return reason
     if registry.is_rule(site.operation, algorithm.name):
-        chosen = registry.resolve_sizes(site.operation, algorithm.name, problem.device, problem.dtype, **problem.sizes)
+        sizes = site.call.asked(algorithm, problem).sizes
+        chosen = registry.resolve_sizes(site.operation, algorithm.name, problem.device, problem.dtype, **sizes)
         if registry.algorithm(site.operation, chosen).accuracy == "approximate":
             return approximation(chosen)
     return ""

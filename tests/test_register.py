@@ -344,8 +344,10 @@ def test_default_runs_it_where_it_can(header):
 def test_swapped_modules_see_what_is_registered_later(header, monkeypatch):
     model = ai3_ops.swap(torch.nn.Conv2d(1, 1, 1, bias=False), "default")
     asked = []
-    resolve = registry.resolve
-    monkeypatch.setattr(registry, "resolve", lambda *args, **options: asked.append(args) or resolve(*args, **options))
+    resolve = registry.resolve_sizes
+    monkeypatch.setattr(
+        registry, "resolve_sizes", lambda *args, **options: asked.append(args) or resolve(*args, **options)
+    )
     with torch.no_grad():
         model.weight.fill_(5)
         for _ in range(2):
@@ -477,9 +479,125 @@ def test_a_nondeterministic_algorithm_is_told_what_to_say():
 
 
 def test_check_needs_something_to_check(header):
-    register_function("conv2d", "user_picky", header(scaled("user_picky")))
-    with pytest.raises(AssertionError, match="conv2d_user_picky supports none of the operation's test cases"):
+    register_function(
+        "conv2d", "user_picky", header(scaled("user_picky").replace("weights == 1 ||", "weights == 1e9 ||"))
+    )
+    with pytest.raises(
+        AssertionError, match=r"supports none of the operation's test cases, and none of \d{4} other shapes that"
+    ):
         ai3_ops.check("conv2d", "user_picky")
+
+
+# The sum as written, for every shape; what is wrong with it is up to the test.
+NAIVE = """
+#include <ai3/algorithm.h>
+namespace {{
+using namespace ai3;
+bool {name}_supports(const Conv2dProblem& p, Reason& reason) {{
+  return {supports} || refuse(reason, "needs another shape");
+}}
+int64_t {name}_workspace(const Conv2dProblem&) {{ return {stated}; }}
+template <class T>
+void conv2d_{name}(const Conv2dProblem& p, const T* x, const T* w, const T* b, T* y, Workspace& workspace) {{
+  {body}
+  const int64_t cg = p.in_channels / p.groups, kg = p.out_channels / p.groups;
+  Acc<T>* sum = workspace.take<Acc<T>>(1);
+  for (int64_t n = 0; n < p.batch; n++)
+    for (int64_t k = 0; k < p.out_channels; k++)
+      for (int64_t i = 0; i < p.out_height; i++)
+        for (int64_t j = 0; j < p.out_width; j++) {{
+          *sum = b ? widen(b[k]) : 0;
+          for (int64_t c = 0; c < cg; c++)
+            for (int64_t r = 0; r < p.kernel_height; r++)
+              for (int64_t s = 0; s < p.kernel_width; s++) {{
+                const int64_t h = i * p.stride_h + r * p.dilation_h - p.pad_h, v = j * p.stride_w + s * p.dilation_w - p.pad_w;
+                if (h < 0 || v < 0 || h >= p.in_height || v >= p.in_width) continue;
+                const int64_t at = n * p.x_stride.n + (k / kg * cg + c) * p.x_stride.c + h * p.x_stride.h + v * p.x_stride.w;
+                const Acc<T> scale = {scale};
+                *sum += scale * widen(x[at]) * widen(w[((k * cg + c) * p.kernel_height + r) * p.kernel_width + s]);
+              }}
+          y[n * p.y_stride.n + k * p.y_stride.c + i * p.y_stride.h + j * p.y_stride.w] = narrowed<T>(*sum);
+        }}
+}}
+AI3_ALGORITHM(conv2d, {name}, {traits}.supports = {name}_supports, .workspace = {name}_workspace)
+}}  // namespace
+"""
+
+
+def naive(name: str, **parts: str) -> str:
+    whole = {"supports": "true", "stated": "workspace_bytes<double>(1)", "body": "", "scale": "1", "traits": ""}
+    return NAIVE.format(name=name, **whole | parts)
+
+
+def test_check_finds_what_is_wrong_on_large_maps_alone(header):
+    """One that does 1x1 kernels only and counts part of the sum twice from pixel 256 on: no small case shows it."""
+    pointwise, twice = "(p.kernel_height * p.kernel_width == 1)", "i * p.out_width + j >= 256 && c == cg / 2 ? 2 : 1"
+    register_function("conv2d", "user_twice", header(naive("user_twice", supports=pointwise, scale=twice)))
+    info = registry.algorithm("conv2d", "user_twice")
+    assert CHECKS["values"](info).passed >= 8 * len(info.dtypes)
+    with pytest.raises(
+        AssertionError, match=r"input \(1, 192, 28, 28\).*outputs are outside the bound of exact algorithms"
+    ):
+        CHECKS["sizes"](info)
+
+
+def test_check_passes_a_correct_algorithm_of_one_dtype_and_few_shapes(header, monkeypatch):
+    """What does not concern it is skipped with its reason, not passed."""
+    monkeypatch.setattr("ai3_ops._checks.REALISTIC_SECONDS", 3.0)
+    pointwise = (
+        "(p.kernel_height * p.kernel_width == 1 && (p.in_channels < 0 || p.in_channels % 8 == 0) && p.groups == 1)"
+    )
+    traits = ".dtypes = dtype_bit(DType::f32), "
+    register_function("conv2d", "user_floats", header(naive("user_floats", supports=pointwise, traits=traits)))
+    report = ai3_ops.check("conv2d", "user_floats")
+    assert report.ok
+    assert list(report.searched) == ["float32"]
+    found = report.searched["float32"]
+    assert 50 < found.supported < found.tried
+    assert max(shape[2] for case in found.realistic for shape in case.shapes[:1]) >= 56
+    by = {result.check: result for result in report.results}
+    assert by["values"].passed >= 16
+    assert by["sizes"].passed >= 5
+    for name, words in {
+        "packed": "keeps no packed weights",
+        "prologue": "applies no scale, shift or relu",
+        "autocast": "needs float32 and bfloat16",
+    }.items():
+        assert (by[name].status, by[name].passed) == ("skipped", 0)
+        assert words in str(by[name])
+    assert "gradcheck: has no float64" in str(by["gradients"])
+    assert {name for name, result in by.items() if result.status == "skipped"} <= {
+        "packed",
+        "prologue",
+        "autocast",
+        "zeros",
+    }
+    assert re.search(rf"float32 +\d+ cases, {found.supported} of {found.tried} shapes", str(report))
+
+
+def test_too_little_stated_workspace_is_an_error_with_both_numbers(header):
+    """The kernel runs to its end in borrowed memory, also on 1 TiB that it never touches."""
+    op = register_function("conv2d", "user_greedy", header(naive("user_greedy", stated="0")))
+    with pytest.raises(RuntimeError, match=r"^ai3::conv2d_user_greedy: states 0 bytes of workspace and takes 64$"):
+        op(X, W)
+    with pytest.raises(AssertionError, match="values on cpu: RuntimeError: ai3::conv2d_user_greedy: states 0 bytes"):
+        ai3_ops.check("conv2d", "user_greedy")
+    body = "workspace.take<char>(int64_t{1} << 62);"
+    op = register_function("conv2d", "user_glutton", header(naive("user_glutton", body=body)))
+    with pytest.raises(
+        RuntimeError, match=r"^ai3::conv2d_user_glutton: not enough memory for 4611686018427387904 bytes"
+    ):
+        op(X, W)
+
+
+def test_what_is_no_exception_is_an_error_that_names_the_operator(header):
+    op = register_function("conv2d", "user_throws", header(naive("user_throws", body="throw 5;")))
+    with pytest.raises(RuntimeError, match=r"^ai3::conv2d_user_throws: an exception that is no std::exception"):
+        op(X, W)
+    register_function("conv2d", "user_unsure", header(naive("user_unsure", supports="(throw 5, true)")))
+    ok, reason = ai3_ops.supports("conv2d", "user_unsure", X, W)
+    assert not ok
+    assert reason.startswith("an exception that is no std::exception")
 
 
 @pytest.mark.parametrize(

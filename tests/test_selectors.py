@@ -1,6 +1,7 @@
 """Which calls each selector speaks of, what wins, and what is refused with which words."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -304,3 +305,76 @@ def test_algorithm_is_a_value():
 
 def test_public_names():
     assert {"Algorithm", "explain", "prefer", "swap", "unswap"} <= set(ai3_ops.__all__)
+
+
+def test_a_rule_does_not_choose_what_is_excluded(net):
+    """In eager, traced and pickled modules, training and inference; nothing else about the rule changes."""
+    model = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 1)).eval()
+    x = torch.randn(1, 32, 28, 28)
+    assert used(swap(model, "default", x))["0"].startswith("winograd")
+    choice = Algorithm("default", exclude=("winograd*",))
+    for selectors in (choice, {"*": choice}, {"0": choice}):
+        swapped = swap(model, selectors, x)
+        assert not used(swapped)["0"].startswith("winograd")
+    swapped = swap(model, {"*": choice}, x)
+    assert used(swapped)["1"] == "direct"  # no other algorithm is concerned
+    again = pickle.loads(pickle.dumps(swapped))
+    exported = torch.export.export(swapped, (x,))
+    assert "'exclude': 'winograd*'" in str([n.kwargs for n in exported.graph.nodes])
+    direct = torch.ops.ai3.conv2d_direct(x, model[0].weight, model[0].bias, padding=1)
+    with torch.no_grad():
+        expected = model[2](direct.relu())
+    for m in (swapped, again, exported.module(), torch.compile(swapped, backend="aot_eager", fullgraph=True)):
+        for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+            with mode():
+                torch.testing.assert_close(m(x), expected, rtol=1e-5, atol=1e-6)
+    algorithm = used(swapped)["0"]
+    operator = getattr(torch.ops.ai3, f"conv2d_{algorithm}")
+    with torch.no_grad():  # to the bit what that algorithm gives, which winograd does not
+        only = swapped[0](x)
+        assert torch.equal(only, operator(x, model[0].weight, model[0].bias, padding=1))
+        assert not torch.equal(only, torch.ops.ai3.conv2d_winograd(x, model[0].weight, model[0].bias, padding=1))
+    swapped.train()(x.clone().requires_grad_()).sum().backward()
+    assert swapped[0].weight.grad is not None
+    guess = swap(model, Algorithm("guess", exclude=("winograd*", "direct", "fft")), x)
+    assert not {"winograd", "direct", "fft"} & {name.partition("_")[0] for name in used(guess).values()}
+    assert used(swap(model, {"0": Algorithm("winograd", exclude=("winograd_f4",))}, x)) == {"0": "winograd_f2"}
+
+
+def test_exclude_is_checked():
+    model = nn.Sequential(nn.Conv2d(32, 32, 3))
+    for call, error, words in (
+        (lambda: Algorithm("default", exclude="winograd"), TypeError, "exclude as a tuple"),
+        (
+            lambda: Algorithm("default", exclude=("a,b",)),
+            ValueError,
+            r"letters, digits, underscores, \* and \?, got 'a,b'",
+        ),
+        (
+            lambda: swap(model, Algorithm("default", exclude=("winogard",))),
+            ValueError,
+            "no algorithm 'winogard'; did you mean",
+        ),
+        (lambda: swap(model, Algorithm("direct", exclude=("fft",))), ValueError, "no rule that chooses among others"),
+    ):
+        with pytest.raises(error, match=words):
+            call()
+    every = Algorithm("default", exclude=("*",))
+    with pytest.warns(UserWarning, match="1 of 1 layers stay PyTorch's"):
+        report = explain(swap(model, {"conv2d": every}))
+    assert "no algorithm that its rule may choose supports this case (some are excluded)" in report.layers[0].reason
+    assert (repr(every), hash(every) == hash(Algorithm("default"))) == ("Algorithm('default', exclude=('*',))", False)
+
+
+def test_workspace_of_a_direct_call():
+    x, w = torch.empty(1, 64, 28, 28, device="meta"), torch.empty(64, 64, 3, 3, device="meta")
+    columns = 4 * 64 * 9 * 28 * 28
+    assert ai3_ops.workspace("conv2d", "gemm", x, w, padding=1) == columns
+    chosen = ai3_ops.resolve("conv2d", "default", x, w, padding=1)
+    needs = ai3_ops.workspace("conv2d", "default", x, w, padding=1)
+    assert needs == ai3_ops.workspace("conv2d", chosen, x, w, padding=1) > 0
+    assert ai3_ops.workspace("relu", "direct", x) == 0
+    with pytest.raises(RuntimeError, match="needs a 3x3 kernel"):
+        ai3_ops.workspace("conv2d", "winograd_f4", x, w, stride=2)
+    with pytest.raises(ValueError, match="did you mean 'winograd'"):
+        ai3_ops.workspace("conv2d", "winogrd", x, w)

@@ -10,13 +10,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import ai3_ops
+from ai3_ops import _cases
 from ai3_ops._cases import Case, conv
 
 settings.register_profile(
     "quick", max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
 settings.register_profile("full", max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-settings.load_profile(os.environ.get("AI3_OPS_TEST_PROFILE", "quick"))
+PROFILE = os.environ.get("AI3_OPS_TEST_PROFILE", "quick")
+settings.load_profile(PROFILE)
+if PROFILE == "quick":  # of what `check` runs in networks' sizes, a tenth
+    _cases.PRODUCTS, _cases.OTHER_PRODUCTS, _cases.MOST_REALISTIC = 150_000_000, 25_000_000, 16
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ALGORITHMS = [a for a in ai3_ops.algorithms() if a.device in DEVICES and not a.python]

@@ -219,13 +219,22 @@ class Call:
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
         """The reason why `algorithm` cannot do a problem, "" where it can."""
         roles = {algorithm.backward[1]: "backward_weight", algorithm.backward[0]: "backward_input"}
-        if algorithm.parameters.get("deterministic"):
-            problem = problem._replace(sizes=problem.sizes | {"deterministic": True})
+        problem = self.asked(algorithm, problem)
         for name in algorithm.names:
             ok, reason = registry.supports_problem(self.operation, name, problem)
             if not ok:
                 return reason if name == algorithm.name else f"with {roles[name]}={name!r}, which {reason}"
         return ""
+
+    @staticmethod
+    def asked(algorithm: Algorithm, problem: Problem) -> Problem:
+        """The problem as the registry is asked about it where `algorithm` is to compute it."""
+        more: dict[str, Any] = {}
+        if algorithm.parameters.get("deterministic"):
+            more["deterministic"] = True
+        if algorithm.exclude:
+            more["exclude"] = algorithm.excluded
+        return problem._replace(sizes=problem.sizes | more) if more else problem
 
     def backward_refusal(self, algorithm: Algorithm, args: tuple[Any, ...] | None = None) -> str:
         """The reason why the algorithms of the gradients cannot do the example (or this call): tried once, on zeros."""
@@ -375,7 +384,7 @@ class Call:
     def approximates(self, algorithm: Algorithm) -> str:
         """Why a rule may not be taken: registered algorithms that it can choose, and that the user did not allow."""
         chosen = None if self.approximate else registry.approximate_default(self.operation, algorithm.name)
-        return approximation(chosen) if chosen else ""
+        return approximation(chosen) if chosen and not algorithm.excludes(chosen) else ""
 
     def plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """How such a call is made; None where it has no way of its own."""
@@ -571,8 +580,11 @@ class _Switched(_Weighted):
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
         """Also as PyTorch's switch has it."""
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return registry.resolve(self.operation, rule, *args, deterministic=deterministic)
+        assert self.algorithm is not None
+        p = self.problem(*args)
+        switches = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        sizes = self.asked(self.algorithm, p._replace(sizes=p.sizes | switches)).sizes
+        return registry.resolve_sizes(self.operation, rule, p.device, p.dtype, **sizes)
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """What the algorithm was given goes before PyTorch's switches."""

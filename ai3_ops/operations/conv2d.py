@@ -59,6 +59,7 @@ class Conv2d(Weighted):
         groups: int = 1,
         *,
         deterministic: bool = False,
+        exclude: str = "",
         **_: Any,
     ) -> Problem:
         """Input (N, C, H, W) or (C, H, W), weight (K, C/groups, R, S), bias (K); RuntimeError for what does not fit."""
@@ -100,6 +101,8 @@ class Conv2d(Weighted):
             "groups": groups, "has_bias": bias is not None, "channels_last": channels_last,
             "deterministic": deterministic,
         }  # fmt: skip
+        if exclude:
+            sizes["exclude"] = exclude
         return Problem(input.device.type, input.dtype, sizes, (n, k, *outputs), channels_last, input.ndim == 3)
 
     def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:

@@ -27,6 +27,7 @@ class Linear(Weighted):
         bias: Tensor | None = None,
         *,
         deterministic: bool = False,
+        exclude: str = "",
         **_: Any,
     ) -> Problem:
         """Input (..., in_features), weight (out_features, in_features) or (in_features,); RuntimeError otherwise."""
@@ -55,10 +56,12 @@ class Linear(Weighted):
         rows = 1
         for size in input.shape[:-1]:
             rows = rows * size
-        sizes = {
+        sizes: dict[str, Any] = {
             "rows": rows, "in_features": input.shape[-1], "out_features": out_features, "has_bias": bias is not None,
             "deterministic": deterministic,
         }  # fmt: skip
+        if exclude:
+            sizes["exclude"] = exclude
         return Problem(input.device.type, input.dtype, sizes, (*input.shape[:-1], *weight.shape[:-1]))
 
     def weight_sizes(self, label: str, weight: Tensor) -> dict[str, int]:

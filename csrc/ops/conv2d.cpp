@@ -37,7 +37,7 @@ Conv2dProblem conv2d_from(const Query& q) {
   for (int i : {5, 6, 7, 8, 11, 12, 13})
     if (s[i] == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
   Conv2dProblem p{};
-  p.dtype = q.dtype;
+  p.dtype = q.dtype, p.exclude = q.exclude;
   p.batch = s[0], p.in_channels = s[1], p.in_height = s[2], p.in_width = s[3];
   p.out_channels = s[4], p.kernel_height = s[5], p.kernel_width = s[6];
   p.stride_h = s[7], p.stride_w = s[8], p.pad_h = s[9], p.pad_w = s[10], p.dilation_h = s[11], p.dilation_w = s[12];
@@ -109,7 +109,7 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
   p.out_channels = weight[0], p.kernel_height = weight[2], p.kernel_width = weight[3];
   p.stride_h = c.stride[0], p.stride_w = c.stride[1], p.pad_h = c.padding[0], p.pad_w = c.padding[1];
   p.dilation_h = c.dilation[0], p.dilation_w = c.dilation[1], p.groups = c.groups;
-  p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic;
+  p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic, p.exclude = c.excluded();
   check(p.in_channels == checked_mul(weight[1], p.groups), entry, "needs input of ", checked_mul(weight[1], p.groups),
         " channels for weight ", weight, " and groups ", p.groups, ", got ", c.input);
   check(p.batch == 0 || (p.in_height > 0 && p.in_width > 0), entry, "needs input with a height and width of at least 1, got ",

@@ -13,7 +13,7 @@ void set_threads(LinearProblem& p) {
 LinearProblem linear_from(const Query& q) {
   if (q.count != 5) throw std::runtime_error("ai3: a linear query needs 5 sizes");
   LinearProblem p{};
-  p.dtype = q.dtype;
+  p.dtype = q.dtype, p.exclude = q.exclude;
   p.rows = q.sizes[0], p.in_features = q.sizes[1], p.out_features = q.sizes[2], p.has_bias = q.sizes[3] != 0,
   p.deterministic = q.sizes[4] > 0;
   check_numel({p.rows, p.in_features}), check_numel({p.in_features, p.out_features}), check_numel({p.rows, p.out_features});
@@ -36,7 +36,7 @@ LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& wei
   LinearProblem p{};
   p.dtype = dtype_of(entry, c.input);
   p.in_features = in_features, p.out_features = weight.size() == 2 ? weight[0] : 1;
-  p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic;
+  p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic, p.exclude = c.excluded();
   sizes.pop_back();
   p.rows = checked_numel(entry, sizes, 1);
   if (weight.size() == 2) sizes.push_back(p.out_features);

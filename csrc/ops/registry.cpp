@@ -1,5 +1,7 @@
 #include "registry.h"
 
+#include <fnmatch.h>
+
 #include <algorithm>
 #include <array>
 #include <mutex>
@@ -32,6 +34,9 @@ const Operation* operation_named(const char* name) {
   return nullptr;
 }
 
+// Of a user's algorithm that throws something else than a std::exception.
+constexpr char kNoWords[] = ": an exception that is no std::exception, so that nothing is known about it";
+
 // What leaves an operator is std::runtime_error alone, which PyTorch turns into RuntimeError, with the operator's name in front,
 // also where it is PyTorch that refuses.
 [[noreturn]] void rethrow(const std::string& label) {
@@ -42,6 +47,8 @@ const Operation* operation_named(const char* name) {
   } catch (const std::exception& e) {
     if (std::strstr(e.what(), "ai3::")) throw std::runtime_error(e.what());
     throw std::runtime_error("ai3::" + label + ": " + e.what());
+  } catch (...) {
+    throw std::runtime_error("ai3::" + label + kNoWords);
   }
 }
 
@@ -154,6 +161,14 @@ const Entry& entry_named(const Operation& operation, const std::string& name) {
   if (!e) throw std::runtime_error(std::string("ai3: no ") + operation.name + " algorithm '" + name + "'");
   return *e;
 }
+bool matches_any(const char* patterns, const std::string& name) {
+  for (const char* at = patterns; *at;) {
+    const char* const end = at + std::strcspn(at, ",");
+    if (fnmatch(std::string(at, end).c_str(), name.c_str(), 0) == 0) return true;
+    at = *end ? end + 1 : end;
+  }
+  return false;
+}
 std::vector<const Entry*> entries(const Operation& operation) {
   std::vector<const Entry*> found;
   for (const Entry* e = operation.state->first.load(std::memory_order_acquire); e; e = e->next) found.push_back(e);
@@ -190,6 +205,9 @@ auto guarded(char* error, int64_t size, const Body& body) -> decltype(body()) {
   } catch (const std::exception& e) {
     if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
     return {};
+  } catch (...) {  // from a user's `supports`, `workspace` or `cost`
+    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", kNoWords + 2);
+    return {};
   }
 }
 // What a function of the C interface is asked about.
@@ -197,10 +215,10 @@ struct Asked {
   const Entry& entry;
   Device device;
   Query query;
-  Asked(const char* operation, const char* name, int device_, int dtype, const int64_t* sizes, int count)
+  Asked(const char* operation, const char* name, int device_, int dtype, const int64_t* sizes, int count, const char* exclude)
       : entry(entry_named(operation_known(operation), name)),
         device(static_cast<Device>(device_)),
-        query{static_cast<DType>(dtype), sizes, count} {
+        query{static_cast<DType>(dtype), sizes, count, exclude && *exclude ? exclude : nullptr} {
     if (device_ < 0 || device_ > 1 || dtype < 0 || dtype > 3) throw std::runtime_error("ai3: unknown device or dtype");
   }
   const Entry& select(const char** why = nullptr) const {
@@ -253,17 +271,18 @@ AI3_EXPORT int ai3_set_default(const char* operation, const char* name, char* er
     return 1;
   });
 }
+// Queries about a problem: `exclude` has patterns of algorithms that a rule may not choose, between commas; null or "": none.
 // 1: supported; 0: `error` says why not.
 AI3_EXPORT int ai3_supports(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
-                            char* error, int64_t size) {
-  return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count).select(), 1; });
+                            const char* exclude, char* error, int64_t size) {
+  return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count, exclude).select(), 1; });
 }
 // The name of the algorithm that runs: `name` itself unless it is a rule, which says into `error` why it chose it.
 AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
-                                   int count, char* error, int64_t size) {
+                                   int count, const char* exclude, char* error, int64_t size) {
   return guarded(error, size, [&] {
     const char* why = "";
-    const Entry& chosen = Asked(operation, name, device, dtype, sizes, count).select(&why);
+    const Entry& chosen = Asked(operation, name, device, dtype, sizes, count, exclude).select(&why);
     std::snprintf(error, static_cast<size_t>(size), "%s", why);
     return chosen.name.c_str();
   });
@@ -275,19 +294,19 @@ struct Bytes {
 }  // namespace
 // Bytes of workspace in a direct call, and of what the pack operator returns; -1 on failure.
 AI3_EXPORT int64_t ai3_workspace(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
-                                 char* error, int64_t size) {
+                                 const char* exclude, char* error, int64_t size) {
   return guarded(error, size,
                  [&] {
-                   const Asked a(operation, name, device, dtype, sizes, count);
+                   const Asked a(operation, name, device, dtype, sizes, count, exclude);
                    return Bytes{a.entry.operation->workspace(a.entry, a.device, a.query)};
                  })
       .value;
 }
 AI3_EXPORT int64_t ai3_packed_bytes(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
-                                    int count, char* error, int64_t size) {
+                                    int count, const char* exclude, char* error, int64_t size) {
   return guarded(error, size,
                  [&] {
-                   const Asked a(operation, name, device, dtype, sizes, count);
+                   const Asked a(operation, name, device, dtype, sizes, count, exclude);
                    return Bytes{a.entry.operation->packed_bytes(a.entry, a.device, a.query)};
                  })
       .value;

@@ -38,6 +38,7 @@ struct Query {
   DType dtype;
   const int64_t* sizes;
   int count;
+  const char* exclude = nullptr;  // as in Conv2dProblem
 };
 
 // What is known about an operation at run time. Read without a lock: entries are only ever added, and never freed or moved.
@@ -101,6 +102,19 @@ const Entry& entry_named(const Operation& operation, const std::string& name);
 std::vector<const Entry*> entries(const Operation& operation);
 AI3_INLINE const char* name_of(Device d) { return d == Device::cpu ? "CPU" : "CUDA"; }
 
+// Whether one of these patterns, between commas, in which * and ? stand for any characters and one, is that of the name.
+bool matches_any(const char* patterns, const std::string& name);
+template <class P>
+const char* excludes(const P& p) {
+  if constexpr (requires { p.exclude; }) return p.exclude ? " (some are excluded)" : "";
+  return "";
+}
+template <class P>
+bool is_excluded(const P& p, const std::string& name) {
+  if constexpr (requires { p.exclude; }) return p.exclude && matches_any(p.exclude, name);
+  return false;
+}
+
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
 // cannot. `depth` rules have asked; `why`, where given, gets why a rule chose.
 inline constexpr int kRulesAtMost = 8;
@@ -126,14 +140,14 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
     Device device;
     int depth;
     const Entry* find(const P& p, const char* name) const {
-      const Entry* e = ops::find(*operation, name);
+      const Entry* e = is_excluded(p, name) ? nullptr : ops::find(*operation, name);
       Reason ignored;
       return e ? select(*e, device, p, ignored, depth) : nullptr;
     }
   } context{entry.operation, device, depth + 1};
   if (entry.name == "default")
     if (const Entry* preferred = entry.operation->state->preferred.load(std::memory_order_acquire);
-        preferred && preferred != &entry) {
+        preferred && preferred != &entry && !is_excluded(p, preferred->name)) {
       Reason ignored;
       if (const Entry* chosen = select(*preferred, device, p, ignored, depth + 1)) {
         if (why) *why = "registered as what default runs";
@@ -154,7 +168,7 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
   const Choice choice = a->traits.choose(p, candidates);
   const Entry* chosen = choice.algorithm ? context.find(p, choice.algorithm) : nullptr;
   if (why) *why = choice.why;
-  if (!chosen) refuse(reason, "no algorithm that its rule may choose supports this case");
+  if (!chosen) refuse(reason, "no algorithm that its rule may choose supports this case%s", excludes(p));
   return chosen;
 }
 

@@ -56,6 +56,13 @@ Tensor empty_as(const Tensor& t) {
                        t.numel() * static_cast<int64_t>(t.element_size()));
 }
 
+char* LentWorkspace::lend(Workspace& workspace, int64_t bytes) {
+  auto& self = static_cast<LentWorkspace&>(workspace);
+  if (bytes < 0 || bytes >= int64_t{1} << 62) throw NotEnoughMemory(bytes);
+  const int64_t whole = std::max<int64_t>(bytes, 64);
+  return static_cast<char*>(self.lent.emplace_back(empty({whole}, ScalarType::Byte, self.like)).mutable_data_ptr());
+}
+
 void check_numel(std::initializer_list<int64_t> sizes) {
   int64_t bytes = 8;
   for (int64_t s : sizes) bytes = checked_mul(bytes, std::max<int64_t>(s, 1));

@@ -242,20 +242,31 @@ inline int32_t threads(int64_t work) {
   return work < each ? 1 : static_cast<int32_t>(std::min<int64_t>(threads(), work / each));
 }
 
-// Runs run(workspace) with `bytes` of scratch memory.
+// The workspace of one call, and what was borrowed beyond it.
+struct LentWorkspace : Workspace {
+  LentWorkspace(char* memory, int64_t size, const Tensor& of_device)
+      : Workspace{memory, size, 0, nullptr, lend}, like(of_device) {}
+  static char* lend(Workspace& workspace, int64_t bytes);
+  const Tensor& like;
+  std::vector<Tensor> lent;
+};
+
+// Runs run(workspace) with `bytes` of scratch memory; `packed` of them are taken for the weights, the others the algorithm
+// stated.
 template <class Run>
-void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const Run& run) {
+void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const Run& run, int64_t packed = 0) {
   check(bytes >= 0 && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
   const DeviceGuard guard = on_device_of(like);
   const bool cuda = like.is_cuda();
   const Scratch scratch(cuda ? 0 : bytes);
-  Workspace workspace{scratch.data(), bytes, 0, nullptr};
+  LentWorkspace workspace(scratch.data(), bytes, like);
   std::optional<Tensor> memory;
   if (cuda) {
     if (bytes > 0) workspace.data = static_cast<char*>(memory.emplace(empty({bytes}, ScalarType::Byte, like)).mutable_data_ptr());
     workspace.stream = current_cuda_stream(like.get_device_index());
   }
   run(workspace);
+  check(workspace.used <= bytes, entry, "states ", bytes - packed, " bytes of workspace and takes ", workspace.used - packed);
 }
 
 // Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
@@ -264,14 +275,17 @@ void run_kernel(const Chosen<P>& chosen, const P& asked, Buffers buffers, const 
   const Traits<P>& traits = chosen.algorithm->traits;
   const P p = packed ? asked : in_direct_call(traits, asked);
   const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
-  with_workspace(*chosen.entry, checked_add(pack_bytes, own), like, [&](Workspace& workspace) {
-    if (pack_bytes) {
-      void* weights = workspace.take<char>(pack_bytes);
-      traits.pack(p, buffers.weight, weights);
-      buffers.weight = weights;
-    }
-    chosen.algorithm->run(p, buffers, workspace);
-  });
+  with_workspace(
+      *chosen.entry, checked_add(pack_bytes, own), like,
+      [&](Workspace& workspace) {
+        if (pack_bytes) {
+          void* weights = workspace.take<char>(pack_bytes);
+          traits.pack(p, buffers.weight, weights);
+          buffers.weight = weights;
+        }
+        chosen.algorithm->run(p, buffers, workspace);
+      },
+      pack_bytes);
 }
 // Whether an algorithm has a kernel for a gradient (0: the input's, 1: the weight's): then it names itself for it.
 template <class P>

@@ -12,9 +12,11 @@ struct WeightedCall {
   std::optional<Tensor> bias, residual;
   Activation activation = Activation::none;
   bool allow_tf32 = false, deterministic = false;
+  std::string exclude;           // patterns of algorithms that a rule may not choose, between commas
   std::optional<Tensor> output;  // where to write, when it is given; what an algorithm of PyTorch's operators leaves
 
   void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
+  const char* excluded() const { return exclude.empty() ? nullptr : exclude.c_str(); }
   // Arguments between the tensors and the rest, and a packed operator's for its input, where the operation has some.
   void take_window(Arguments&) {}
   void take_prologue(Arguments&) {}
@@ -100,6 +102,7 @@ struct WeightedOperators {
     Call c = forward_call(in);
     c.take_options(in);
     const Names by = names(in);
+    c.exclude = in.take<std::string>();
     give(stack, 0, O::run(entry_named(O::operation(), by[0]), c));
   }
   static void mixed_backward(StableIValue* stack) {
@@ -107,6 +110,7 @@ struct WeightedOperators {
     BackwardArguments a(in);
     a.call.take_options(in);
     const Names by = names(in);
+    a.call.exclude = in.take<std::string>();
     const Entry& asked = entry_named(O::operation(), by[0]);
     GradientEntries entries{};
     if (by[1].empty() || by[2].empty()) entries = own_gradients(asked, a.call);
@@ -166,7 +170,7 @@ struct WeightedOperators {
 #define AI3_OPTIONS ", *, bool allow_tf32=False, bool deterministic=False"
 #define AI3_FORWARD(window) "(Tensor input, Tensor weight, Tensor? bias=None" window AI3_OPTIONS
 #define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
-#define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\""
+#define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\", str exclude=\"\""
 #define AI3_PACKED(window, prologue)                                          \
   "(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None" window \
   ", Tensor? residual=None, str activation=\"none\"" prologue AI3_OPTIONS

@@ -33,15 +33,22 @@ TEST(Checked, ProductsThatWrapSaturate) {
   EXPECT_EQ(ceil_div(INT64_MAX, 2), int64_t{1} << 62);
 }
 
-TEST(Checked, WorkspaceGivesWhatWasAskedForAndNoMore) {
+TEST(Checked, WorkspaceGivesWhatWasStatedAndBorrowsTheRest) {
   alignas(64) char memory[192];
   Workspace w{memory, 192, 0, nullptr};
   EXPECT_EQ(workspace_bytes<float>(17), 128);
   EXPECT_EQ(static_cast<void*>(w.take<float>(17)), memory);
-  EXPECT_EQ(w.take<char>(65), nullptr);
   EXPECT_EQ(static_cast<void*>(w.take<double>(8)), memory + 128);
-  EXPECT_EQ(w.take<double>(kOverflow), nullptr);
+  EXPECT_EQ(w.used, w.bytes);
+  EXPECT_EQ(w.take<char>(65), nullptr);
+  EXPECT_EQ(w.used, 192 + 128);
   EXPECT_EQ(w.take<double>(int64_t{1} << 61), nullptr);
+  EXPECT_EQ(w.used, kOverflow);
+
+  alignas(64) static char more[128];
+  Workspace lends{memory, 64, 0, nullptr, [](Workspace&, int64_t bytes) { return bytes == 128 ? more : nullptr; }};
+  EXPECT_EQ(static_cast<void*>(lends.take<char>(65)), more);
+  EXPECT_GT(lends.used, lends.bytes);
 }
 
 // What the kernels' tests rest on.

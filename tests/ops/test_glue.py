@@ -159,7 +159,7 @@ def test_queries_of_any_sizes_are_answered_or_refused(operation):
         algorithm, dtype = random.choice(algorithms), random.choice(list(_library.DTYPES))
         for ask in (_library.supports, _library.workspace, _library.packed_bytes):
             try:
-                answer = ask(operation, algorithm, "cpu", dtype, sizes)
+                answer = ask(operation, algorithm, "cpu", dtype, _library.Sizes(sizes))
             except RuntimeError:
                 refused += 1
             else:

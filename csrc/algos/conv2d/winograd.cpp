@@ -25,6 +25,8 @@ Choice choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
     choice = {"winograd_general", "the form for this kernel"};
   else if (small())
     choice = {"winograd_f2", "less work than F(4x4, 3x3) on a map this small"};
+  else if (!usable(p, "winograd_f4"))
+    choice = {"winograd_f2", "F(4x4, 3x3) is excluded"};
   return usable(p, choice.algorithm) ? choice : Choice{};
 }
 

@@ -21,7 +21,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 3;
+inline constexpr int32_t kAlgorithmAbi = 4;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -45,28 +45,29 @@ AI3_INLINE bool refuse(Reason& reason, const char* format, Arguments... argument
   return false;
 }
 
+// The bytes that Workspace::take<T>(count) uses.
+template <class T>
+AI3_INLINE int64_t workspace_bytes(int64_t count) {
+  return round_up(checked_mul(count, static_cast<int64_t>(sizeof(T))), 64);
+}
 // Scratch memory of the size that the algorithm asked for, 64-byte aligned, not initialized.
 struct Workspace {
   char* data;
   int64_t bytes;
   int64_t used;
-  void* stream;  // CUDA: the current cudaStream_t
-  // The next `count` elements. What was not asked for in the algorithm's `workspace` is not there: nullptr.
+  void* stream;                                          // CUDA: the current cudaStream_t
+  char* (*borrow)(Workspace&, int64_t bytes) = nullptr;  // for what was not stated: memory that lives as long as the call
+  // The next `count` elements. Of more bytes than the algorithm's `workspace` stated, those beyond are borrowed, so that the
+  // kernel comes to its end whatever thread it runs on; the operator then raises an error instead of returning the output.
   template <class T>
   AI3_INLINE T* take(int64_t count) {
-    const int64_t size = round_up(checked_mul(count, static_cast<int64_t>(sizeof(T))), 64);
-    if (checked_add(used, size) > bytes) return nullptr;
-    T* p = reinterpret_cast<T*>(data + used);
-    used += size;
-    return p;
+    const int64_t size = workspace_bytes<T>(count), first = used;
+    used = checked_add(used, size);
+    if (used > bytes) [[unlikely]]
+      return borrow ? reinterpret_cast<T*>(borrow(*this, size)) : nullptr;
+    return reinterpret_cast<T*>(data + first);
   }
 };
-// The bytes that take<T>(count) uses.
-template <class T>
-AI3_INLINE int64_t workspace_bytes(int64_t count) {
-  return round_up(checked_mul(count, static_cast<int64_t>(sizeof(T))), 64);
-}
-
 // Pointers of one call; unused ones are null. `weight` is the packed form where the algorithm packs.
 struct Buffers {
   const void *input, *weight, *bias, *residual;

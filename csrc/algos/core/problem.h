@@ -28,6 +28,7 @@ struct Conv2dProblem {
   Strides4 x_stride, y_stride;
   Activation activation;
   bool has_bias, has_residual, has_prologue, input_relu, allow_tf32, deterministic;
+  const char* exclude;   // patterns of algorithms that a rule may not choose, between commas; null: none
   bool packed_for_call;  // the packed weight is of this call alone, and still in the caches of the cores that packed it
 };
 
@@ -43,6 +44,7 @@ struct LinearProblem {
   int64_t rows, in_features, out_features;
   Activation activation;
   bool has_bias, has_residual, allow_tf32, deterministic;
+  const char* exclude;  // as in Conv2dProblem
 };
 
 // Pooling over windows; adaptive pooling uses only the sizes.
