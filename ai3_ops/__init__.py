@@ -5,15 +5,18 @@ from __future__ import annotations
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
+from ai3_ops.plan import Plan
 from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
 from ai3_ops.selectors import Algorithm, prefer
 from ai3_ops.swap import swap, unswap
+from ai3_ops.tune import tune
 
 __all__ = [
     "Algorithm",
     "AlgorithmInfo",
     "CheckReport",
+    "Plan",
     "Report",
     "algorithms",
     "check",
@@ -23,6 +26,7 @@ __all__ = [
     "resolve",
     "supports",
     "swap",
+    "tune",
     "unswap",
     "workspace",
 ]

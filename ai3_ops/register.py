@@ -137,7 +137,9 @@ def register(
                     "ai3_ops.register: a header says in its macro what it is, as in AI3_ALGORITHM"
                     f"({operation}, {name}, .accuracy = ai3::Accuracy::approximate, .deterministic = false)"
                 )
-            _add(operation, name, _build(operation, name, Path(source)), Path(source), replace)
+            library = _build(operation, name, Path(source))
+            _add(operation, name, library, Path(source), replace)
+            registry.digests[operation, name] = library.parent.name
         if default:
             set_default(operation, name)
     return getattr(torch.ops.ai3, f"{operation}_{name}")
@@ -222,16 +224,16 @@ def _flags_for(compiler: tuple[str, ...]) -> tuple[str, list[str]]:
     return version, flags
 
 
-def cache_directory() -> Path:
-    """Where compiled algorithms are kept: `$XDG_CACHE_HOME/ai3_ops/algorithms`, its owner's alone."""
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ai3_ops/algorithms"
+def cache_directory(kind: str = "algorithms") -> Path:
+    """Where compiled algorithms are kept, or measurements ("tune"): `$XDG_CACHE_HOME/ai3_ops/<kind>`, its owner's alone."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ai3_ops" / kind
     try:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
     except OSError:
-        return _private_directory()
+        return _private_directory(kind)
     if not os.access(directory, os.W_OK):
-        return _private_directory()
+        return _private_directory(kind)
     owner = directory.stat()
     if owner.st_uid != os.geteuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RuntimeError(f"ai3_ops: {directory} must belong to you and be writable by nobody else")
@@ -239,10 +241,14 @@ def cache_directory() -> Path:
 
 
 @cache
-def _private_directory() -> Path:
+def _private_directory(kind: str) -> Path:
     """For a home that cannot be written: lives as long as the process."""
-    _private_directory.keep = keep = tempfile.TemporaryDirectory(prefix="ai3_ops_")  # type: ignore[attr-defined]
+    keep = tempfile.TemporaryDirectory(prefix=f"ai3_ops_{kind}_")
+    _kept.append(keep)
     return Path(keep.name)
+
+
+_kept: list[Any] = []
 
 
 def _run(command: list[str], unit: str, header: Path) -> str:

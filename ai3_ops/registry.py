@@ -25,6 +25,7 @@ _loading = threading.RLock()
 _entry_points_loaded = False
 _generation = 0
 preferred: dict[str, str | None] = {}  # by operation, what a user made its `default` run
+digests: dict[tuple[str, str], str] = {}  # of the sources of algorithms that a user registered as headers
 OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
 
 

@@ -6,16 +6,17 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ai3_ops import registry
+from ai3_ops.plan import Plan
 from ai3_ops.registry import near
 
-WORDS = ("default", "torch")  # bare strings that speak of every operation
+WORDS = ("auto", "default", "torch")  # bare strings that speak of every operation
 
 
 class Algorithm:
@@ -120,7 +121,7 @@ def _keywords(operator: torch._ops.OpOverload) -> list[torch.Argument]:
     return [a for a in operator._schema.arguments if a.kwarg_only]
 
 
-_AUTO = '"auto" measures and comes with ai3_ops.tune, in a later version; "default" chooses by rules'
+_AUTO = 'prefer() takes no "auto", which measures and always finds an algorithm'
 
 
 class Preference(tuple[Any, ...]):
@@ -149,6 +150,7 @@ class Choice:
     candidates: tuple[Algorithm | None, ...]  # in order of preference; None is PyTorch
     requested: str
     single: bool  # names this layer only: not being able to is an error
+    layout: str | None = None  # of a conv2d's weight, where a plan has one
 
 
 @dataclass
@@ -167,7 +169,8 @@ class Place:
         self.names = [name + self.suffix for name in self.modules]
 
 
-Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Mapping: see swap
+Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Mapping | Plan: see swap
+Tuner = Callable[[], Plan]  # measures the model whose places are asked about
 
 
 _SHOWN = 12  # names in a message
@@ -183,14 +186,53 @@ _CALL, _MODULE, _REGEX, _PARENT, _OPERATION, _ALL = range(6)
 
 
 def assign(
-    selectors: Selector, places: Sequence[Place], modules: Mapping[str, nn.Module], lost: Mapping[str, str]
+    selectors: Selector,
+    places: Sequence[Place],
+    modules: Mapping[str, nn.Module],
+    lost: Mapping[str, str],
+    tune: Tuner | None = None,
 ) -> dict[int, Choice]:
     """The choice for each place (by index) that the selectors speak of.
 
     Lists count `places` in the order given. `modules` are the model's, by qualified name; `lost` has the reason for those
-    whose calls cannot be reached.
+    whose calls cannot be reached. `tune` is called, once, where "auto" is asked for; None: there are no example inputs.
     ValueError and TypeError for selectors that make no sense, with near matches.
     """
+    if isinstance(selectors, Plan):
+        return _planned(selectors, places)
+    chosen = _assigned(selectors, places, modules, lost)
+    automatic = {index for index, choice in chosen.items() if choice.requested == "auto"}
+    if automatic:
+        if tune is None:
+            raise ValueError('"auto" measures, and needs example inputs')
+        plan = _planned(tune(), places)
+        chosen |= {i: replace(plan[i], requested="auto", single=False) for i in automatic if i in plan}
+    return chosen
+
+
+def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
+    """The choices of a plan, to the letter; ValueError, which names both, for layers or algorithms that do not exist."""
+    indices = {name: i for i, place in enumerate(places) for name in place.names}
+    chosen = {}
+    for name, layer in plan.layers.items():
+        what = f"layer {name!r} (algorithm {layer.algorithm!r})"
+        if name not in indices:
+            raise ValueError(f"plan: {what}: there is no such layer in this model{near(name, indices)}")
+        place = places[indices[name]]
+        if place.operation != layer.operation:
+            raise ValueError(f"plan: {what}: is a {place.operation} in this model, a {layer.operation} in the plan")
+        try:
+            candidates = _candidates(layer.algorithm, layer.operation, exact=True)
+        except ValueError as error:
+            raise ValueError(f"plan: {what}: {error}") from None
+        chosen[indices[name]] = Choice(candidates, layer.algorithm, single=True, layout=layer.layout)
+    return chosen
+
+
+def _assigned(
+    selectors: Selector, places: Sequence[Place], modules: Mapping[str, nn.Module], lost: Mapping[str, str]
+) -> dict[int, Choice]:
+    """As `assign`, where "auto" is still a word."""
     if not isinstance(selectors, Mapping):
         _check_form(selectors, "")
         every = selectors is None or (isinstance(selectors, str) and selectors in WORDS)
@@ -213,8 +255,8 @@ def _check_form(value: Selector, label: str) -> None:
         raise TypeError(
             f"{label}dicts do not nest; write each name out, as in {{'layer1.conv': 'direct'}}, got {value!r}"
         )
-    if value == "auto":
-        raise ValueError(_AUTO)
+    if isinstance(value, Plan):
+        raise TypeError(f"{label}a plan speaks of a whole model, and is no value of a dict")
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         raise TypeError(
             f"{label}an operator is no selector; name its algorithm, as 'direct' for ai3::conv2d_direct, got {value}"
@@ -313,8 +355,6 @@ def _choices(
         answers = value
     found = {}
     for index, answer in zip(indices, answers, strict=True):
-        if answer == "auto":
-            raise ValueError(_AUTO)
         if not (answer is None or isinstance(answer, (str, Algorithm, Preference))):
             raise ValueError(
                 f"selector {key!r} gives {answer!r} for {places[index].names[0]!r}, which names no algorithm"
@@ -353,7 +393,7 @@ def _candidates(value: Any, operation: str, *, exact: bool) -> tuple[Algorithm |
     names = {a.name for a in registry.algorithms(operation)}
     found: list[Algorithm | None] = []
     for one in value if isinstance(value, Preference) else (value,):
-        if _leaves_alone(one):
+        if _leaves_alone(one) or one == "auto":  # decided later
             found.append(None)
             continue
         algorithm = Algorithm(one) if isinstance(one, str) else one
@@ -366,7 +406,7 @@ def _candidates(value: Any, operation: str, *, exact: bool) -> tuple[Algorithm |
 def _check_names(value: Any, key: str) -> None:
     names = {a.name for a in registry.algorithms()}
     for one in value if isinstance(value, Preference) else (value,):
-        for name in [] if _leaves_alone(one) else [one] if isinstance(one, str) else one.names:
+        for name in [] if _leaves_alone(one) or one == "auto" else [one] if isinstance(one, str) else one.names:
             if name not in names:
                 raise ValueError(f"selector {key!r}: no algorithm {name!r}{near(name, [*names, 'torch'])}")
         for pattern in one.exclude if isinstance(one, Algorithm) else ():
@@ -376,6 +416,8 @@ def _check_names(value: Any, key: str) -> None:
 
 def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: list[str]) -> bool:
     """Whether the selectors, which make sense, ask for an algorithm for a call of `operation` that `module` makes."""
+    if isinstance(selectors, Plan):  # of calls that can be reached
+        return False
     if not isinstance(selectors, Mapping):
         every = isinstance(selectors, str) and selectors in WORDS
         selectors = {"*" if every else "conv2d": selectors}
@@ -394,7 +436,7 @@ def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: lis
             candidates = _candidates(value, operation, exact=False)
             if not candidates:
                 continue
-            wanted = None not in candidates  # else PyTorch is one of those asked for
+            wanted = value == "auto" or None not in candidates  # else PyTorch is one of those asked for
         else:
             wanted = kind in (_MODULE, _OPERATION) or operation == "conv2d"
         strength = (kind, order if kind == _REGEX else -depth)

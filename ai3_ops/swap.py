@@ -10,7 +10,7 @@ import sys
 import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +26,8 @@ from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_cl
 from ai3_ops.nn.calls import Call, Spec, approximation, unfit
 from ai3_ops.nn.rewrite import Rewrite, Swapped, Untraceable
 from ai3_ops.operations.base import Problem
-from ai3_ops.selectors import Algorithm, Choice, Place, Selector, assign, listed, spoken_of
+from ai3_ops.plan import CHANNELS_LAST, Plan
+from ai3_ops.selectors import Algorithm, Choice, Place, Selector, Tuner, assign, listed, spoken_of
 
 
 @dataclass
@@ -141,6 +142,8 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.swap needs an nn.Module, got {type(model).__name__}")
+    if isinstance(selectors, Plan):
+        selectors.check_machine(stacklevel=3)
     if not inplace:
         model = copy.deepcopy(model)
     if example_inputs is not None and any(map(_is_lazy, model.modules())):
@@ -178,7 +181,7 @@ def _swap(
     if example_inputs is not None:
         sites = _observe(model, sites, lost, example_inputs)
     reasons = {name: lost[module].reason for name, module in names.items() if module in lost}
-    choices = assign(selectors, sites, names, reasons)
+    choices = assign(selectors, sites, names, reasons, _tuner(model, example_inputs, approximate))
     scripted, others = _check_lost(selectors, names, lost, example_inputs is not None, strict)
     stay: Counter[str] = Counter()
     for index, site in enumerate(sites):
@@ -189,6 +192,8 @@ def _swap(
                 setattr(site.call, name, getattr(site.earlier, name))
             site.call.operator, site.call.options = site.earlier.operator, site.earlier.options
     _apply(model, sites, lost)
+    for index, choice in choices.items():
+        _lay_out(sites[index], choice.layout)
     if scripted:
         warnings.warn(
             f"ai3_ops.swap: layers that torch.jit compiled stay as they are: {listed(scripted)}; swap before "
@@ -208,6 +213,24 @@ def _swap(
             f"({total}); ai3_ops.explain gives each reason",
             stacklevel=3,
         )
+
+
+def _tuner(model: nn.Module, example_inputs: Any, approximate: bool) -> Tuner | None:
+    """What "auto" stands for."""
+    if example_inputs is None:
+        return None
+    from ai3_ops.tune import tune  # which needs this file
+
+    return lambda: tune(model, example_inputs, allow_approximate=approximate)
+
+
+def _lay_out(site: _Site, layout: str | None) -> None:
+    """Brings a conv2d module's weight into the memory format of a plan, in place: its values and its identity stay."""
+    weight = site.module._parameters.get("weight") if site.rewrite is None and site.operation == "conv2d" else None
+    if layout is None or weight is None:
+        return
+    wanted = torch.channels_last if layout == CHANNELS_LAST else torch.contiguous_format
+    weight.data = weight.data.contiguous(memory_format=wanted)
 
 
 # Finding calls --------------------------------------------------------------------------------------------------------
@@ -318,20 +341,24 @@ _KINDS = [(kind, operation) for kind, operation, _ in LEAVES]
 _KINDS += [(nn.MultiheadAttention, "linear"), (nn.LPPool2d, "avg_pool2d"), (nn.LPPool2d, "relu")]
 
 
+# Told of a function that was called: the site that made the call, if one did, arguments, keyword arguments, and the result.
+Record = Callable[["Call | None", tuple[Any, ...], dict[str, Any], Any], None]
+
+
 class _Watch(TorchFunctionMode):
     """Sees the functional calls that are no sites, and whose they are."""
 
-    def __init__(self, lost: dict[nn.Module, Lost]) -> None:
+    def __init__(self, lost: dict[nn.Module, Lost], record: Record | None = None) -> None:
         super().__init__()
-        self.lost = lost
+        self.lost, self.record = lost, record
         self.order: list[Call] = []
         self.stack: list[nn.Module] = []
-        self.expected = False  # the next function is the site's own
+        self.expected: Call | None = None  # the site whose own function comes next
         self.kinds = {f: o for o in registry.operations() if o in Call.by_name for f in Call.by_name[o].seen_as()}
 
     def seen(self, call: Call) -> None:
         """Called by a site just before its own function."""
-        self.expected = True
+        self.expected = call
         if call not in self.order:
             self.order.append(call)
 
@@ -343,14 +370,17 @@ class _Watch(TorchFunctionMode):
         return _left_alone(module)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        operation = self.kinds.get(func)
+        operation, call = self.kinds.get(func), None
         if operation is not None:
             if self.expected:
-                self.expected = False
+                call, self.expected = self.expected, None
             elif self.stack and (self.stack[-1] in self.lost or leaf_class(original_class(self.stack[-1])) is None):
                 seen = self.lost.setdefault(self.stack[-1], self._why(self.stack[-1])).seen
                 seen[operation] = seen.get(operation, 0) + 1
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if self.record is not None:
+            self.record(call, args, kwargs or {}, result)
+        return result
 
 
 @contextmanager
@@ -360,9 +390,26 @@ def _eager() -> Iterator[None]:
         yield
 
 
-def _observe(model: nn.Module, sites: list[_Site], lost: dict[nn.Module, Lost], example_inputs: Any) -> list[_Site]:
+def survey(model: nn.Module, example_inputs: Any, record: Record) -> list[_Site]:
+    """The calls of a model without swapped layers, in call order, each with the arguments of its first call.
+
+    The model runs once as PyTorch computes it; `record` is told every function of PyTorch's that it calls.
+    """
+    if any(map(_is_lazy, model.modules())):
+        _run(model, example_inputs)
+    sites, lost = _discover(model, {})
+    return [site for site in _observe(model, sites, lost, example_inputs, record) if site.call.example is not None]
+
+
+def _observe(
+    model: nn.Module,
+    sites: list[_Site],
+    lost: dict[nn.Module, Lost],
+    example_inputs: Any,
+    record: Record | None = None,
+) -> list[_Site]:
     """Runs the model once as PyTorch computes it; the sites in call order, those not called last."""
-    watch = _Watch(lost)
+    watch = _Watch(lost, record)
     for site in sites:
         site.call.watch = watch.seen
         if site.rewrite is not None:

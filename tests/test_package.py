@@ -30,15 +30,13 @@ def test_headers_are_copies_of_the_kernels():
 
 
 def test_what_the_package_offers():
-    """No name that nothing stands behind: tuning, plans and what comes with them are not there, not even as stubs."""
+    """No name that nothing stands behind: what comes later is not there, not even as a stub."""
     assert all(hasattr(ai3_ops, name) for name in ai3_ops.__all__)
-    later = {"tune", "Plan", "optimize", "attention_mask", "register_transformers"}
+    later = {"optimize", "attention_mask", "register_transformers"}
     assert not later & set(dir(ai3_ops))
     assert not later & set(ai3_ops.__all__)
-    assert not [name for name in ("tune", "optimize", "plan", "transformers") if (PACKAGE / f"{name}.py").exists()]
+    assert not [name for name in ("optimize", "transformers") if (PACKAGE / f"{name}.py").exists()]
     assert "ai3" not in torch._dynamo.list_backends(exclude_tags=())
-    with pytest.raises(ValueError, match="tune, in a later version"):
-        ai3_ops.swap(torch.nn.ReLU(), "auto")
     assert isinstance(ai3_ops.explain(torch.nn.ReLU()), ai3_ops.Report)
 
 

@@ -1,0 +1,569 @@
+"""tune: measures every algorithm that supports a layer, in context, and chooses for the whole network at once."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ai3_ops import _cache, _pbqp, _timing, registry
+from ai3_ops._timing import Layer, Measured, Surroundings
+from ai3_ops.nn.calls import Call, Spec
+from ai3_ops.operations import base
+from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
+from ai3_ops.registry import near
+from ai3_ops.swap import survey, unswap
+
+OBJECTIVES = ("latency", "p99", "memory")
+GAIN = 0.02  # of the default's time that another choice must gain, at least
+DEVIATIONS = 3.0  # standard errors of the difference that it must gain, at least
+TOLERANCE = (
+    5e-5  # where the user gives none: of float32; an implementation twice as wrong as PyTorch's is taken in any dtype
+)
+TOLERANCE_APPROXIMATE = 2e-2  # likewise of algorithms that approximate, where the user allows them
+_SEARCH_STEPS = 24  # halvings of the price of memory
+_NEVER = 1e9  # microseconds: of what is not done
+_BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `tune`: `plan` holds what was measured, `default` for the other layers; the cache has it, too."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__("ai3_ops.tune was interrupted; .plan has what was measured")
+        self.plan = plan
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `tune` is asked for."""
+
+    objective: str = "latency"
+    budget_seconds: float | None = None
+    memory_limit: int | None = None
+    tolerance: float | None = None
+    deterministic: bool = False
+    allow_approximate: bool = False
+
+    def __post_init__(self) -> None:
+        if self.objective not in OBJECTIVES:
+            words = " or ".join(map(repr, OBJECTIVES))
+            raise ValueError(
+                f"ai3_ops.tune: objective is {words}, got {self.objective!r}{near(str(self.objective), OBJECTIVES)}"
+            )
+        for name in ("budget_seconds", "memory_limit", "tolerance"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+                raise ValueError(f"ai3_ops.tune: {name} needs a number of at least 0, or None, got {value!r}")
+
+
+def tune(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    objective: str = "latency",
+    budget_seconds: float | None = None,
+    memory_limit: int | None = None,
+    tolerance: float | None = None,
+    deterministic: bool = False,
+    allow_approximate: bool = False,
+    cache: bool = True,
+    progress: bool = True,
+) -> Plan:
+    """Measures every algorithm that supports each layer of `model` on this machine, and chooses for the network as a whole.
+
+    Layers with equal shapes, dtypes and parameters are measured once. The model is not changed; pass the plan to `swap`.
+
+    Args:
+        model: in the dtype and on the device that it will run in.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, in the layout that they will come in.
+        objective: what is small in the end: "latency", the median time; "p99", the time that 99 of 100 calls keep; "memory",
+            the bytes of packed weights and workspaces, and among equals the time.
+        budget_seconds: no further layer is measured after so long, and the rest keeps `default`; those with most work come first.
+        memory_limit: bytes that all packed weights and the largest workspace may take together. PyTorch's
+            own implementations, which do not tell what they take, count as 0.
+        tolerance: the largest error of a layer, max|y - y64| / max|y64| with y64 in float64, measured on seeded normal numbers.
+            None: 5e-5, or twice the error of PyTorch's implementation, whichever is larger; 2e-2 for algorithms that
+            approximate.
+        deterministic: leaves out algorithms whose results may differ from run to run.
+        allow_approximate: also algorithms that approximate (bfloat16 weights).
+        cache: keeps measurements in `$XDG_CACHE_HOME/ai3_ops/tune` and takes them from there.
+        progress: shows a bar on a terminal's standard error.
+
+    Under an initialized torch.distributed, rank 0 measures and all ranks get its plan: every rank must call.
+
+    Returns:
+        The plan; `print` it for a table.
+
+    Raises:
+        ValueError: settings that make no sense.
+        TypeError: no nn.Module.
+        RuntimeError: the model does not run on the example inputs.
+        Interrupted: a KeyboardInterrupt whose `plan` has what was measured until Ctrl-C.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.tune needs an nn.Module, got {type(model).__name__}")
+    settings = Settings(objective, budget_seconds, memory_limit, tolerance, deterministic, allow_approximate)
+    return _on_rank_0(lambda: _tune(model, example_inputs, settings, cache, progress))
+
+
+def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, cache: bool = True, progress: bool = True) -> Plan:
+    """As `Plan.verify`."""
+    return _on_rank_0(lambda: _verify(plan, model, example_inputs, cache, progress))
+
+
+def _on_rank_0(make: Callable[[], Plan]) -> Plan:
+    """The plan that rank 0 makes, on all ranks; its failure, too, so that nobody waits."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return make()
+    told: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if distributed.get_rank() == 0:
+        try:
+            told[0] = make().to_dict()
+        except BaseException as error:
+            failure, told[1] = error, f"{type(error).__name__}: {error}"
+    distributed.broadcast_object_list(told, src=0)
+    if failure is not None:
+        raise failure
+    if told[1] is not None:
+        raise RuntimeError(f"ai3_ops.tune: rank 0 failed: {told[1]}")
+    return Plan.from_dict(told[0])
+
+
+# The network ----------------------------------------------------------------------------------------------------------
+@dataclass
+class _Site:
+    """A call of the model, as a node of the network."""
+
+    name: str
+    layer: Layer
+    weighs: bool  # an nn.Conv2d, whose weight's layout decides the output's
+    count: int  # how often it is called
+    nodes: list[int]  # of a conv2d one, whatever its calls: they have one weight; else one for each call
+
+
+class _Edge(NamedTuple):
+    """A four-dimensional tensor that goes from one node to another; by their numbers."""
+
+    first: int
+    second: int
+    shape: tuple[int, ...]
+
+
+class Network:
+    """A model's calls, in order, and which tensors go from one to another: seen in one run on the example inputs.
+
+    The functions that the run calls are watched, so that any model has a graph, whatever its control flow. Nodes are the calls
+    that can be chosen for, other functions that make one four-dimensional tensor of another, and tensors from outside.
+    """
+
+    def __init__(self, model: nn.Module, example_inputs: Any) -> None:
+        self._largest = 0  # of what functions returned, in bytes
+        self.layouts: list[tuple[str, ...]] = []  # of each node, those that it can have
+        self.sites: list[_Site] = []
+        self.edges: list[_Edge] = []
+        self._producers = WeakIdKeyDictionary()  # the node that made a tensor
+        self._nodes: dict[Call, list[int]] = {}
+        self._parameters: dict[Call, tuple[bool, ...]] = {}
+        self._counts: dict[Call, int] = {}
+        model = unswap(copy.deepcopy(model))
+        for site in survey(model, example_inputs, self._record):
+            call, example = site.call, site.call.example
+            assert example is not None
+            parameters = (*self._parameters[call], *[False] * len(example))[: len(example)]
+            if any(isinstance(a, Spec) and (a.device == "meta" or not a.shape) for a in example[:1]):
+                continue
+            layer = Layer(call.operation, tuple(map(_plain, example)), parameters, site.in_place)
+            weighs = (
+                site.rewrite is None and call.operation == "conv2d" and parameters[1] and len(example[0].shape) == 4
+            )
+            nodes = self._nodes.get(call) or [self._node(layer.layouts)]
+            self.sites.append(_Site(site.names[0], layer, weighs, self._counts[call], nodes))
+        # What passes the caches during one call: weights, and a layer's input and output, whose memory the next ones get.
+        self.bytes = sum(p.numel() * p.element_size() for p in model.parameters()) + 2 * self._largest
+
+    def _node(self, layouts: tuple[str, ...]) -> int:
+        self.layouts.append(layouts)
+        return len(self.layouts) - 1
+
+    def _record(self, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._largest = max([self._largest, *(t.numel() * t.element_size() for t in outputs)])
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if call is not None:
+            self._parameters.setdefault(call, tuple(type(a) is nn.Parameter for a in args))
+            self._counts[call] = self._counts.get(call, 0) + 1
+            inputs = inputs[:1]
+        images = [t for t in inputs if t.ndim == 4 and not isinstance(t, nn.Parameter)]
+        if not images or not (call or any(t.ndim == 4 for t in outputs)):
+            return
+        nodes = [] if call is None else self._nodes.setdefault(call, [])
+        if not (nodes and call is not None and call.operation == "conv2d"):
+            nodes.append(self._node((CHANNELS_LAST, CONTIGUOUS)))
+        node = nodes[-1]
+        for tensor in images:
+            if tensor not in self._producers:
+                layout = CHANNELS_LAST if base.is_channels_last(tensor) else CONTIGUOUS
+                self._producers[tensor] = self._node((layout,))
+            self.edges.append(_Edge(self._producers[tensor], node, tuple(tensor.shape)))
+        for tensor in outputs:
+            if tensor.ndim == 4:
+                self._producers[tensor] = node
+
+    @property
+    def layers(self) -> dict[Layer, int]:
+        """The distinct ones, with how often each is called; those with most work first."""
+        counts: dict[Layer, int] = {}
+        for site in self.sites:
+            counts[site.layer] = counts.get(site.layer, 0) + site.count
+        return dict(sorted(counts.items(), key=lambda item: -item[0].work * item[1]))
+
+
+def _plain(argument: Any) -> Any:
+    """Without strides; lists as tuples."""
+    if isinstance(argument, Spec):
+        return argument._replace(stride=())
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+Times = dict[tuple[Layer, str], dict[str, Measured]]  # of a layer in a layout, by algorithm; the baseline first
+
+
+class _Meter:
+    """Measures, unless the cache knows."""
+
+    def __init__(self, network: Network, settings: Settings, cache: bool) -> None:
+        self.surroundings = Surroundings(network.bytes)
+        self.p99, self.approximate = settings.objective == "p99", settings.allow_approximate
+        self.cache = _cache.Cache(cache)
+
+    def key(self, layer: Layer, layout: str) -> dict[str, Any]:
+        """What an entry hangs on."""
+        surroundings = {"bytes": self.surroundings.bytes, "p99": self.p99, "approximate": self.approximate}
+        return layer.key() | {"layout": layout} | surroundings
+
+    def known(self, layer: Layer) -> dict[str, dict[str, Measured]] | None:
+        """All layouts' measurements from the cache, if it has them."""
+        found = {}
+        for layout in layer.layouts:
+            key = self.key(layer, layout)
+            entry = self.cache.get(key)
+            if entry is None:
+                return None
+            try:
+                found[layout] = _timing.from_json(entry)
+                if list(found[layout]) != layer.candidates(layout, self.approximate):
+                    raise ValueError("has other algorithms")
+            except (TypeError, ValueError, AttributeError) as error:
+                self.cache.broken(key, error)
+                return None
+        return found
+
+    def measured(self, layer: Layer) -> dict[str, dict[str, Measured]]:
+        """All layouts', now."""
+        found = {}
+        for layout in layer.layouts:
+            names = layer.candidates(layout, self.approximate)
+            found[layout] = _timing.measure(layer, layout, names, self.surroundings, self.p99)
+            self.cache.put(self.key(layer, layout), _timing.to_json(found[layout]))
+        return found
+
+    def conversion(self, edge: _Edge, layer: Layer) -> float:
+        """Microseconds to bring the edge's tensor into channels_last."""
+        key = {
+            "operation": "conversion", "shape": list(edge.shape), "dtype": str(layer.dtype), "device": layer.device,
+            "bytes": self.surroundings.bytes,
+        }  # fmt: skip
+        known = self.cache.get(key)
+        if not isinstance(known, float):
+            known = float(_timing.conversion(edge.shape, layer.dtype, layer.device, self.surroundings))
+            self.cache.put(key, known)
+        return known
+
+
+def _tune(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool, progress: bool) -> Plan:
+    network = Network(model, example_inputs)
+    meter = _Meter(network, settings, cache)
+    layers = network.layers
+    times: Times = {}
+    for layer in layers:
+        times |= {(layer, layout): found for layout, found in (meter.known(layer) or {}).items()}
+    todo = [layer for layer in layers if (layer, layer.layouts[0]) not in times]
+    try:
+        for layer in _within(settings.budget_seconds, _shown(todo, progress), len(todo)):
+            times |= {(layer, layout): found for layout, found in meter.measured(layer).items()}
+        return _choose(network, times, settings, meter)
+    except KeyboardInterrupt:
+        raise Interrupted(_choose(network, times, settings, meter)) from None
+
+
+def _within(seconds: float | None, layers: Iterable[Layer], count: int) -> Iterator[Layer]:
+    """Those that fit into the budget; a warning tells of the others."""
+    start = _timing.clock()
+    for i, layer in enumerate(layers):
+        if seconds is not None and _timing.clock() - start >= seconds:
+            left = f"{count - i} distinct layers were not measured within the budget and keep `default`"
+            warnings.warn(f"ai3_ops.tune: {left}", stacklevel=6)
+            return
+        yield layer
+
+
+def _shown(layers: list[Layer], progress: bool) -> Iterator[Layer]:
+    """With a bar on standard error: which one is measured, how many there are, and the time left."""
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not (progress and layers)) as bar:
+        task = bar.add_task("", total=len(layers))
+        for layer in layers:
+            bar.update(task, description=str(layer))
+            yield layer
+            bar.advance(task)
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+def _ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings: Settings) -> str:
+    """Why the settings forbid an algorithm, "" where they do not. PyTorch's own is always left."""
+    if name == "torch":
+        return ""
+    info, m = registry.algorithm(layer.operation, name, layer.device), found[name]
+    if settings.deterministic and not info.deterministic:
+        return "not deterministic"
+    limit = settings.tolerance
+    if limit is None:
+        torch_error = found["torch"].error if "torch" in found else 0.0
+        limit = TOLERANCE_APPROXIMATE if info.accuracy == "approximate" else max(TOLERANCE, 2 * torch_error)
+    if not m.error <= limit:
+        return f"error {m.error:.0e} above {limit:.0e}"
+    if settings.memory_limit is not None and m.bytes > settings.memory_limit:
+        return f"needs {m.bytes} bytes"
+    return ""
+
+
+def select(
+    layer: Layer, found: Mapping[str, Measured], settings: Settings, price: float = 0.0
+) -> tuple[str, float, str]:
+    """Of a layer in one layout: the algorithm, its cost (time, and price times bytes), and why.
+
+    The first named is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more than GAIN of
+    its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first.
+    """
+    forbidden = {name: _ineligible(layer, name, found, settings) for name in found}
+    first = next(iter(found))
+    allowed = [name for name in found if not forbidden[name]]
+    base_name = first if first in allowed else "torch" if "torch" in allowed else allowed[0]
+    cost = {name: found[name].time_us + price * found[name].bytes for name in allowed}
+
+    def clearly(less: str, more: str) -> bool:
+        noise = DEVIATIONS * math.hypot(found[less].noise_us, found[more].noise_us)
+        return cost[more] - cost[less] > max(GAIN * found[more].time_us, noise)
+
+    better = [name for name in allowed if clearly(name, base_name)]
+    if not better:
+        why = "default" if base_name == first else f"default is forbidden: {forbidden[first]}"
+        return base_name, cost[base_name], why
+    best = min(better, key=cost.__getitem__)
+    chosen = next(name for name in better if not clearly(best, name))
+    return chosen, cost[chosen], f"{found[base_name].time_us / found[chosen].time_us:.2f}x {base_name}"
+
+
+class _Solution(NamedTuple):
+    """Layouts by node, and of each site the algorithm and why."""
+
+    layouts: list[str]
+    algorithms: list[tuple[str, str]]
+    bytes: int  # of all packs and the largest workspace
+
+
+class _Choice:
+    """The choice for a network, for any price of memory."""
+
+    def __init__(self, network: Network, times: Times, settings: Settings, conversion: Callable[..., float]) -> None:
+        self.network, self.times, self.settings = network, times, settings
+        self.weighs = {node for site in network.sites if site.weighs for node in site.nodes}
+        layers = {node: site.layer for site in network.sites for node in site.nodes}
+        # A conv2d with a weight in channels_last answers in channels_last, converting what it reads; nothing else converts,
+        # and nothing comes back: an input or a weight in channels_last is enough for an output in it.
+        self.edges = [
+            (edge, conversion(edge, layers[edge.second]) if edge.second in self.weighs else _NEVER)
+            for edge in network.edges
+        ]
+
+    def at(self, price: float) -> _Solution:
+        """The cheapest, where a byte of memory costs `price` microseconds."""
+        layouts = self.network.layouts
+        picked: dict[tuple[Layer, str], tuple[str, float, str]] = {}
+        for (layer, layout), found in self.times.items():
+            picked[layer, layout] = select(layer, found, self.settings, price)
+        costs = {node: [0.0] * len(own) for node, own in enumerate(layouts)}
+        for site in self.network.sites:
+            for node in site.nodes:
+                for i, layout in enumerate(layouts[node]):
+                    _, cost, _ = picked.get((site.layer, layout), ("", 0.0, ""))
+                    # Noise must not take a network to and fro.
+                    costs[node][i] = site.count / len(site.nodes) * cost * (1 + GAIN * (layout == CONTIGUOUS))
+        edges = [
+            (edge.first, edge.second, [[_cost(a, b, us) for b in layouts[edge.second]] for a in layouts[edge.first]])
+            for edge, us in self.edges
+        ]
+        numbers = _pbqp.solve(costs, edges)
+        solved = {node for node in self.weighs if layouts[node][numbers[node]] == CHANNELS_LAST}
+        # Beyond series-parallel graphs the solver guesses: what all weights alike would give is looked at, too.
+        tried = [self._followed(some) for some in (solved, self.weighs, set[int]())]
+        return self._solution(min(tried, key=lambda found: self._total(found, costs)), picked)
+
+    def _followed(self, chosen: set[int]) -> list[str]:
+        """The layout of every node where the weights of these are in channels_last."""
+        found = ["" if len(own) > 1 else own[0] for own in self.network.layouts]
+        last = {node for node, layout in enumerate(found) if layout == CHANNELS_LAST} | chosen
+        for edge in sorted(self.network.edges, key=lambda edge: edge.second):
+            if edge.first in last and len(self.network.layouts[edge.second]) > 1:
+                last.add(edge.second)
+        return [layout or (CHANNELS_LAST if node in last else CONTIGUOUS) for node, layout in enumerate(found)]
+
+    def _total(self, found: list[str], costs: Mapping[int, list[float]]) -> float:
+        own = sum(costs[node][self.network.layouts[node].index(layout)] for node, layout in enumerate(found))
+        return own + sum(
+            us for edge, us in self.edges if found[edge.first] != found[edge.second] and edge.second in self.weighs
+        )
+
+    def _solution(self, found: list[str], picked: Mapping[tuple[Layer, str], tuple[str, float, str]]) -> _Solution:
+        algorithms, packed, workspace = [], 0, 0
+        for site in self.network.sites:
+            layer, layout = site.layer, found[site.nodes[0]]
+            name, _, why = picked.get((layer, layout)) or (layer.default(layout), 0.0, "not measured")
+            algorithms.append((name, why))
+            extra, pack = layer.memory(name, layout)
+            packed, workspace = packed + pack, max(workspace, extra)
+        return _Solution(found, algorithms, packed + workspace)
+
+    def best(self) -> _Solution:
+        """Within the limit of memory: the lowest price that keeps it, found by halving (Lagrangian relaxation, Everett 1963)."""
+        limit = self.settings.memory_limit
+        if self.settings.objective == "memory":
+            return self.at(_BYTE)
+        found = self.at(0.0)
+        if limit is None or found.bytes <= limit:
+            return found
+        found = self.at(_BYTE)
+        low, high = -9.0, math.log10(_BYTE)
+        for _ in range(_SEARCH_STEPS):
+            middle = (low + high) / 2
+            tried = self.at(10**middle)
+            if tried.bytes <= limit:
+                found, high = tried, middle
+            else:
+                low = middle
+        return found
+
+
+def _cost(of: str, to: str, microseconds: float) -> float:
+    """Of a tensor that changes its layout."""
+    return 0.0 if of == to else microseconds if to == CHANNELS_LAST else _NEVER
+
+
+def _choose(network: Network, times: Times, settings: Settings, meter: _Meter) -> Plan:
+    solution = _Choice(network, times, settings, meter.conversion).best()
+    layers = {}
+    for site, (name, why) in zip(network.sites, solution.algorithms, strict=True):
+        layers[site.name] = _planned(site, name, solution.layouts[site.nodes[0]], why, times)
+    return Plan(layers, _cache.machine(), asdict(settings))
+
+
+def _planned(site: _Site, name: str, layout: str, why: str, times: Times) -> PlannedLayer:
+    layer = site.layer
+    found = times.get((layer, layout), {}).get(name)
+    candidates = {}
+    for each in layer.layouts:
+        for other, m in times.get((layer, each), {}).items():
+            candidates[f"{other} {each}" if len(layer.layouts) > 1 else other] = asdict(m)
+    return PlannedLayer(
+        layer.operation,
+        name,
+        layout if len(layer.layouts) > 1 else None,
+        None if found is None else found.time_us,
+        None if found is None else found.error,
+        None if found is None else found.workspace_bytes,
+        None if found is None else found.packed_bytes,
+        why,
+        [list(shape) for shape in layer.shapes],
+        candidates,
+    )
+
+
+# Verifying ------------------------------------------------------------------------------------------------------------
+def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, progress: bool) -> Plan:
+    """Each layer in the layout that the plan has for it."""
+    known = Settings.__dataclass_fields__
+    settings = Settings(**{k: v for k, v in plan.settings.items() if k in known})
+    network = Network(model, example_inputs)
+    meter = _Meter(network, settings, cache)
+    sites = {site.name: site for site in network.sites}
+    cases: dict[tuple[Layer, str, str], list[str]] = {}
+    for name, planned in plan.layers.items():
+        site = sites.get(name)
+        if site is None or site.layer.operation != planned.operation:
+            what = "no layer" if site is None else f"a {site.layer.operation}, no {planned.operation},"
+            where = "" if site is not None else near(name, sites)
+            raise ValueError(f"plan: {what} {name!r} (algorithm {planned.algorithm!r}) in this model{where}")
+        layouts = site.layer.layouts
+        layout = planned.layout if planned.layout in layouts else layouts[-1]
+        if planned.algorithm not in site.layer.candidates(layout, approximate=True):
+            check_algorithm(name, planned.operation, planned.algorithm)
+            raise ValueError(f"plan: {name!r}: {planned.operation} {planned.algorithm!r} does not support this layer")
+        cases.setdefault((site.layer, layout, planned.algorithm), []).append(name)
+    layers = dict(plan.layers)
+    cases_of = list(cases.items())
+    for _, ((layer, layout, algorithm), names) in zip(
+        _shown([layer for (layer, _, _), _ in cases_of], progress), cases_of, strict=True
+    ):
+        rivals = [layer.default(layout), "torch", *_rivals(plan.layers[names[0]], layer, layout)]
+        found = _timing.measure(layer, layout, list(dict.fromkeys([algorithm, *rivals])), meter.surroundings, meter.p99)
+        chosen, _, why = select(layer, found, settings)
+        if chosen == algorithm:
+            why = "verified"
+        else:
+            found = meter.measured(layer)[layout]
+            chosen, _, why = select(layer, found, settings)
+            why = f"{algorithm} lost here: {why}"
+        for name in names:
+            layers[name] = _planned(sites[name], chosen, layout, why, {(layer, layout): found})
+    return Plan(layers, _cache.machine(), plan.settings)
+
+
+def _rivals(planned: PlannedLayer, layer: Layer, layout: str) -> list[str]:
+    """The fastest other algorithm of the plan's measurements that exists here."""
+    able = layer.candidates(layout, approximate=False)
+    times = {}
+    for key, m in planned.candidates.items():
+        name, _, of = key.partition(" ")
+        if (
+            name != planned.algorithm
+            and name in able
+            and of in ("", layout)
+            and isinstance(m.get("time_us"), (int, float))
+        ):
+            times[name] = m["time_us"]
+    return sorted(times, key=times.__getitem__)[:1]
+
+
+def check_algorithm(name: str, operation: str, algorithm: str) -> None:
+    """ValueError, which names both, where a plan's layer has an algorithm that does not exist."""
+    if algorithm == "torch":
+        return
+    try:
+        registry.algorithm(operation, algorithm)
+    except ValueError as error:
+        raise ValueError(f"plan: layer {name!r}: {error}") from None

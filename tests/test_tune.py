@@ -1,0 +1,607 @@
+"""tune, Plan and swap(model, "auto", x): choices on given times, so that no test hangs on the clock."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from modules import close, layers
+from torch import nn
+from torch.nn import functional as F
+
+import ai3_ops
+from ai3_ops import Plan, _cache, _timing
+from ai3_ops import plan as plans
+from ai3_ops._timing import Layer, Measured, Surroundings, measure, median, percentile
+from ai3_ops.nn.calls import Spec
+from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
+from ai3_ops.tune import Interrupted, Network, Settings, select
+
+
+class Residual(nn.Module):
+    """Convolutions beside each other and one after another, a call by function, a layer called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.twice = nn.Conv2d(8, 8, 3, padding=1)
+        self.side = nn.Conv2d(8, 8, 1)
+        self.pool = nn.MaxPool2d(2)
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.relu(self.first(x))
+        x = self.twice(self.twice(x)) + F.relu(self.side(x))
+        return self.fc(self.pool(x).mean((2, 3)))
+
+
+@pytest.fixture
+def model():
+    return Residual().eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 3, 12, 12)
+
+
+@pytest.fixture(autouse=True)
+def _cache_directory(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """Times instead of measured ones: given[name] or given[name, layout] in microseconds; 100 for the others."""
+    times, asked = {}, []
+
+    def fake(layer, layout, names, surroundings, p99=False):
+        asked.append((layer, layout, tuple(names)))
+        result = {}
+        for name in names:
+            time = times.get((name, layout), times.get(name, 100.0))
+            error = times.get(f"error of {name}", 1e-6)
+            result[name] = Measured(time, times.get("noise", 0.1), error, *layer.memory(name, layout))
+        return result
+
+    monkeypatch.setattr(_timing, "measure", fake)
+    monkeypatch.setattr(_timing, "conversion", lambda *_: times.get("conversion", 1.0))
+    times["asked"] = asked
+    return times
+
+
+def tuned(model, x, **options):
+    return ai3_ops.tune(model, x, progress=False, **options)
+
+
+def algorithms(plan, operation="conv2d"):
+    return {name: layer.algorithm for name, layer in plan.layers.items() if layer.operation == operation}
+
+
+# The whole ------------------------------------------------------------------------------------------------------------
+def test_measured_for_real(model, x, monkeypatch):
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    plan = tuned(model, x)
+    assert set(plan.layers) == {"first", "relu", "twice", "side", ":relu_0", "pool", "fc"}
+    for name, layer in plan.layers.items():
+        assert layer.time_us > 0, name
+        assert layer.error < 1e-4, name
+        assert any(key.split()[0] == "torch" for key in layer.candidates), name
+    assert {key.split()[0] for key in plan.layers["first"].candidates} >= {
+        "direct",
+        "winograd_f2",
+        "winograd_f4",
+        "fft",
+    }
+    assert not any("bf16" in key for key in plan.layers["first"].candidates)
+    swapped = ai3_ops.swap(model, plan, x)
+    close(swapped(x), model(x))
+    assert {n: layer.used for n, layer in layers(swapped).items()} == {n: p.algorithm for n, p in plan.layers.items()}
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert tuned(model, x) == plan  # from the cache
+
+
+def test_auto(model, x, given):
+    given["winograd_f4"] = 10.0
+    swapped = ai3_ops.swap(model, "auto", x)
+    used = layers(swapped)
+    assert used["first"].used == "winograd_f4"
+    assert used["first"].requested == "auto"
+    assert used["side"].used != "winograd_f4"  # of a 1x1 kernel
+    close(swapped(x), model(x))
+    some = ai3_ops.swap(model, {"conv2d": "direct", "twice": "auto"}, x)
+    assert {n: layer.used for n, layer in layers(some).items() if layer.operation == "conv2d"} == {
+        "first": "direct", "twice": "winograd_f4", "side": "direct"
+    }  # fmt: skip
+    listed = ai3_ops.swap(model, ["auto", "direct", "direct"], x)
+    assert layers(listed)["first"].used == "winograd_f4"
+    assert layers(ai3_ops.swap(model, lambda module: "auto", x))["twice"].used == "winograd_f4"
+    for selectors in ("auto", {"conv2d": "auto"}, ["auto"] * 3, lambda module: "auto"):
+        with pytest.raises(ValueError, match="needs example inputs"):
+            ai3_ops.swap(model, selectors)
+
+
+def test_in_place_and_views_keep_what_they_do(model, x, given):
+    given |= {"direct": 1.0}
+    plan = tuned(nn.Sequential(nn.ReLU(inplace=True), nn.Flatten()), x)
+    assert algorithms(plan, "relu") == {"0": "direct"}
+    assert algorithms(plan, "flatten") == {"1": "torch"}
+    y = x.clone()
+    ai3_ops.swap(nn.Sequential(nn.ReLU(inplace=True), nn.Flatten()), plan)(y)
+    assert torch.equal(y, x.relu())
+
+
+def test_layers_that_are_equal_are_measured_once(x, given):
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 5, padding=2))
+    tuned(model, x)
+    assert sorted(layout for _, layout, _ in given["asked"]) == [CHANNELS_LAST] * 2 + [CONTIGUOUS] * 2
+    assert {layer.shapes[1][2] for layer, _, _ in given["asked"]} == {3, 5}
+
+
+# Which algorithm ------------------------------------------------------------------------------------------------------
+def conv(channels=8, kernel=3):
+    shape = (1, channels, 16, 16), (channels, channels, kernel, kernel), (channels,)
+    specs = (Spec(s, (), torch.float32, "cpu") for s in shape)
+    return Layer("conv2d", (*specs, (1, 1), (kernel // 2,) * 2, (1, 1), 1), (False, True, True, *[False] * 4), False)
+
+
+def found(**times):
+    """Measurements by name, the default first: microseconds, or (microseconds, noise, error, workspace, pack)."""
+    result = {}
+    for name, values in times.items():
+        values = values if isinstance(values, tuple) else (values,)
+        result[name] = Measured(*values, *(0.5, 1e-6, 0, 0)[len(values) - 1 :])
+    return result
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        (found(direct=100.0, torch=120.0, im2col=99.0), "direct"),  # a gain of less than two per cent
+        (found(direct=100.0, torch=120.0, im2col=97.0), "im2col"),
+        (found(direct=(100.0, 3.0), torch=120.0, im2col=(90.0, 3.0)), "direct"),  # a gain within the noise
+        (found(direct=(100.0, 1.0), torch=120.0, im2col=(90.0, 1.0)), "im2col"),
+        (found(direct=100.0, torch=50.0, im2col=70.0), "torch"),
+        (found(direct=100.0, torch=120.0, im2col=80.5, kn2row=80.0), "im2col"),  # a tie: the first
+        (found(direct=100.0, torch=120.0, im2col=80.5, kn2row=70.0), "kn2row"),
+        (found(torch=100.0), "torch"),
+    ],
+)
+def test_a_choice_needs_a_gain_above_the_noise(times, chosen):
+    assert select(conv(), times, Settings())[0] == chosen
+
+
+def test_tolerance():
+    times = found(winograd_f4=(100.0, 0.1, 2e-5), torch=(200.0, 0.1, 1e-6), winograd_f6=(50.0, 0.1, 4e-5))
+    assert select(conv(), times, Settings())[0] == "winograd_f6"
+    assert select(conv(), times, Settings(tolerance=3e-5))[0] == "winograd_f4"
+    name, _, why = select(conv(), times, Settings(tolerance=1e-5))
+    assert name == "torch"
+    assert "error 2e-05 above 1e-05" in why
+    broken = found(direct=100.0, torch=120.0, winograd_f6=(50.0, 0.1, float("nan")))
+    assert select(conv(), broken, Settings())[0] == "direct"
+
+
+def test_half_types_are_held_to_pytorchs_error():
+    times = found(direct=(100.0, 0.1, 4e-3), torch=(200.0, 0.1, 3e-3), winograd_f2=(50.0, 0.1, 9e-3))
+    assert select(conv(), times, Settings())[0] == "direct"
+
+
+def test_deterministic():
+    times = found(direct=100.0, torch=120.0, gemm=50.0)  # the vendor's, which does not promise it
+    assert select(conv(), times, Settings())[0] == "gemm"
+    assert select(conv(), times, Settings(deterministic=True))[0] == "direct"
+
+
+def test_approximations_need_to_be_allowed(x, given):
+    given["winograd_f4_bf16"] = 1.0
+    model = nn.Conv2d(3, 8, 3, padding=1)
+    assert algorithms(tuned(model, x)) != {"": "winograd_f4_bf16"}
+    assert algorithms(tuned(model, x, allow_approximate=True)) == {"": "winograd_f4_bf16"}
+    given["error of winograd_f4_bf16"] = 3e-3
+    assert algorithms(tuned(model, x, allow_approximate=True, cache=False)) == {"": "winograd_f4_bf16"}
+    strict = tuned(model, x, allow_approximate=True, tolerance=1e-3, cache=False)
+    assert algorithms(strict) != {"": "winograd_f4_bf16"}
+
+
+def test_memory(x, given):
+    given |= {"direct": 50.0, "winograd_f4": 10.0, "torch": 200.0}
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1))
+    fast = tuned(model, x)
+    assert set(algorithms(fast).values()) == {"winograd_f4"}
+    needed = fast.packed_bytes + fast.workspace_bytes
+    less = tuned(model, x, memory_limit=needed - 1)
+    assert less.packed_bytes + less.workspace_bytes < needed
+    assert less.time_us < 300
+    for least in (tuned(model, x, memory_limit=0), tuned(model, x, objective="memory")):
+        assert least.packed_bytes + least.workspace_bytes == 0
+
+
+def test_budget_and_interrupt(model, x, given, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(_timing, "clock", lambda: float(next(now)))
+    with pytest.warns(UserWarning, match="not measured within the budget"):
+        plan = tuned(model, x, budget_seconds=2.5, cache=False)
+    unknown = [name for name, layer in plan.layers.items() if layer.time_us is None]
+    assert 0 < len(unknown) < len(plan.layers)
+    assert all(plan.layers[name].reason == "not measured" for name in unknown)
+    close(ai3_ops.swap(model, plan, x)(x), model(x))
+
+    fake, count = _timing.measure, iter(range(100))
+
+    def interrupted(*args):
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return fake(*args)
+
+    monkeypatch.setattr(_timing, "measure", interrupted)
+    with pytest.raises(Interrupted) as stop:
+        tuned(model, x)
+    known = [name for name, layer in stop.value.plan.layers.items() if layer.time_us is not None]
+    assert 0 < len(known) < len(model.state_dict())
+    given["asked"].clear()
+    tuned(model, x)  # goes on where that stopped
+    whole = {(layer, layout) for layer, layout, _ in given["asked"]}
+    assert len(whole) == 2 * 6 + 1 - 4  # six layers with two layouts, linear with one
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"objective": "speed"}, "objective is 'latency' or 'p99' or 'memory', got 'speed'"),
+        ({"objective": "latancy"}, "did you mean 'latency'"),
+        ({"budget_seconds": -1}, "budget_seconds needs a number of at least 0"),
+        ({"memory_limit": "1 GB"}, "memory_limit needs a number"),
+        ({"tolerance": float("nan")}, "tolerance needs a number"),
+    ],
+)
+def test_settings_that_make_no_sense(model, x, options, message):
+    with pytest.raises(ValueError, match=message):
+        tuned(model, x, **options)
+
+
+def test_what_is_no_model():
+    with pytest.raises(TypeError, match=r"needs an nn\.Module, got function"):
+        tuned(F.relu, torch.ones(1))
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+def weight_layouts(model):
+    return [
+        m.weight.is_contiguous(memory_format=torch.channels_last) and not m.weight.is_contiguous()
+        for m in model.modules()
+        if isinstance(m, nn.Conv2d)
+    ]
+
+
+@pytest.mark.parametrize(("conversion", "last"), [(1.0, True), (1000.0, False)])
+def test_the_network_changes_its_layout_where_that_pays(x, given, conversion, last):
+    """100 contiguous against 60 in channels_last: two layers gain 80, less what it costs to get there."""
+    names = [a.name for a in ai3_ops.algorithms("conv2d")] + ["torch"]
+    given |= {(name, CHANNELS_LAST): 60.0 for name in names} | {"conversion": conversion}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    plan = tuned(model, x)
+    assert {layer.layout for layer in plan.layers.values()} == {CHANNELS_LAST if last else CONTIGUOUS}
+    swapped = ai3_ops.swap(model, plan, x)
+    assert weight_layouts(swapped) == [last, last]
+    assert weight_layouts(model) == [False, False]
+    assert swapped(x).is_contiguous(memory_format=torch.channels_last) == last
+    close(swapped(x), model(x))
+
+
+def test_an_input_in_channels_last_stays_there(x, given):
+    names = [a.name for a in ai3_ops.algorithms("conv2d")] + ["torch"]
+    given |= {(name, CHANNELS_LAST): 500.0 for name in names}
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+    plan = tuned(model, x.contiguous(memory_format=torch.channels_last))
+    assert {layer.layout for layer in plan.layers.values()} == {CHANNELS_LAST}
+
+
+def test_the_network_is_a_graph(model, x):
+    network = Network(model, x)
+    number = {site.name: site.nodes[0] for site in network.sites}
+    edges = {(e.first, e.second) for e in network.edges}
+    assert (number["twice"], number["twice"]) in edges  # its own output
+    assert (number["first"], number["side"]) not in edges  # the in-place ReLU lies between
+    assert any(first == number["first"] for first, _ in edges)
+    into_pool = [first for first, second in edges if second == number["pool"]]
+    assert len(into_pool) == 1
+    added = {first for first, second in edges if second == into_pool[0]}
+    assert added == {number["twice"], number[":relu_0"]}
+    assert [site.count for site in network.sites if site.name == "twice"] == [2]
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+def test_a_plan_is_json_that_a_person_can_edit(model, x, given, tmp_path):
+    plan = tuned(model, x)
+    plan.save(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["version"] == 1
+    assert data["machine"] == _cache.machine()
+    first = data["layers"]["first"]
+    assert {"operation", "algorithm", "time_us", "error", "workspace_bytes", "candidates"} <= set(first)
+    assert Plan.load(tmp_path / "plan.json") == plan
+    edited = {"version": 1, "layers": {"first": {"operation": "conv2d", "algorithm": "fft"}}}
+    (tmp_path / "mine.json").write_text(json.dumps(edited))
+    swapped = ai3_ops.swap(model, Plan.load(tmp_path / "mine.json"))
+    assert layers(swapped)["first"].used == "fft"
+    assert layers(swapped)["side"].used == "torch"
+
+
+def test_print_and_plot(model, x, given, tmp_path):
+    pytest.importorskip("matplotlib")
+    plan = tuned(model, x)
+    text = str(plan)
+    assert all(name in text for name in plan.layers)
+    assert f"{len(plan)} layers" in text
+    plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def layer(**more):
+    return {"operation": "conv2d", "algorithm": "direct", **more}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "needs {"),
+        ({"version": 2, "layers": {}}, "needs version 1; got 2"),
+        ({"version": 1, "layers": {"a": []}}, "layer 'a' needs a dict"),
+        ({"version": 1, "layers": {"a": {"operation": "conv2d"}}}, "layer 'a' needs 'algorithm', a word"),
+        ({"version": 1, "layers": {"a": layer(tiem_us=1)}}, "layer 'a' has no 'tiem_us'; did you mean 'time_us'"),
+        ({"version": 1, "layers": {"a": layer(time_us="1")}}, "needs a number or null for 'time_us'"),
+        ({"version": 1, "layers": {"a": layer(layout="nhwc")}}, "needs layout null, 'contiguous' or 'channels_last'"),
+        ({"version": 1, "layers": {}, "machine": 1}, "needs a dict under 'machine'"),
+    ],
+)
+def test_what_is_no_plan(data, message, tmp_path):
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=r"wrong\.json: is no plan") as error:
+        Plan.load(path)
+    assert message in str(error.value)
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"wrong.json: Expecting"):
+        Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        (
+            "frist",
+            layer(),
+            "layer 'frist' (algorithm 'direct'): there is no such layer in this model; did you mean 'first'",
+        ),
+        ("first", layer(algorithm="dierct"), "layer 'first' (algorithm 'dierct'): no conv2d algorithm 'dierct'"),
+        ("fc", layer(), "layer 'fc' (algorithm 'direct'): is a linear in this model, a conv2d in the plan"),
+        ("side", layer(algorithm="winograd_f4"), "side (conv2d): winograd_f4"),
+    ],
+)
+def test_a_plan_is_followed_to_the_letter(model, x, name, entry, message):
+    plan = Plan({name: PlannedLayer(**entry)})
+    with pytest.raises(ValueError, match=name) as error:
+        ai3_ops.swap(model, plan, x)
+    assert message in str(error.value)
+
+
+def test_a_layer_with_an_operations_name(x):
+    """A key "relu" of a dict speaks of all ReLUs; a plan's entry of the layer with that name."""
+    model = nn.ModuleDict({"relu": nn.ReLU(), "other": nn.ReLU()})
+    swapped = ai3_ops.swap(model, Plan({"relu": PlannedLayer("relu", "direct")}))
+    assert {name: layer.used for name, layer in layers(swapped).items()} == {"relu": "direct", "other": "torch"}
+
+
+def test_a_plan_is_no_value():
+    with pytest.raises(TypeError, match="speaks of a whole model"):
+        ai3_ops.swap(nn.ReLU(), {"*": Plan({})})
+
+
+def test_a_plan_of_another_machine(model, x, given):
+    plan = tuned(model, x)
+    other = replace(plan, machine=plan.machine | {"processor": "Abacus", "threads": "99"})
+    with pytest.warns(UserWarning, match="another machine.*Abacus there") as warned:
+        ai3_ops.swap(model, other, x)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ai3_ops.swap(model, plan, x)
+
+
+def test_verify(model, x, given):
+    given |= {"winograd_f4": 10.0}
+    plan = replace(tuned(model, x), machine={"processor": "Abacus"})
+    assert plan.layers["first"].algorithm == "winograd_f4"
+    given["asked"].clear()
+    same = plan.verify(model, x, progress=False)
+    assert algorithms(same) == algorithms(plan)
+    assert same.machine == _cache.machine()
+    everything = {name for _, _, names in given["asked"] for name in names}
+    assert "winograd_f6" not in everything  # only the choices and their rivals were timed
+    given |= {"winograd_f4": 300.0, "winograd_f6": 20.0}
+    other = plan.verify(model, x, progress=False)
+    assert other.layers["first"].algorithm == "winograd_f6"
+    assert "winograd_f4 lost here" in other.layers["first"].reason
+    assert other.layers["side"].algorithm == plan.layers["side"].algorithm
+    for name, entry in (("frist", PlannedLayer("conv2d", "direct")), ("first", PlannedLayer("conv2d", "dierct"))):
+        with pytest.raises(ValueError, match=f"(?s){name}.*{entry.algorithm}"):
+            Plan({name: entry}).verify(model, x, progress=False)
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+def entries(path):
+    return sorted((path / "cache/ai3_ops/tune").glob("*/*.json"))
+
+
+def test_cache(model, x, given, tmp_path):
+    plan = tuned(model, x)
+    files = entries(tmp_path)
+    measured = len(given["asked"])
+    assert measured == 2 * 6 + 1
+    assert not list(tmp_path.rglob("*.part"))
+    assert stat.S_IMODE(files[0].parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(files[0].parent.parent.stat().st_mode) == 0o700
+    assert tuned(model, x) == plan
+    assert len(given["asked"]) == measured
+    tuned(model, x, tolerance=1e-3, deterministic=True, memory_limit=10**6)  # of the same measurements
+    assert len(given["asked"]) == measured
+    tuned(model, x, cache=False)
+    assert len(given["asked"]) == 2 * measured
+    assert entries(tmp_path) == files
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_cache, "machine", lambda: {"processor": "Abacus"})
+        tuned(model, x)
+    assert len(given["asked"]) == 3 * measured
+    assert len(entries(tmp_path)) == 2 * len(files)
+
+
+@pytest.mark.parametrize("damage", ["{", "[]", '{"machine": {}}', "other machine", "no numbers", "fewer"])
+def test_a_broken_entry_is_a_miss(model, x, given, tmp_path, damage):
+    plan = tuned(model, x)
+    for path in entries(tmp_path):
+        entry = json.loads(path.read_text())
+        if damage == "other machine":
+            entry["machine"] = {}
+        elif damage in ("no numbers", "fewer") and not isinstance(entry["value"], dict):
+            continue
+        elif damage == "no numbers":
+            entry["value"] = {"torch": {**asdict(Measured(1.0, 1.0, 1.0, 0, 0)), "time_us": "1"}}
+        elif damage == "fewer":
+            entry["value"].popitem()
+        path.write_text(damage if damage.startswith(("{", "[")) else json.dumps(entry))
+    given["asked"].clear()
+    with pytest.warns(UserWarning, match="cannot be used and is measured anew") as warned:
+        assert tuned(model, x) == plan
+    assert len(warned) == 1
+    assert len(given["asked"]) == 2 * 6 + 1
+    given["asked"].clear()
+    assert tuned(model, x) == plan  # written again
+    assert not given["asked"]
+
+
+def test_a_directory_of_others_is_not_used(model, x, given, tmp_path):
+    directory = tmp_path / "cache/ai3_ops/tune"
+    directory.mkdir(parents=True)
+    directory.chmod(0o777)
+    with pytest.warns(UserWarning, match="measurements are not kept.*writable by nobody else"):
+        tuned(model, x)
+    assert not list(directory.iterdir())
+
+
+def test_python_callables_are_not_kept(model, x, given, tmp_path):
+    """Nothing would tell that one changed."""
+    ai3_ops.register("relu", "tune_test", lambda input: input.clamp_min(0), replace=True)
+    given["tune_test"] = 1.0
+    plan = tuned(model, x)
+    assert plan.layers[":relu_0"].algorithm == "tune_test"
+    assert not entries(tmp_path)
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+def test_median_without_outliers():
+    value, noise = median([10.0, 10.2, 9.8, 10.0, 9.9, 10.1, 10.0, 250.0, 16.0])
+    assert value == 10.0
+    assert 0 < noise < 0.2
+    assert median([10.0, 11.0])[1] > 0.5  # too few to tell
+
+
+def test_percentile():
+    value, noise = percentile([float(i) for i in range(1000)])
+    assert value == pytest.approx(989, abs=1)
+    assert noise == pytest.approx(3, abs=1)
+
+
+class Clock:
+    """Time that passes only in calls, as many seconds as `costs` says for each function's name."""
+
+    def __init__(self, monkeypatch, costs):
+        self.now, self.costs, self.order = 0.0, costs, []
+        monkeypatch.setattr(_timing, "clock", lambda: self.now)
+        function = Layer.function
+
+        def slow(layer, name, arguments):
+            call = function(layer, name, arguments)
+
+            def run():
+                self.now += self.costs[name]
+                self.order.append(name)
+                return call()
+
+            return run
+
+        monkeypatch.setattr(Layer, "function", slow)
+
+
+def test_candidates_take_turns_and_hopeless_ones_leave(monkeypatch):
+    clock = Clock(monkeypatch, {"direct": 0.010, "torch": 0.012, "smm": 0.200, "im2col": 0.011})
+    names = ["direct", "torch", "im2col", "smm"]
+    results = measure(conv(), CHANNELS_LAST, names, Surroundings(2**20))
+    assert {n: m.rough for n, m in results.items()} == {n: n == "smm" for n in names}
+    assert {n: m.time_us for n, m in results.items()} == {n: pytest.approx(clock.costs[n] * 1e6) for n in names}
+    assert clock.order.count("smm") == 6  # first calls and two looks, of the layer and the one before
+    close = [name for name in clock.order if name != "smm"][-6 * _timing.ROUNDS[0] :: 2]
+    assert close[:6] in (["direct", "torch", "im2col", "im2col", "torch", "direct"], close[:6][::-1])
+    slow = measure(conv(), CHANNELS_LAST, ["smm", "torch"], Surroundings(2**20))
+    assert not slow["smm"].rough  # the one to beat is measured well
+
+
+def test_errors_are_against_float64():
+    results = measure(conv(16), CHANNELS_LAST, ["direct", "torch", "winograd_f6"], Surroundings(2**20))
+    assert 0 < results["direct"].error < 2e-6
+    assert results["direct"].error < results["winograd_f6"].error < 1e-4
+    assert results["winograd_f6"].packed_bytes > 16 * 16 * 9 * 4
+
+
+# Everywhere the same --------------------------------------------------------------------------------------------------
+RANK = """
+import os, sys, torch, torch.distributed as dist
+sys.path.insert(0, os.environ["HERE"])
+import ai3_ops
+from ai3_ops import _timing
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+def fake(layer, layout, names, surroundings, p99=False):
+    assert rank == 0, "rank 1 measures"
+    wanted = "fft"
+    return {n: _timing.Measured(1.0 if n == wanted else 9.0, 0.1, 1e-6, 0, 0) for n in names}
+_timing.measure = fake
+_timing.conversion = lambda *_: 1.0
+model = torch.nn.Conv2d(3, 4, 3)
+plan = ai3_ops.tune(model, torch.randn(1, 3, 8, 8), progress=False, cache=False)
+print(plan.layers[""].algorithm)
+try:
+    ai3_ops.tune(model, torch.randn(1, 3, 8, 8) if rank else None, progress=False)
+except (RuntimeError, TypeError) as error:
+    print(type(error).__name__)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_all_ranks_take_rank_0s_choices(tmp_path):
+    environment = os.environ | {"HERE": str(Path(ai3_ops.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting")],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert [out.split()[0] for out, _ in said] == ["fft", "fft"]
+    assert [out.split()[1] for out, _ in said] == ["RuntimeError", "RuntimeError"]
+
+
+def test_names_of_layouts():
+    assert set(plans.LAYOUTS) == set(_timing.FORMATS)
