@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
 
 import ai3_ops
-from ai3_ops import explain, swap
+from ai3_ops import explain, registry, swap
 
 ROOT = str(Path(ai3_ops.__file__).parent.parent)
 
@@ -240,3 +240,45 @@ print(ai3_ops.supports("conv2d", "onednn", x.float(), x.float()))
     assert answers[0] == "(False, 'oneDNN does not compute in bfloat16 on this processor')"
     assert answers[1] == "(False, 'oneDNN does not compute in float16 on this processor')"
     assert answers[2] == "(True, '')"
+
+
+SIZES = {
+    "in_channels": 16, "in_height": 9, "in_width": 9, "out_channels": 16, "kernel_height": 3, "kernel_width": 3, "stride_h": 1,
+    "stride_w": 1, "pad_h": 0, "pad_w": 0, "dilation_h": 1, "dilation_w": 1, "groups": 1, "batch": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("missing", [("batch",), ("in_height", "in_width"), ("batch", "in_height"), ("in_channels",)])
+@pytest.mark.parametrize(
+    "algorithm", ["gemm", "im2col", "direct", "winograd_f4", "fft", "implicit_precomp_gemm", "default"]
+)
+def test_workspace_of_sizes_that_are_not_known_is_refused(algorithm, missing):
+    """-1, which says so, was a factor like others: two of them made a number that looked right."""
+    for unknown in (None, -1, -7):
+        sizes = SIZES | dict.fromkeys(missing, unknown)
+        assert registry.supports_sizes("conv2d", algorithm, "cpu", torch.float32, **sizes)[0]
+        with pytest.raises(RuntimeError, match="needs every size for its workspace"):
+            registry.workspace_sizes("conv2d", algorithm, "cpu", torch.float32, **sizes)
+    assert registry.workspace_sizes("conv2d", algorithm, "cpu", torch.float32, **SIZES) >= 0
+
+
+def test_packs_of_sizes_that_are_not_known_are_refused():
+    with pytest.raises(RuntimeError, match="needs the weight's sizes for its pack"):
+        registry.packed_bytes_sizes("conv2d", "winograd_f4", "cpu", torch.float32, **SIZES | {"in_channels": None})
+    with pytest.raises(RuntimeError, match="needs the weight's sizes for its pack"):
+        registry.packed_bytes_sizes("linear", "gemm", "cpu", torch.float32, rows=3, in_features=4)
+    without_input = SIZES | {"batch": None, "in_height": None, "in_width": None}
+    known = registry.packed_bytes_sizes("conv2d", "winograd_f4", "cpu", torch.float32, **SIZES)
+    assert registry.packed_bytes_sizes("conv2d", "winograd_f4", "cpu", torch.float32, **without_input) == known
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_queries_of_inputs_that_no_window_fits_into_are_refused(stride):
+    """(1 - 2) / 2 + 1 is 1 where division rounds towards zero, and (1 - 3) + 1 is -1, which says unknown."""
+    for size, kernel in ((1, 2), (1, 3), (2, 5)):
+        sizes = SIZES | {"in_height": size, "kernel_height": kernel, "stride_h": stride, "stride_w": stride}
+        answer = registry.supports_sizes("conv2d", "direct", "cpu", torch.float32, **sizes)
+        assert answer == (
+            False,
+            f"needs a padded input no smaller than the kernel's extent, got {size} and {kernel}",
+        )

@@ -312,6 +312,26 @@ def test_the_cache_belongs_to_its_owner_alone(header, cache):
         register_function("conv2d", "user_private", path, replace=True)
 
 
+def test_what_takes_the_place_of_the_cache_is_never_loaded(header, cache, monkeypatch):
+    """Between the look at its owner and the end of the build, somebody puts another directory there."""
+    path, build = header(scaled("user_moved")), module._run
+
+    def exchanged(command, unit, source):
+        done = build(command, unit, source)
+        if "-o" in command:
+            (key,) = (p.name for p in cache.iterdir())
+            cache.rename(cache.with_name("moved"))
+            (cache / key).mkdir(parents=True)
+            (cache / key / "conv2d_user_moved.so").write_text("hostile")
+        return done
+
+    monkeypatch.setattr(module, "_run", exchanged)
+    assert register_function("conv2d", "user_moved", path)(X, W).shape == X.shape
+    monkeypatch.undo()
+    shutil.rmtree(cache.parent)  # emptied by hand: made anew
+    register_function("conv2d", "user_moved", path, replace=True)
+
+
 def test_processes_that_build_at_once_share_one_result(header, cache, tmp_path):
     path = header(scaled("user_together"))
     program = f"import ai3_ops, torch; ai3_ops.register('conv2d', 'user_together', {str(path)!r}); print('done')"

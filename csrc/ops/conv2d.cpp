@@ -10,10 +10,9 @@ void set_strides(Conv2dProblem& p, bool channels_last) {
 }
 
 void set_threads(Conv2dProblem& p) {
-  const bool known = p.batch >= 0 && p.out_height >= 0 && p.out_width >= 0;
-  p.threads = known ? threads(checked_product({p.batch, p.out_channels, p.out_height, p.out_width, p.in_channels / p.groups,
-                                               p.kernel_height, p.kernel_width}))
-                    : threads();
+  p.threads = sizes_known(p) ? threads(checked_product({p.batch, p.out_channels, p.out_height, p.out_width,
+                                                        p.in_channels / p.groups, p.kernel_height, p.kernel_width}))
+                             : threads();
 }
 
 // What does not depend on the input.
@@ -33,7 +32,8 @@ void check_window(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
 
 Conv2dProblem conv2d_from(const Query& q) {
   if (q.count != 17) throw std::runtime_error("ai3: a conv2d query needs 17 sizes");
-  const int64_t* s = q.sizes;
+  int64_t s[17];  // any negative number says unknown
+  for (int i = 0; i < 17; i++) s[i] = std::max<int64_t>(q.sizes[i], -1);
   for (int i : {5, 6, 7, 8, 11, 12, 13})
     if (s[i] == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
   Conv2dProblem p{};
@@ -47,8 +47,12 @@ Conv2dProblem conv2d_from(const Query& q) {
   check_each({s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12]});
   const bool channels_last = s[15] != 0;
   auto out = [](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
-    const bool known = in >= 0 && kernel >= 0 && stride >= 0 && pad >= 0 && dilation >= 0;
-    return known ? (in + 2 * pad - dilation * (kernel - 1) - 1) / stride + 1 : -1;
+    if (in < 0 || kernel < 0 || stride < 0 || pad < 0 || dilation < 0) return int64_t{-1};
+    const int64_t padded = in + 2 * pad, extent = dilation * (kernel - 1) + 1;
+    if (padded < extent && in > 0)  // an input of no images may have no pixels
+      throw std::runtime_error("needs a padded input no smaller than the kernel's extent, got " + std::to_string(padded) +
+                               " and " + std::to_string(extent));
+    return padded < extent ? int64_t{0} : (padded - extent) / stride + 1;
   };
   p.out_height = out(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h);
   p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <string>
@@ -201,6 +202,27 @@ struct Chosen {
   const Algorithm<P>* algorithm;
 };
 
+// Whether every size of a query is known (not -1): what memory takes can only be told then.
+inline bool sizes_known(const Conv2dProblem& p) {
+  return std::min({p.batch, p.in_channels, p.in_height, p.in_width, p.out_channels, p.kernel_height, p.kernel_width, p.out_height,
+                   p.out_width, p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups}) >= 0;
+}
+inline bool sizes_known(const LinearProblem& p) { return std::min({p.rows, p.in_features, p.out_features}) >= 0; }
+inline bool sizes_known(const Pool2dProblem& p) {
+  return std::min({p.batch, p.channels, p.in_height, p.in_width, p.out_height, p.out_width}) >= 0;
+}
+inline bool sizes_known(const ElementwiseProblem& p) { return p.count >= 0; }
+// The same of those that a packed weight depends on.
+inline bool weight_known(const Conv2dProblem& p) {
+  return std::min({p.in_channels, p.out_channels, p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.dilation_h,
+                   p.dilation_w, p.groups}) >= 0;
+}
+inline bool weight_known(const LinearProblem& p) { return std::min(p.in_features, p.out_features) >= 0; }
+template <class P>
+bool weight_known(const P&) {
+  return true;  // has none
+}
+
 // The problem of a call that packs the weight itself.
 template <class P>
 P in_direct_call(const Traits<P>& traits, P p) {
@@ -255,11 +277,14 @@ struct Queries {
     Reason reason;
     const Entry* chosen = ops::select(e, d, p, reason);
     if (!chosen) throw std::runtime_error(reason.text);
+    if (!sizes_known(p)) throw std::runtime_error("needs every size for its workspace, got some that are not known");
     return workspace_bytes_of(chosen->algorithm<P>(d)->traits, p);
   }
   static int64_t packed_bytes(const Entry& e, Device d, const Query& q) {
     const auto* a = e.algorithm<P>(d);
-    return a ? packed_tensor_bytes(a->traits, problem_from(q)) : 0;
+    const P p = problem_from(q);
+    if (!weight_known(p)) throw std::runtime_error("needs the weight's sizes for its pack, got some that are not known");
+    return a ? packed_tensor_bytes(a->traits, p) : 0;
   }
 };
 #define AI3_QUERIES(P, problem_from)                                                             \

@@ -28,6 +28,7 @@ constexpr Row rows[] = {
     // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
     {{"winograd", "saves more products than its transforms cost"},
      [](const Conv2dProblem& p) {
+       if (p.in_channels < 0 || p.out_channels < 0 || p.groups < 0) return false;
        const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
        return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least && flops(p) >= kLeastFlops;
      }},

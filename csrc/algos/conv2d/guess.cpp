@@ -12,9 +12,8 @@ constexpr double kErrorBound = 5e-5;  // of what may be chosen unasked: Winograd
 
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   const Machine m = machine(1);  // one core's: the choice must not hang on the number of threads
-  // Which of two times is lower depends on the machine only through operations per byte. That ratio is rounded to a power of two,
-  // so that noise in its measurement does not change the choice.
-  const double balance = exp2(round(log2(m.flops / m.bytes))) * (p.dtype == DType::f64 ? .5 : 1);
+  // Which of two times is lower depends on the machine only through operations per byte.
+  const double balance = steady_balance(m, Vec<float>::width) * (p.dtype == DType::f64 ? .5 : 1);
   Conv2dProblem known = p;  // a query may leave sizes open: then it is about the smallest
   for (int64_t* size : {&known.batch, &known.in_channels, &known.in_height, &known.in_width, &known.out_channels,
                         &known.kernel_height, &known.kernel_width, &known.out_height, &known.out_width, &known.stride_h,

@@ -18,6 +18,7 @@ Choice choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usab
     return cost.flops > memory ? cost.flops : memory;
   };
   auto small = [&] {
+    if (p.batch < 0 || p.in_channels < 0 || p.out_channels < 0 || p.out_height < 0 || p.out_width < 0) return false;  // a query's
     return time(TransformDomainTraits<Winograd<2>>::cost(p)) < time(TransformDomainTraits<Winograd<4>>::cost(p));
   };
   Choice choice{"winograd_f4", "less work than F(2x2, 3x3)"};
