@@ -12,8 +12,7 @@ from torch import nn
 from ai3_ops import registry
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.nn.calls import Call, Spec
-from ai3_ops.nn.rewrite import Rewrite
-from ai3_ops.optimize.report import OptimizeReport
+from ai3_ops.nn.rewrite import Sites
 
 
 @dataclass(frozen=True)
@@ -47,15 +46,12 @@ class Report:
 
     layers: list[Layer]
     unreached: list[Unreached]
-    optimization: OptimizeReport | None = None  # of a module that `optimize` returned: its steps, rewrites and gain
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, fit for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
-        if self.optimization is not None:
-            return str(self.optimization)
         from rich.console import Console
         from rich.table import Table
 
@@ -92,9 +88,6 @@ def explain(model: nn.Module) -> Report:
     """Per layer of `model`: what was requested, what computes it, why, shapes and calls. str() is a table."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.explain needs an nn.Module, got {type(model).__name__}")
-    optimization = vars(model).get("_ai3_report")
-    if optimization is not None:
-        return Report([], [], optimization)
     layers, unreached = [], []
     operations = registry.operations()
     for name, module in model.named_modules():
@@ -108,7 +101,7 @@ def explain(model: nn.Module) -> Report:
             layers.append(_layer(name, mark, ""))
         elif isinstance(mark, list):
             layers += [_layer(name, Call.of_note(note), "") for note in mark]
-        elif isinstance(mark, Rewrite):
+        elif isinstance(mark, Sites):
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
             layers.append(Layer(name, leaf._ai3_operation, None, "torch", "", None, None, 0))
@@ -117,7 +110,6 @@ def explain(model: nn.Module) -> Report:
 
 def _layer(module: str, call: Call, trouble: str) -> Layer:
     call.revive()
-    shapes = None if call.example is None else [a.shape for a in call.example if isinstance(a, Spec)]
     swapped = call.algorithm is not None
     rule = call.algorithm is not None and registry.is_rule(call.operation, call.algorithm.name)
     used, why = str(call.algorithm), ""
@@ -127,14 +119,14 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         used, why = _chosen(call)
     elif rule:
         why = _UNKNOWN
-    reasons = (call.reason, trouble if swapped else "", why)
+    reasons = (call.missing, call.reason, trouble if swapped else "", why)
     return Layer(
         module + call.suffix,
         call.operation,
         call.requested,
         used,
         "; ".join(filter(None, reasons)),
-        shapes,
+        call.shapes(),
         call.calls if swapped else None,
         call.torch_calls,
     )

@@ -22,7 +22,8 @@ from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.operations import base
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.registry import near
-from ai3_ops.swap import survey, unswap
+from ai3_ops.steps.apply import unswap
+from ai3_ops.steps.discover import survey
 
 OBJECTIVES = ("latency", "p99", "memory")
 GAIN = 0.02  # of the default's time that another choice must gain, at least
@@ -186,9 +187,7 @@ class Network:
             if any(isinstance(a, Spec) and (a.device == "meta" or not a.shape) for a in example[:1]):
                 continue
             layer = Layer(call.operation, tuple(map(_plain, example)), parameters, site.in_place)
-            weighs = (
-                site.rewrite is None and call.operation == "conv2d" and parameters[1] and len(example[0].shape) == 4
-            )
+            weighs = site.site is None and call.operation == "conv2d" and parameters[1] and len(example[0].shape) == 4
             nodes = self._nodes.get(call) or [self._node(layer.layouts)]
             self.sites.append(_Site(site.names[0], layer, weighs, self._counts[call], nodes))
         # What passes the caches during one call: weights, and a layer's input and output, whose memory the next ones get.
@@ -242,11 +241,11 @@ def _plain(argument: Any) -> Any:
 Times = dict[tuple[Layer, str], dict[str, Measured]]  # of a layer in a layout, by algorithm; the baseline first
 
 
-class Meter:
+class _Meter:
     """Measures, unless the cache knows."""
 
-    def __init__(self, network_bytes: int, settings: Settings, cache: bool) -> None:
-        self.surroundings = Surroundings(network_bytes)
+    def __init__(self, network: Network, settings: Settings, cache: bool) -> None:
+        self.surroundings = Surroundings(network.bytes)
         self.p99, self.approximate = settings.objective == "p99", settings.allow_approximate
         self.cache = _cache.Cache(cache)
 
@@ -259,35 +258,26 @@ class Meter:
         """All layouts' measurements from the cache, if it has them."""
         found = {}
         for layout in layer.layouts:
-            entry = self.known_in(layer, layout)
+            key = self.key(layer, layout)
+            entry = self.cache.get(key)
             if entry is None:
                 return None
-            found[layout] = entry
-        return found
-
-    def known_in(self, layer: Layer, layout: str) -> dict[str, Measured] | None:
-        """One layout's measurements from the cache, if it has them."""
-        key = self.key(layer, layout)
-        entry = self.cache.get(key)
-        if entry is None:
-            return None
-        try:
-            found = _timing.from_json(entry)
-            if list(found) != layer.candidates(layout, self.approximate):
-                raise ValueError("has other algorithms")
-        except (TypeError, ValueError, AttributeError) as error:
-            self.cache.broken(key, error)
-            return None
+            try:
+                found[layout] = _timing.from_json(entry)
+                if list(found[layout]) != layer.candidates(layout, self.approximate):
+                    raise ValueError("has other algorithms")
+            except (TypeError, ValueError, AttributeError) as error:
+                self.cache.broken(key, error)
+                return None
         return found
 
     def measured(self, layer: Layer) -> dict[str, dict[str, Measured]]:
         """All layouts', now."""
-        return {layout: self.measured_in(layer, layout) for layout in layer.layouts}
-
-    def measured_in(self, layer: Layer, layout: str) -> dict[str, Measured]:
-        """One layout's, now."""
-        found = _timing.measure(layer, layout, layer.candidates(layout, self.approximate), self.surroundings, self.p99)
-        self.cache.put(self.key(layer, layout), _timing.to_json(found))
+        found = {}
+        for layout in layer.layouts:
+            names = layer.candidates(layout, self.approximate)
+            found[layout] = _timing.measure(layer, layout, names, self.surroundings, self.p99)
+            self.cache.put(self.key(layer, layout), _timing.to_json(found[layout]))
         return found
 
     def conversion(self, edge: _Edge, layer: Layer) -> float:
@@ -305,7 +295,7 @@ class Meter:
 
 def _tune(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool, progress: bool) -> Plan:
     network = Network(model, example_inputs)
-    meter = Meter(network.bytes, settings, cache)
+    meter = _Meter(network, settings, cache)
     layers = network.layers
     times: Times = {}
     for layer in layers:
@@ -483,7 +473,7 @@ def _cost(of: str, to: str, microseconds: float) -> float:
     return 0.0 if of == to else microseconds if to == CHANNELS_LAST else _NEVER
 
 
-def _choose(network: Network, times: Times, settings: Settings, meter: Meter) -> Plan:
+def _choose(network: Network, times: Times, settings: Settings, meter: _Meter) -> Plan:
     solution = _Choice(network, times, settings, meter.conversion).best()
     layers = {}
     for site, (name, why) in zip(network.sites, solution.algorithms, strict=True):
@@ -518,7 +508,7 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
     known = Settings.__dataclass_fields__
     settings = Settings(**{k: v for k, v in plan.settings.items() if k in known})
     network = Network(model, example_inputs)
-    meter = Meter(network.bytes, settings, cache)
+    meter = _Meter(network, settings, cache)
     sites = {site.name: site for site in network.sites}
     cases: dict[tuple[Layer, str, str], list[str]] = {}
     for name, planned in plan.layers.items():

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import gc
 import io
 import pickle
 import re
@@ -150,15 +149,12 @@ def test_functional_calls():
             close(q, p)
 
 
-def test_other_values_than_the_defaults_run_the_original():
+def test_calls_with_any_arguments():
     model, x = Functional(), torch.randn(2, 3, 8, 8)
     swapped = swap(model, EVERY)
     close(swapped(x, scale=2.0)[0], model(x, scale=2.0)[0])
-    row = layers(swapped)[":conv2d_0"]
-    assert row.calls == 0
-    assert "1 calls with other values than the defaults" in row.reason
-    close(swapped(x, scale=1.0)[0], model(x)[0])
-    assert layers(swapped)[":conv2d_0"].calls == 1
+    close(swapped(x=x, scale=1)[0], model(x)[0])
+    assert {(row.calls, row.reason) for row in explain(swapped).layers} == {(2, "")}
     with pytest.raises(TypeError):
         swapped(x, x)
     with pytest.raises(TypeError):
@@ -302,32 +298,6 @@ def test_a_nondeterministic_algorithm_in_deterministic_mode():
     assert explain(swapped).layers[0].torch_calls == 1
 
 
-collections = 0
-
-
-def count_collections(phase, info):
-    global collections
-    collections += 1
-
-
-def test_what_runs_beside_the_forward_is_not_its_own():
-    class Makes(nn.Module):
-        def forward(self, x):
-            return torch.relu(x + len([[i] for i in range(64)]))
-
-    threshold = gc.get_threshold()
-    gc.callbacks.append(count_collections)
-    gc.set_threshold(1)
-    try:
-        (row,) = explain(swap(Makes(), {"relu": "direct"})).layers
-    finally:
-        gc.set_threshold(*threshold)
-        gc.callbacks.remove(count_collections)
-    assert collections
-    assert gc.isenabled()
-    assert row.used == "direct"
-
-
 def test_rules_approximate_only_when_allowed(monkeypatch):
     name = "winograd_f4_bf16"
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)), torch.randn(1, 8, 9, 9)
@@ -446,17 +416,9 @@ def test_pytorchs_own_modules_are_reported():
             swap(model, {operation: EVERY[operation]}, strict=True)
 
 
-class Conditional(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
-
-    def forward(self, x):
-        return F.conv2d(x + 1 if x.sum() > 0 else x, self.weight)
-
-
 def test_what_is_out_of_reach_is_a_warning_where_selectors_speak_of_it():
-    model = nn.Sequential(Conditional(), nn.LazyConv2d(4, 3), nn.MultiheadAttention(4, 2))
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.LazyConv2d(4, 3), nn.MultiheadAttention(4, 2))
+    model[0].forward = model[0].forward
     for selectors in ("direct", {"*": "direct"}):
         with pytest.warns(UserWarning, match="calls of 0, 1 stay PyTorch's, since they cannot be replaced"):
             swap(model, selectors)
@@ -526,11 +488,11 @@ def test_convolutions_that_torch_jit_traced(module, found):
 
 def test_a_failed_run_leaves_the_compiler_alone():
     class Fails(nn.ReLU):
-        def train(self, mode=True):
-            raise NotImplementedError("no modes")
+        def forward(self, x):
+            raise NotImplementedError("no forward")
 
-    with pytest.raises(NotImplementedError):
-        swap(nn.Sequential(Fails()), "direct", torch.ones(1), inplace=True)
+    with pytest.raises(RuntimeError, match="NotImplementedError: no forward"):
+        swap(nn.Sequential(Fails()), {"relu": "direct"}, torch.ones(1), inplace=True)
     function = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
     function(torch.ones(1))
     assert torch._dynamo.eval_frame._stance.stance == "default"

@@ -78,7 +78,7 @@ def test_a_swapped_model():
 
 
 def test_swaps_beside_calls():
-    """torch.fx puts functions of its own into nn.Module while it traces: calls of other threads pass them by."""
+    """Nothing that a swap does is seen by another thread's calls or swaps."""
 
     class Block(nn.Module):
         def __init__(self):

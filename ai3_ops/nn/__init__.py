@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ai3_ops.nn.rewrite import Swapped, rewritten_class
+from ai3_ops.nn.rewrite import Slow, Swapped, sites_class
 
 
 def _weights(m: nn.Module) -> tuple[Any, Any]:
@@ -83,13 +82,7 @@ _classes = {original: _leaf_class(original, operation, made, __name__) for origi
 globals().update({cls.__name__: cls for cls in _classes.values()})
 
 
-class _Slow(Swapped):
-    """Holds swapped modules: PyTorch's inference fast path would not call them, and is not taken."""
-
-    activation_relu_or_gelu = property(lambda self: 0, lambda self, value: None)
-
-
-class TransformerEncoderLayer(_Slow, nn.TransformerEncoderLayer):
+class TransformerEncoderLayer(Slow, nn.TransformerEncoderLayer):
     """nn.TransformerEncoderLayer without its fast path."""
 
     _ai3_original = nn.TransformerEncoderLayer
@@ -103,30 +96,26 @@ def leaf_class(original: type[nn.Module]) -> type[Any] | None:
 
     A user's subclass of a known class counts where it inherits the forward.
     """
-    if original not in _classes and not original.__module__.startswith("torch."):
-        for base, operation, arguments in LEAVES:
-            inherits = all(
-                getattr(original, name, None) is getattr(base, name, None)
-                for name in ("forward", "_conv_forward", "weight", "bias")
-            )
-            if issubclass(original, base) and inherits:
-                _classes[original] = _leaf_class(original, operation, arguments, original.__module__)
-    return _classes.get(original)
-
-
-@functools.cache
-def _slow_class(original: type[nn.Module]) -> type[nn.Module]:
-    names = {"_ai3_original": original, "__module__": original.__module__, "__qualname__": original.__qualname__}
-    return type(original.__name__, (_Slow, original), names)
+    if original in _classes:
+        return _classes[original]
+    if original.__module__.startswith("torch."):
+        return None
+    for base, operation, arguments in LEAVES:
+        inherits = all(
+            getattr(original, name, None) is getattr(base, name, None)
+            for name in ("forward", "_conv_forward", "weight", "bias")
+        )
+        if issubclass(original, base) and inherits:
+            known = [cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)]
+            return known[0] if known else _leaf_class(original, operation, arguments, original.__module__)
+    return None
 
 
 def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass that instances of `original` get."""
+    """The subclass that instances of `original` get, before any call in its own methods is replaced."""
     if original is nn.TransformerEncoderLayer:
         return TransformerEncoderLayer
-    if issubclass(original, nn.TransformerEncoderLayer):
-        return _slow_class(original)  # type: ignore[arg-type]
-    return leaf_class(original) or rewritten_class(original)  # type: ignore[arg-type]
+    return leaf_class(original) or sites_class(original, ())
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

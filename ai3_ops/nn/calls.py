@@ -120,6 +120,16 @@ def _users_level() -> int:
     return level
 
 
+class Once:
+    """Shared by the calls of one model, also in a file or a copy: what its user was warned of."""
+
+    def __init__(self) -> None:
+        self.said: set[str] = set()
+
+    def __reduce__(self) -> Any:
+        return Once, ()
+
+
 class Call:
     """A call that a selector can speak of. Without an algorithm it is PyTorch's own, and only watched."""
 
@@ -144,6 +154,8 @@ class Call:
         self.algorithm: Algorithm | None = None
         self.requested: str | None = None
         self.reason = ""  # why PyTorch computes what another was requested for
+        self.missing = ""  # why this process does not have the algorithm
+        self.once = Once()
         self.strict = False
         self.approximate = True  # whether a rule may choose an algorithm that approximates
         self.example: tuple[Any, ...] | None = None  # the operator's arguments when first seen, tensors as Specs
@@ -155,7 +167,6 @@ class Call:
         self.options: dict[str, Any] = {}
         self.refused: dict[Any, str] = {}
         self.watch: Callable[[Call], None] | None = None
-        self.warned = False  # that this process does not have the algorithm
         self.plans: dict[Any, CallPlan | None] = {}
         self.generation = -1  # of the registry, for which the plans and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
@@ -170,7 +181,6 @@ class Call:
             "options",
             "refused",
             "watch",
-            "warned",
             "plans",
             "generation",
             "rule",
@@ -190,9 +200,9 @@ class Call:
             return
         try:
             self.choose(self.algorithm)
-            self.reason = ""
+            self.missing = ""
         except ValueError as error:
-            self.reason, self.generation = str(error), registry.generation()
+            self.missing, self.generation = str(error), registry.generation()
 
     def note(self) -> dict[str, Any]:
         """What is known of a call that PyTorch computes, in plain values: the module that keeps it is unpickled without us."""
@@ -252,6 +262,10 @@ class Call:
             except RuntimeError as error:
                 return str(error)
         return ""
+
+    def shapes(self) -> list[tuple[int, ...]] | None:
+        """Of the tensors of the first call seen."""
+        return None if self.example is None else [a.shape for a in self.example if isinstance(a, Spec)]
 
     def problem(self, *args: Any) -> Problem:
         """What the registry is asked about for these operator arguments; RuntimeError where they do not fit."""
@@ -438,7 +452,7 @@ class Call:
     @property
     def trouble(self) -> str:
         """The reason, and which layer it is about."""
-        return f"ai3_ops: {self.layer or 'the model itself'} ({self.operation}): {self.reason}"
+        return f"ai3_ops: {self.layer or 'the model itself'} ({self.operation}): {self.missing or self.reason}"
 
     def without_operator(self, args: tuple[Any, ...]) -> Tensor:
         """A call that swap watches, or one whose algorithm this process does not have."""
@@ -452,9 +466,10 @@ class Call:
         else:
             if self.strict:
                 raise RuntimeError(self.trouble)
-            if not self.warned:
-                self.warned = True
-                warnings.warn(f"{self.trouble}; PyTorch computes this layer", stacklevel=_users_level())
+            if self.missing not in self.once.said:
+                self.once.said.add(self.missing)
+                others = "and any other that needs it; ai3_ops.explain names them"
+                warnings.warn(f"{self.trouble}; PyTorch computes this layer, {others}", stacklevel=_users_level())
             self.calls += 1
             self.torch_calls += 1
         return type(self).function(*args)

@@ -1,238 +1,122 @@
-"""Replaces the functional calls that a module's own `forward` makes, on the module's own fx graph.
+"""Makes the classes of modules whose own functional calls are computed by chosen algorithms.
 
-The forward is traced with the module's children as leaves (`ai3_ops.nn.tracing`), in training and in evaluation mode, with
-every argument that has a default left at it. A graph is used while what it hangs on is as it was at the trace, and for calls
-with tensors; otherwise the original forward runs, and `explain` says so.
+Such a class is a subclass of the user's. A method in which calls are replaced is compiled anew from its source, with
+`F.relu(x)` as `(self._ai3.relu_0 if F.relu is <that function> else F.relu)(x)`; everything else about the method is as it was:
+its globals, the cells of its closure, defaults, decorators, and the file and line in tracebacks. It stands in a class of its own
+just before the one that has the original, so that `super()` finds its way through rewritten and original classes alike.
 """
 
 from __future__ import annotations
 
+import ast
 import copy
 import copyreg
 import functools
-import inspect
-import itertools
-import linecache
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterable
+from types import CellType, FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
+from ai3_ops import registry
 from ai3_ops.nn.calls import Call
-from ai3_ops.nn.tracing import MISSING, Bound, Untraceable, arguments_of, holds, holds_compiled, same, trace
+from ai3_ops.nn.sites import Found, Site, end_of, find, source_of, undecorated
 
-__all__ = ["Rewrite", "Swapped", "Untraceable", "call_arguments", "rewritten_class"]
-_serial = itertools.count()
+__all__ = ["FORMAT", "Sites", "Swapped", "found_in", "sites_class"]
+FORMAT = 1  # of pickled swapped modules
 _newobj: Any = vars(copyreg)["__newobj__"]
 
 
-# Which nodes are calls of an operation
-def operation_of(node: fx.Node, operations: list[str]) -> type[Call] | None:
-    """The kind of call that a node makes, if it is one of `operations`."""
-    for operation in operations:
-        call = Call.by_name.get(operation)
-        if call is None:
-            continue
-        if node.op == "call_function" and any(node.target is f for f in call.functions):
-            return call
-        if node.op == "call_method" and node.target in call.methods:
-            return call
-    return None
+# Calls of one module --------------------------------------------------------------------------------------------------
+class Sites:
+    """The calls of one module's own methods; each is an attribute, which the rewritten method calls (`self._ai3.relu_1`)."""
 
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self.calls: dict[str, Call] = {}
+        self.in_place: set[str] = set()  # those whose function writes into its input
+        self.trouble = ""  # why calls are PyTorch's after all
+        self.found: list[Site] | None = [*sites]
+        for site in self.found:
+            self.calls[site.name] = site.kind(f":{site.name}")
+            if site.in_place:
+                self.in_place.add(site.name)
+        self._make_entries()
 
-def call_arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a node for `Call.__call__`: in-place forms say so by `inplace=True`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    return node.args, node.kwargs | ({"inplace": True} if in_place else {})
-
-
-class Rewrite:
-    """The rewritten forwards of one module; the calls in them are attributes (`relu_1`)."""
-
-    def __init__(self, module: nn.Module, operations: list[str]) -> None:
-        self._operations = operations
-        self._other_calls = 0  # with values that the graphs are not made for
-        self._trouble = ""  # why the graphs were not what the forward does
-        self._prepare(module)
-        for traced in self._traces:
-            for name, node, kind in self._found(traced.graph):
-                if name not in vars(self):
-                    setattr(self, name, kind(f":{name}"))
-                    self.nodes[name] = node
-
-    def _prepare(self, module: nn.Module) -> None:
-        self._functions: list[Callable[..., Any]] = []  # for evaluation and for training
-        self._bound: list[Bound | None] = [None, None]
-        self._forward = type(module).forward
-        self._names, self._defaults = arguments_of(self._forward)
-        self._positional = [
-            p.name
-            for p in list(inspect.signature(self._forward).parameters.values())[1:]
-            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        self._traces = [trace(module, training) for training in (False, True)]
-        if any(True for traced in self._traces for _ in self._found(traced.graph)):
-            for training, traced in enumerate(self._traces):
-                if str(trace(module, bool(training), inference=True).graph) != str(traced.graph):
-                    raise Untraceable("its forward asks for the gradient or autocast mode")
-        self._guards = [traced.guards for traced in self._traces]
-        self._globals = [traced.globals for traced in self._traces]
-        self.nodes: dict[str, fx.Node] = {}
-
-    @property
-    def calls(self) -> dict[str, Call]:
-        """By name, in the order of the trace."""
-        return {name: value for name, value in vars(self).items() if isinstance(value, Call)}
-
-    @property
-    def trouble(self) -> str:
-        """Why calls ran the original forward."""
-        others = "calls with other values than the defaults, or inputs that are no tensors, ran the original forward"
-        return "; ".join(filter(None, [self._trouble, f"{self._other_calls} {others}" if self._other_calls else ""]))
-
-    def _found(self, graph: fx.Graph) -> Iterator[tuple[str, fx.Node, type[Call]]]:
-        counts: dict[str, int] = {}
-        for node in graph.nodes:
-            kind = operation_of(node, self._operations)
-            if kind is not None:
-                index = counts.get(kind.operation, 0)
-                counts[kind.operation] = index + 1
-                yield f"{kind.operation}_{index}", node, kind
-
-    def compile(self, module: nn.Module, watch: bool = False) -> None:
-        """Makes the forwards, in which calls that have an algorithm (all, to watch them) are replaced."""
-        self._functions = []
-        for traced in self._traces:
-            wanted = {
-                node: name
-                for name, node, _ in self._found(traced.graph)
-                if name in vars(self) and (watch or vars(self)[name].algorithm)
-            }
-            copied = fx.Graph()
-            copies: dict[fx.Node, fx.Node] = {}
-            for node in traced.graph.nodes:
-                if node in wanted:
-                    args, kwargs = fx.map_arg(call_arguments(node), copies.__getitem__)
-                    copies[node] = copied.create_node("call_module", f"_ai3.{wanted[node]}", args, kwargs)
-                else:
-                    copies[node] = copied.node_copy(node, copies.__getitem__)
-            self._functions.append(_function(copied, type(module).__qualname__))
-
-    def forget_calls(self) -> None:
-        """Starts counting anew."""
-        self._other_calls, self._trouble = 0, ""
-
-    def forget_graphs(self) -> None:
-        """Only swap needs them."""
-        self._traces, self.nodes = [], {}
+    def _make_entries(self) -> None:
+        for name, call in self.calls.items():
+            vars(self)[name] = functools.partial(call, inplace=True) if name in self.in_place else call
 
     def __getstate__(self) -> dict[str, Any]:
-        """For files: what `restore` makes again is left out."""
-        return {k: v for k, v in vars(self).items() if k in ("_operations", "_other_calls") or isinstance(v, Call)}
+        return {"calls": self.calls, "in_place": self.in_place, "trouble": self.trouble}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._trouble, self._functions = "", []
+        self.found = None
+        self._make_entries()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Rewrite:
-        other = memo[id(self)] = object.__new__(Rewrite)
-        vars(other).update({k: copy.deepcopy(v, memo) if isinstance(v, Call) else v for k, v in vars(self).items()})
-        other._bound = [None, None]
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sites:
+        other = memo[id(self)] = object.__new__(Sites)
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        other.found = self.found
         return other
 
+    def install(self, module: nn.Module, every: bool = False) -> None:
+        """Gives the module the class in which calls with an algorithm (all, to watch them) are replaced."""
+        from ai3_ops.nn import original_class, set_class
+
+        assert self.found is not None
+        calls = self.calls
+        chosen = tuple(s for s in self.found if s.name in calls and (every or calls[s.name].algorithm is not None))
+        vars(module)["_ai3"] = self
+        set_class(module, sites_class(original_class(module), chosen))
+
     def restore(self, module: nn.Module) -> None:
-        """After unpickling: makes the forwards again; calls that they no longer have are dropped."""
-        try:
-            self._prepare(module)
-        except Untraceable as reason:  # the user's code is another one now
-            self._trouble = f"the original forward runs: {reason}"
-            return
-        still = {name for traced in self._traces for name, _, _ in self._found(traced.graph)}
-        for name in self.calls.keys() - still:
-            delattr(self, name)
-        self.compile(module)
-        self.forget_graphs()
+        """After unpickling or copying: finds the call sites again; calls that the source no longer has are dropped."""
+        from ai3_ops.nn import original_class, set_class
 
-    def __call__(self, module: nn.Module, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The module's forward."""
-        training = int(module.training)
-        if not self._functions or original is not self._forward or not self._holds(module, training):
-            if self._functions and original is not self._forward:
-                self._trouble = "its class has another forward now; swap again"
-            return original(module, *args, **kwargs)
-        values = self._bind(args, kwargs)
-        if values is None:
-            if not torch.compiler.is_compiling():
-                self._other_calls += 1
-            return original(module, *args, **kwargs)
-        return self._functions[training](module, *values)
-
-    def _holds(self, module: nn.Module, training: int) -> bool:
-        """Whether what the graph hangs on is as it was. Mostly it is the same objects, which takes no time to see."""
-        if torch.compiler.is_compiling():
-            return holds_compiled(module, self._guards[training], self._globals[training])
-        bound = self._bound[training]
-        if bound is not None and bound.hold():
-            return True
-        return self._holds_anew(module, training)
-
-    def _holds_anew(self, module: nn.Module, training: int) -> bool:
-        for guard in self._guards[training]:
-            if not holds(module, guard):
-                name = ".".join((*guard.path, guard.name))
-                self._trouble = f"the attribute {name!r} was changed after the swap; swap again"
-                return False
-        for space, name, value in self._globals[training]:
-            if not same(space.get(name, MISSING), value):
-                self._trouble = f"the global {name!r} was changed after the swap; swap again"
-                return False
-        self._bound[training] = Bound(module, self._guards[training], self._globals[training])
-        return True
-
-    def _bind(self, args: Any, kwargs: Any) -> Any:
-        """The values of the arguments without defaults; None where the trace does not hold for this call."""
-        values = args
-        if kwargs or len(args) != len(self._names):
-            if len(args) > len(self._positional):
-                return None
-            given = dict(zip(self._positional, args, strict=False))
-            for name, value in kwargs.items():
-                if name in given:
-                    return None
-                given[name] = value
-            for name, default in self._defaults.items():
-                if name in given and not _equal(given.pop(name), default):
-                    return None
-            if len(given) != len(self._names):
-                return None
-            values = []
-            for name in self._names:
-                if name not in given:
-                    return None
-                values.append(given[name])
-        for value in values:
-            if not isinstance(value, (Tensor, fx.Proxy)):  # the graph may hang on what else it is
-                return None
-        return values
+        if self.found is None:
+            found = found_in(module)
+            self.found = found.sites
+            known = {site.name: site.kind.operation for site in found.sites}
+            for name in [n for n, call in self.calls.items() if known.get(n) != call.operation]:
+                reasons = "; ".join(found.reasons) or "its source has changed"
+                self.trouble = f"{name} was not found again: {reasons}"
+                del self.calls[name], vars(self)[name]
+        if any(call.algorithm is not None for call in self.calls.values()):
+            self.install(module)
+        else:
+            set_class(module, original_class(module))
 
 
-def _equal(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(b, (int, float, str, tuple)) and a == b)
+def found_in(module: nn.Module) -> Found:
+    """The call sites of a module's own methods."""
+    from ai3_ops.nn import LEAVES, original_class
+
+    return find(module, original_class(module), registry.operations(), tuple(cls for cls, _, _ in LEAVES))
 
 
-def _function(graph: fx.Graph, qualname: str) -> Callable[..., Any]:
-    code = graph.python_code("self")
-    name = f"<ai3_ops {qualname}.forward {next(_serial)}>"
-    linecache.cache[name] = (len(code.src), None, code.src.splitlines(keepends=True), name)  # for tracebacks
-    space = dict(code.globals)
-    exec(compile(code.src, name, "exec"), space)
-    return space["forward"]
+class _Originals:
+    """What the rewritten methods call in a module that the user's code made from type(self): PyTorch's functions."""
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        for site in sites:
+            vars(self)[site.name] = getattr(Tensor, site.word) if site.callee is None else site.callee
 
 
+def _method(entry: Callable[..., Any], receiver: Any, name: str) -> Callable[..., Any]:
+    """`receiver.name`, or the call that replaces it if the receiver is a tensor."""
+    if isinstance(receiver, fx.Proxy) or (
+        isinstance(receiver, Tensor)
+        and (type(receiver) in (Tensor, nn.Parameter) or getattr(type(receiver), name) is getattr(Tensor, name))
+    ):
+        return functools.partial(entry, receiver)
+    return getattr(receiver, name)
+
+
+# Classes --------------------------------------------------------------------------------------------------------------
 class Swapped(nn.Module):
-    """Mixed into the classes of swapped modules. A generated class is pickled as the original one."""
+    """Mixed into the classes of swapped modules. They are pickled as the original class and what was chosen."""
 
     _ai3_original: type[nn.Module]
 
@@ -249,48 +133,168 @@ class Swapped(nn.Module):
         reduced: Any = super().__reduce_ex__(protocol)
         function, args, *rest = reduced
         cls = type(self)
-        if function is _newobj and args[0] is cls and not cls.__module__.startswith("ai3_ops."):
-            function, args = _new, (cls._ai3_original, *args[1:])
+        if function is _newobj and args[0] is cls:
+            function, args = _new, (FORMAT, cls._ai3_original, *args[1:])
         return (function, args, *rest)
 
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        sites = self.__dict__.get("_ai3")
+        if isinstance(sites, Sites):
+            sites.restore(self)
 
-def _new(original: type[nn.Module], *args: Any) -> nn.Module:
+
+def _check_format(found: Any) -> None:
+    if found != FORMAT:
+        raise ValueError(
+            f"ai3_ops cannot load this swapped module: it was saved in format {found}, and this version reads format {FORMAT}; "
+            "load it with the ai3_ops that saved it and save what ai3_ops.unswap returns, or its state_dict"
+        )
+
+
+def _new(found: Any, original: type[nn.Module], *args: Any) -> nn.Module:
     from ai3_ops.nn import swapped_class
 
+    _check_format(found)
     cls = swapped_class(original)
     return cls.__new__(cls, *args)
 
 
-class Rewritten(Swapped):
-    """What a generated subclass of the user's class adds to it; `_ai3` in the instance is its Rewrite."""
+class Slow(Swapped):
+    """Holds swapped modules: PyTorch's inference fast path would not call them, and is not taken."""
 
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        rewrite = self.__dict__.get("_ai3")
-        if isinstance(rewrite, Rewrite) and not rewrite._functions:
-            module: nn.Module = self
-            swapped, module.__class__ = type(self), type(self)._ai3_original
-            try:
-                rewrite.restore(module)
-            finally:
-                module.__class__ = swapped
+    activation_relu_or_gelu = property(lambda self: 0, lambda self, value: None)
 
 
-@functools.cache
-def rewritten_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of `original` whose instances run their Rewrite."""
+class _Graph(Swapped):
+    """Of an fx.GraphModule, whose class is its own, made with the code that it generates."""
 
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rewrite = self.__dict__.get("_ai3")
-        if rewrite is None:  # made by the user's code from type(self)
-            return original.forward(self, *args, **kwargs)
-        return rewrite(self, original.forward, args, kwargs)
+    def _plain(self) -> Any:
+        """The module before the swap; it shares everything with this one."""
+        plain = object.__new__(type(self)._ai3_original)
+        plain.__dict__ = {k: v for k, v in self.__dict__.items() if k != "_ai3"}
+        return plain
 
+    def recompile(self) -> Any:
+        """Generates the code anew, and finds the calls in it that were chosen for."""
+        made = self._plain().recompile()
+        self.__dict__["_ai3"].found = None
+        self.__dict__["_ai3"].restore(self)
+        return made
+
+    def __copy__(self) -> nn.Module:
+        return _graph(FORMAT, copy.copy(self._plain()), copy.deepcopy(self.__dict__["_ai3"]))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        other = copy.deepcopy(self._plain(), memo)
+        memo[id(self)] = other
+        return _graph(FORMAT, other, copy.deepcopy(self.__dict__["_ai3"], memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _graph, (FORMAT, self._plain(), self.__dict__["_ai3"])
+
+
+def _graph(found: Any, module: nn.Module, sites: Sites) -> nn.Module:
+    _check_format(found)
+    sites.found = None  # it has a class of its own
+    vars(module)["_ai3"] = sites
+    sites.restore(module)
+    return module
+
+
+def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]:
+    """The subclass of `original` in which these calls are replaced: one for each choice of sites, which goes with its modules."""
+    for known in type.__subclasses__(original):
+        if vars(known).get("_ai3_sites") == sites:
+            return known
+    owners = [cls for cls in original.__mro__ if cls is original or any(site.owner is cls for site in sites)]
+    bases: list[type] = [
+        _Graph
+        if issubclass(original, fx.GraphModule)
+        else Slow
+        if issubclass(original, nn.TransformerEncoderLayer)
+        else Swapped
+    ]
+    for owner in owners:
+        methods = {site.method for site in sites if site.owner is owner}
+        rewritten = {name: _rewritten([s for s in sites if (s.owner, s.method) == (owner, name)]) for name in methods}
+        if rewritten:
+            bases.append(type(owner.__name__, (), {"__slots__": (), "__module__": owner.__module__, **rewritten}))
+        bases.append(owner)
     names = {
-        "forward": forward,
-        "_ai3_original": original,
         "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "_ai3_original": original,
+        "_ai3_sites": sites,
+        "_ai3": _Originals(sites),
     }
-    return type(original.__name__, (Rewritten, original), names | {"__qualname__": original.__qualname__})
+    return types.new_class(original.__name__, tuple(bases), exec_body=lambda space: space.update(names))
+
+
+# Methods --------------------------------------------------------------------------------------------------------------
+class _Replace(ast.NodeTransformer):
+    def __init__(self, self_name: str, sites: list[Site]) -> None:
+        self.self_name = self_name
+        self.wanted = {site.position: site for site in sites}
+        self.names = {id(f): f"_ai3_function_{i}" for i, f in enumerate(site.callee for site in sites)}
+
+    def visit_Call(self, node: ast.Call) -> ast.Call:
+        site = self.wanted.get(end_of(node.func))
+        self.generic_visit(node)
+        if site is None:
+            return node
+
+        def at(made: Any) -> Any:
+            return ast.copy_location(made, func)
+
+        def name(word: str) -> Any:
+            return at(ast.Name(word, ast.Load()))
+
+        func = node.func
+        entry = at(ast.Attribute(at(ast.Attribute(name(self.self_name), "_ai3", ast.Load())), site.name, ast.Load()))
+        if site.callee is None:
+            assert isinstance(func, ast.Attribute)
+            node.func = at(ast.Call(name("_ai3_method"), [entry, func.value, at(ast.Constant(func.attr))], []))
+        else:
+            same = at(ast.Compare(func, [ast.Is()], [name(self.names[id(site.callee)])]))
+            node.func = at(ast.IfExp(same, entry, func))
+        return node
+
+
+def _rewritten(sites: list[Site]) -> FunctionType:
+    """The method in which these calls are replaced, inside the decorators that it has."""
+    function = sites[0].function
+    source = source_of(function)
+    replace = _Replace(source.self_name, sites)
+    definition = source.parse()
+    definition.body = [replace.visit(statement) for statement in definition.body]
+    extra = {replace.names[id(s.callee)]: s.callee for s in sites if s.callee is not None} | {"_ai3_method": _method}
+    code = source.compile(definition, tuple(extra))
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    cells |= {name: CellType(held) for name, held in extra.items()}
+    made = _copy(function, code, tuple(cells[name] for name in code.co_freevars))
+    chain = undecorated(sites[0].decorated, f"{sites[0].owner.__qualname__}.{sites[0].method}")
+    for outer, inner in zip(reversed(chain[:-1]), reversed(chain[1:]), strict=True):
+        assert outer.__closure__ is not None
+        closure = tuple(CellType(made) if _contents(c) is inner else c for c in outer.__closure__)
+        wrapped, made = made, _copy(outer, outer.__code__, closure)
+        if vars(made).get("__wrapped__") is inner:
+            made.__wrapped__ = wrapped  # type: ignore[attr-defined]
+    return made
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return None
+
+
+def _copy(function: FunctionType, code: types.CodeType, closure: tuple[CellType, ...]) -> FunctionType:
+    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure or None)
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
+    made.__annotations__ = function.__annotations__
+    vars(made).update(vars(function))
+    return made

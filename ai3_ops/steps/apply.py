@@ -1,0 +1,68 @@
+"""Fourth step of swap: modules get the classes that make the chosen calls; and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ai3_ops.nn import original_class, set_class, swapped_class
+from ai3_ops.nn.rewrite import Sites, Swapped
+from ai3_ops.plan import CHANNELS_LAST
+
+if TYPE_CHECKING:
+    from ai3_ops.steps.describe import Described
+    from ai3_ops.steps.discover import Lost
+
+# What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
+MARKS = ("_ai3", "_ai3_lost")
+
+
+def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:
+    """Gives modules with a chosen algorithm their classes, and notes in the others why PyTorch computes them."""
+    sites: dict[int, tuple[nn.Module, Sites]] = {}
+    for described in calls:
+        if described.sites is not None:
+            sites[id(described.sites)] = described.module, described.sites
+        elif described.call.algorithm is not None:
+            vars(described.module)["_ai3"] = described.call
+            set_class(described.module, swapped_class(original_class(described.module)))
+        else:
+            vars(described.module)["_ai3"] = [described.call.note()]
+        _lay_out(described)
+    for module, own in sites.values():
+        if any(call.algorithm is not None for call in own.calls.values()):
+            own.install(module)
+        else:
+            vars(module)["_ai3"] = [call.note() for call in own.calls.values()]
+    for module in model.modules():
+        inside = any(isinstance(child, Swapped) for child in module.modules())
+        if isinstance(module, nn.TransformerEncoderLayer) and inside and not isinstance(module, Swapped):
+            set_class(module, swapped_class(original_class(module)))
+    for module, what in lost.items():
+        if what.seen or what.source:
+            vars(module)["_ai3_lost"] = asdict(what)
+
+
+def _lay_out(described: Described) -> None:
+    """Brings a conv2d module's weight into the memory format of a plan, in place: its values and its identity stay."""
+    conv2d = described.site is None and described.operation == "conv2d"
+    weight = described.module._parameters.get("weight") if conv2d else None
+    if described.layout is None or weight is None:
+        return
+    wanted = torch.channels_last if described.layout == CHANNELS_LAST else torch.contiguous_format
+    weight.data = weight.data.contiguous(memory_format=wanted)
+
+
+def unswap(model: nn.Module) -> nn.Module:
+    """Gives every module of `model` its original class back, in place, and returns the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            set_class(module, original_class(module))
+        for mark in MARKS:
+            vars(module).pop(mark, None)
+    return model
