@@ -13,7 +13,8 @@ from ai3_ops import _library, registry
 from ai3_ops.operations import base
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 
-ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "silu", "gelu")
+FUSED = ("none", "relu", "relu6", "hardswish", "silu", "gelu")  # by layers that fuse
+ACTIVATIONS = (*FUSED, "sigmoid", "hardsigmoid", "tanh", "gelu_tanh")
 Pair = int | Sequence[int]
 
 
@@ -25,6 +26,11 @@ class Value:
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def channels(self) -> int:
+        """Of an image, or features of a row."""
+        return self.shape[1] if len(self.shape) == 4 else self.shape[-1]
 
     def like(self) -> Tensor:
         """A tensor without memory that has its sizes, in channels_last."""
@@ -201,12 +207,14 @@ class Builder:
         return _Step(f"{operation}_{info.name}", [x], options, tensors, algorithm=info.name)
 
     def _finish(self, step: _Step, info: registry.AlgorithmInfo, activation: str, residual: Value | None) -> Value:
-        """With residual and activation, in steps of their own where the algorithm fuses none."""
+        """With residual and activation, in steps of their own where the algorithm does not fuse them."""
         if info.epilogue:
             step.residual = residual
-            if activation != "none":
+            fused = activation in FUSED
+            if fused and activation != "none":
                 step.options["activation"] = activation
-            return self._add(step)
+            y = self._add(step)
+            return y if fused else self.unary(y, activation)
         y = self._add(step)
         if residual is not None:
             return self.binary(y, residual, "add", activation=activation)
@@ -259,10 +267,19 @@ class Builder:
         return self._add(_Step(f"{operation}_{info.name}", [x], options, {}))
 
     # Element by element -----------------------------------------------------------------------------------------------
-    def unary(self, x: Value, name: str, parameter: float | None = None) -> Value:
-        """An activation: one of ACTIVATIONS."""
-        _check_activation(name, parameter)
-        return self._add(_Step("activate", [x], {"activation": name}, {}))
+    def unary(self, x: Value, name: str, parameter: float | Tensor | None = None) -> Value:
+        """An activation: one of ACTIVATIONS, or "leaky_relu" and "prelu", whose parameter is the slope for negative values.
+
+        A slope is a number, a tensor of one element, or one of each channel.
+        """
+        if name not in ("leaky_relu", "prelu"):
+            _check_activation(name, parameter)
+            return self._add(_Step("activate", [x], {"activation": name}, {}))
+        if parameter is None:
+            raise ValueError(f"{name} needs a slope")
+        slope = torch.as_tensor(parameter, dtype=torch.float64).detach().flatten()
+        slope = slope.expand(x.channels) if slope.numel() == 1 else slope
+        return self._add(_Step("prelu", [x], {}, {"scale": _channels(slope, x, 0.0, "a slope")}))
 
     def binary(self, x: Value, y: Value, name: str, activation: str = "none") -> Value:
         """`activation(x + y)` ("add") or `activation(x * y)` ("mul"); one of them may be (N, C, 1, 1) beside (N, C, H, W)."""
@@ -353,7 +370,7 @@ class Builder:
         examples = [
             (v.shape, v.dtype) for v, s in zip(self._values, self._steps, strict=True) if s.operation == "input"
         ]
-        return Program("\n".join(rows) + "\n", constants.tensors, examples)
+        return Program("\n".join(rows) + "\n", [constants.joined()], examples)
 
     def _folded_flattens(self, order: Sequence[int], outputs: Sequence[Value]) -> set[int]:
         """Flattens of more than a pixel that linears alone read: rows stay in NHWC order, and the weights follow."""
@@ -371,18 +388,26 @@ class _Constants:
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
+        self.packed: list[bool] = []
         self._known: dict[Any, tuple[int, Tensor]] = {}
 
-    def _add(self, key: Any, given: Tensor, make: Any) -> int:
+    def joined(self) -> Tensor:
+        """All of them in one tensor: a call that gets hundreds of tensors takes as long for them as for some layers."""
+        if not self.tensors:  # an operator needs a tensor, to know the device
+            return torch.zeros(64, dtype=torch.uint8)
+        return torch.ops.ai3._program_constants(self.tensors, self.packed)
+
+    def _add(self, key: Any, given: Tensor, packed: bool, make: Any) -> int:
         key = (given.data_ptr(), given.shape, given.stride(), given.dtype, *key)
         if key not in self._known:
             with torch.no_grad():
                 self.tensors.append(make())
+            self.packed.append(packed)
             self._known[key] = len(self.tensors) - 1, given  # kept, so that its address stays its own
         return self._known[key][0]
 
     def plain(self, tensor: Tensor) -> int:
-        return self._add((), tensor, lambda: tensor.contiguous().clone())
+        return self._add((), tensor, False, lambda: tensor.contiguous().clone())
 
     def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
         operation = step.operation.removesuffix(f"_{step.algorithm}")
@@ -394,7 +419,7 @@ class _Constants:
                 weight = weight.unflatten(1, chw).permute(0, 2, 3, 1).flatten(1)
             return weight.contiguous().clone() if pack is None else pack(weight.contiguous(), *step.window)
 
-        return self._add((operation, step.algorithm, step.window, chw), tensor, make)
+        return self._add((operation, step.algorithm, step.window, chw), tensor, pack is not None, make)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,11 +460,11 @@ class Program:
     """
 
     def __init__(
-        self, text: str, constants: Sequence[Tensor], examples: Sequence[tuple[tuple[int, ...], torch.dtype]]
+        self, text: str, constants: list[Tensor], examples: Sequence[tuple[tuple[int, ...], torch.dtype]]
     ) -> None:
-        """`examples`: sizes and dtype of each input that it was built for."""
+        """`constants`: one tensor, of the bytes of packed weights and the like; `examples`: each input's sizes and dtype."""
         self.text = text
-        self.constants = list(constants)
+        self.constants = constants
         self.examples = list(examples)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -476,7 +501,7 @@ def _row(tensor: Tensor) -> int:
     return tensor.shape[1] if tensor.is_contiguous(memory_format=torch.channels_last) else 0
 
 
-def _check_activation(name: str, parameter: float | None = None) -> None:
+def _check_activation(name: str, parameter: Any = None) -> None:
     if name not in ACTIVATIONS or parameter is not None:
         raise ValueError(f"no activation {name!r}{'' if parameter is None else ' with a parameter'} in a program; there are: "
                          f"{', '.join(ACTIVATIONS)}")  # fmt: skip
@@ -503,9 +528,8 @@ def _window(kernel: Pair, stride: Pair | None, padding: Pair, dilation: Pair, ce
 def _channels(given: Tensor | None, x: Value, otherwise: float, name: str) -> Tensor:
     """One number for each channel, in the type that kernels compute in."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    channels = x.shape[1] if len(x.shape) == 4 else x.shape[-1]
     if given is None:
-        return torch.full((channels,), otherwise, dtype=dtype)
-    if given.numel() != channels or given.device.type != "cpu":
-        raise ValueError(f"needs {name} of {channels} elements on the CPU, got {tuple(given.shape)}")
+        return torch.full((x.channels,), otherwise, dtype=dtype)
+    if given.numel() != x.channels or given.device.type != "cpu":
+        raise ValueError(f"needs {name} of {x.channels} elements on the CPU, got {tuple(given.shape)}")
     return given.detach().flatten().to(dtype)

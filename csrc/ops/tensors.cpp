@@ -49,6 +49,8 @@ Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool chan
                        checked_mul(count, dtype == ScalarType::Byte ? 1 : static_cast<int64_t>(like.element_size())));
 }
 
+Tensor empty_bytes(int64_t bytes) { return empty_strided({bytes}, {1}, ScalarType::Byte, bytes); }
+
 Tensor empty_as(const Tensor& t) {
   const bool gapless = is_contiguous(t) || (t.dim() == 4 && is_dense(t, true));
   if (!t.is_cpu() || !gapless) return torch::stable::empty_like(t);
@@ -165,6 +167,13 @@ void tag_pack(Tensor& pack, uint64_t tag) {
   char* place = tag_of(pack, pack.numel() * static_cast<int64_t>(pack.element_size()));
   std::memset(place, 0, kTagBytes);
   std::memcpy(place, &tag, sizeof(tag));
+}
+
+uint64_t tag_of_pack(const Tensor& pack) {
+  const int64_t bytes = pack.numel() * static_cast<int64_t>(pack.element_size());
+  uint64_t tag = 0;
+  if (bytes >= kTagBytes) std::memcpy(&tag, tag_of(pack, bytes), sizeof(tag));
+  return tag;
 }
 
 void check_pack(const Entry& entry, const Tensor& pack, int64_t bytes, uint64_t tag) {

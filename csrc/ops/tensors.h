@@ -190,6 +190,8 @@ inline Tensor as_contiguous(const Tensor& t) { return is_contiguous(t) ? t : tor
 
 // On the device of `like`.
 Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last = false);
+// On the CPU.
+Tensor empty_bytes(int64_t bytes);
 // With the strides of ATen's empty_like.
 Tensor empty_as(const Tensor& t);
 inline int64_t checked_numel(const Entry& entry, const Sizes& sizes, int64_t element_size) {
@@ -351,6 +353,8 @@ uint64_t pack_tag(const Entry& entry, const Sizes& description);
 Tensor new_pack(const Tensor& weight, int64_t bytes);
 void tag_pack(Tensor& pack, uint64_t tag);
 void check_pack(const Entry& entry, const Tensor& pack, int64_t bytes, uint64_t tag);
+// The tag of a pack on the CPU; 0 where the tensor is too small to be one.
+uint64_t tag_of_pack(const Tensor& pack);
 
 template <class P>
 Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, const Sizes& description) {

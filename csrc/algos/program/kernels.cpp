@@ -25,59 +25,108 @@ AI3_INLINE void store_some(T* to, Vec<Acc<T>> v, int64_t lanes) {
   lanes == Vec<Acc<T>>::width ? store(to, v) : store_partial(to, v, lanes);
 }
 
-template <MapKind kind, Activation activation, class T>
-void map_rows(const MapProblem& p, const Buffers& m) {
+static_assert(static_cast<int>(MapFunction::gelu) == static_cast<int>(Activation::gelu));
+
+template <MapFunction function, class A>
+AI3_INLINE Vec<A> apply(Vec<A> v) {
+  using Raw = typename Vec<A>::Raw;
+  const Vec<A> one(A(1));
+  auto sigmoid = [&](Vec<A> x) { return one / (one + exp(Raw{} - x.raw)); };
+  if constexpr (function == MapFunction::sigmoid) {
+    return sigmoid(v);
+  } else if constexpr (function == MapFunction::hardsigmoid) {
+    return activate(Activation::relu6, v + Vec<A>(A(3))) / Vec<A>(A(6));
+  } else if constexpr (function == MapFunction::tanh) {
+    return one - Vec<A>(A(2)) / (one + exp((v + v)));
+  } else if constexpr (function == MapFunction::gelu_tanh) {  // v (1 + tanh u) / 2 = v sigmoid(2 u)
+    return v * sigmoid(v * Vec<A>(A(1.5957691216057308)) * fma(v * v, Vec<A>(A(0.044715)), one));
+  } else {
+    return activate(static_cast<Activation>(function), v);  // the first ones are the same
+  }
+}
+
+// body.operator()<function>() for p's.
+template <class Body>
+AI3_INLINE auto with_function(MapFunction function, const Body& body) {
+  switch (function) {
+#define AI3_CASE(name) \
+  case MapFunction::name: return body.template operator()<MapFunction::name>();
+    AI3_CASE(relu)
+    AI3_CASE(relu6)
+    AI3_CASE(hardswish)
+    AI3_CASE(silu)
+    AI3_CASE(gelu)
+    AI3_CASE(sigmoid)
+    AI3_CASE(hardsigmoid)
+    AI3_CASE(tanh)
+    AI3_CASE(gelu_tanh)
+#undef AI3_CASE
+    default: return body.template operator()<MapFunction::none>();
+  }
+}
+template <class A>
+[[gnu::noinline]] Vec<A> apply_called(MapFunction function, Vec<A> v) {
+  return with_function(function, [&]<MapFunction f>() { return apply<f>(v); });
+}
+
+// y = f(x, z, c) of each vector, c its first channel. Short rows are taken whole; long ones in pieces where rows are few.
+template <class T, class F>
+AI3_INLINE void for_rows(const MapProblem& p, const Buffers& m, const F& f) {
   using A = Acc<T>;
-  using V = Vec<A>;
   const T *x = static_cast<const T*>(m.input), *z = static_cast<const T*>(m.weight);
-  const A *scale = static_cast<const A*>(m.scale), *shift = static_cast<const A*>(m.shift);
   T* y = static_cast<T*>(m.output);
   const int64_t rows = p.images * p.rows, channels = p.channels;
-  // Short rows are told apart by a multiplication; one long row is cut into pieces.
   const int64_t piece = rows >= 4 * p.threads ? channels : smaller(channels, kGrain), pieces = ceil_div(channels, piece);
   parallel_ranges(p.threads, rows * pieces, ceil_div(kGrain, piece), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
       const int64_t row = i / pieces, c = i % pieces * piece, count = smaller(piece, channels - c);
       const T *xr = x + row * p.x_row + c, *zr = z + (p.z_per_image ? row / p.rows : row) * p.z_row + c;
       T* yr = y + row * p.y_row + c;
-      for_vectors<A>(count, [&](int64_t j, int64_t lanes) {
-        V v = load_some(xr + j, lanes);
-        if constexpr (kind == MapKind::add) v += load_some(zr + j, lanes);
-        if constexpr (kind == MapKind::multiply) v = v * load_some(zr + j, lanes);
-        if constexpr (kind == MapKind::affine) {
-          if (scale) v = v * load_some(scale + c + j, lanes);
-          if (shift) v += load_some(shift + c + j, lanes);
-        }
-        store_some(yr + j, activate(activation, v), lanes);
-      });
+      for_vectors<A>(
+          count, [&](int64_t j, int64_t lanes) { store_some(yr + j, f(load_some(xr + j, lanes), zr + j, c + j, lanes), lanes); });
     }
   });
 }
 
-// body.operator()<kind, activation>() for those of p.
-template <class Body>
-AI3_INLINE void with_kind(const MapProblem& p, const Body& body) {
-  auto with_activation = [&]<MapKind kind>() {
-    switch (p.activation) {
-      case Activation::none: return body.template operator()<kind, Activation::none>();
-      case Activation::relu: return body.template operator()<kind, Activation::relu>();
-      case Activation::relu6: return body.template operator()<kind, Activation::relu6>();
-      case Activation::hardswish: return body.template operator()<kind, Activation::hardswish>();
-      case Activation::silu: return body.template operator()<kind, Activation::silu>();
-      case Activation::gelu: return body.template operator()<kind, Activation::gelu>();
+// The functions that clamp are a part of the loop; the others are called by it, but where they are all there is to do.
+template <MapKind kind, class T>
+void map_rows(const MapProblem& p, const Buffers& m) {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  const A *scale = static_cast<const A*>(m.scale), *shift = static_cast<const A*>(m.shift);
+  const bool clamps = p.function == MapFunction::relu || p.function == MapFunction::relu6,
+             called = !clamps && p.function != MapFunction::none;
+  const V low(clamps ? A(0) : static_cast<A>(-__builtin_inf())),
+      high(p.function == MapFunction::relu6 ? A(6) : static_cast<A>(__builtin_inf()));
+  for_rows<T>(p, m, [&](V v, const T* z, int64_t c, int64_t lanes) -> V {
+    if constexpr (kind == MapKind::add) v += load_some(z, lanes);
+    if constexpr (kind == MapKind::multiply) v = v * load_some(z, lanes);
+    if constexpr (kind == MapKind::affine) {
+      if (scale) v = v * load_some(scale + c, lanes);
+      if (shift) v += load_some(shift + c, lanes);
     }
-  };
-  switch (p.kind) {
-    case MapKind::activate: return with_activation.template operator()<MapKind::activate>();
-    case MapKind::add: return with_activation.template operator()<MapKind::add>();
-    case MapKind::multiply: return with_activation.template operator()<MapKind::multiply>();
-    case MapKind::affine: return with_activation.template operator()<MapKind::affine>();
-  }
+    if constexpr (kind == MapKind::prelu) {
+      const V below = v * load_some(scale + c, lanes);
+      return v.raw < typename V::Raw{} ? below.raw : v.raw;
+    }
+    if (called) return apply_called(p.function, v);
+    const typename V::Raw raised = v.raw < low.raw ? low.raw : v.raw;
+    return raised > high.raw ? high.raw : raised;
+  });
 }
 
 void map(const MapProblem& p, const Buffers& m) {
   with_type(p.dtype, [&]<class T>() {
-    with_kind(p, [&]<MapKind kind, Activation activation>() { map_rows<kind, activation, T>(p, m); });
+    switch (p.kind) {
+      case MapKind::activate:
+        return with_function(p.function, [&]<MapFunction f>() {
+          for_rows<T>(p, m, [](Vec<Acc<T>> v, const T*, int64_t, int64_t) { return apply<f>(v); });
+        });
+      case MapKind::add: return map_rows<MapKind::add, T>(p, m);
+      case MapKind::multiply: return map_rows<MapKind::multiply, T>(p, m);
+      case MapKind::affine: return map_rows<MapKind::affine, T>(p, m);
+      case MapKind::prelu: return map_rows<MapKind::prelu, T>(p, m);
+    }
   });
 }
 

@@ -10,13 +10,18 @@ enum class MapKind : int32_t {
   activate,  // y = f(x)
   add,       // y = f(x + z)
   multiply,  // y = f(x * z)
-  affine     // y = f(x * scale + shift), of each channel
+  affine,    // y = f(x * scale + shift), of each channel
+  prelu      // y = x, or x * scale where x is negative, of each channel
 };
+// f: what layers fuse, and what only passes of their own compute.
+enum class MapFunction : int32_t { none, relu, relu6, hardswish, silu, gelu, sigmoid, hardsigmoid, tanh, gelu_tanh };
+inline constexpr const char* kMapFunctions[] = {"none", "relu",    "relu6",       "hardswish", "silu",
+                                                "gelu", "sigmoid", "hardsigmoid", "tanh",      "gelu_tanh"};
 struct MapProblem {
   DType dtype;
   int32_t threads;
   MapKind kind;
-  Activation activation;           // f
+  MapFunction function;            // f
   int64_t images, rows, channels;  // rows of each image
   int64_t x_row, z_row, y_row;
   bool z_per_image;  // one row of z for all rows of an image; otherwise one for each

@@ -26,6 +26,14 @@ const ProgramKernels& kernels() {
   return found;
 }
 
+uint64_t mix_seal(uint64_t seal, int64_t bytes, uint64_t tag) {
+  for (const uint64_t part : {static_cast<uint64_t>(bytes), tag}) {
+    seal = (seal ^ part) * 0x100000001b3u;
+    seal ^= seal >> 32;
+  }
+  return seal + 1;
+}
+
 namespace {
 
 constexpr int kNever = std::numeric_limits<int>::max();
@@ -63,7 +71,7 @@ struct Draft {
 struct Node {
   std::variant<std::monostate, Conv2dProblem, LinearProblem, Pool2dProblem, MapProblem> problem;
   const Entry* entry = nullptr;
-  bool writes_slices = false, reads_slices = false;
+  bool writes_slices = false, reads_slices = false, reads_planes = false;
 };
 
 struct Planner {
@@ -119,6 +127,12 @@ struct Planner {
     line.check(found.has_value(), "unknown activation '" + line.word("activation", "none") + "'");
     return *found;
   }
+  MapFunction function_of(const Line& line) const {
+    const std::string name = line.word("activation", "none");
+    for (size_t i = 0; i < std::size(kMapFunctions); i++)
+      if (name == kMapFunctions[i]) return static_cast<MapFunction>(i);
+    line.fail("unknown activation '" + name + "'");
+  }
   void operands(const Line& line, size_t count) const {
     line.check(line.operands.size() == count, "needs " + std::to_string(count) + " values");
   }
@@ -129,19 +143,25 @@ struct Planner {
     line.check(x.is_image(), "needs an image (N, C, H, W), got " + to_string(x.sizes));
     return x;
   }
-  void constant(const Line& line, const char* name, DType dtype, int64_t count) {
-    if (line.has(name))
-      plan.constants.push_back({line.constant(name), dtype, checked_mul(count, size_of(dtype)), nullptr, 0, &line});
+  // What a constant must be; the same in all lines that read it.
+  void constant(const Line& line, const char* name, int64_t bytes, uint64_t tag) {
+    const Constant wanted{bytes, tag};
+    Constant& known = plan.constants[static_cast<size_t>(line.constant(name))];
+    line.check(bytes < kOverflow && (known.bytes < 0 || known == wanted),
+               "needs another constant as " + std::string(name) + " than a line before it");
+    known = wanted;
+  }
+  void elements(const Line& line, const char* name, DType dtype, int64_t count) {
+    if (line.has(name)) constant(line, name, checked_mul(count, size_of(dtype)), 0);
   }
   template <class P>
   void weight(const Line& line, const Entry& entry, const P& p, int64_t count) {
     const auto& traits = entry.algorithm<P>(Device::cpu)->traits;
     line.check(line.has("weight"), "needs weight");
     if (traits.packed_bytes || traits.epilogue)
-      plan.constants.push_back({line.constant("weight"), p.dtype, packed_tensor_bytes(traits, p), &entry,
-                                pack_tag(entry, pack_description(p)), &line});
+      constant(line, "weight", packed_tensor_bytes(traits, p), pack_tag(entry, pack_description(p)));
     else
-      constant(line, "weight", p.dtype, count);
+      elements(line, "weight", p.dtype, count);
   }
   static DType accumulator(DType dtype) { return dtype == DType::f64 ? DType::f64 : DType::f32; }
 
@@ -172,8 +192,11 @@ struct Planner {
     const auto& traits = entry.algorithm<Conv2dProblem>(Device::cpu)->traits;
     line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), "fuses no residual and no activation");
     weight(line, entry, p, checked_product({w[0], w[1], w[2], w[3]}));
-    constant(line, "bias", p.dtype, w[0]);
-    constant(line, "scale", accumulator(p.dtype), x.channels), constant(line, "shift", accumulator(p.dtype), x.channels);
+    elements(line, "bias", p.dtype, w[0]);
+    elements(line, "scale", accumulator(p.dtype), x.channels), elements(line, "shift", accumulator(p.dtype), x.channels);
+    // Of the built-in algorithms the one that reads an NCHW image into NHWC output (docs/decisions/program.md).
+    constexpr int64_t kFewChannels = 16;
+    node.reads_planes = entry.name == "direct" && level() == entry.on(Device::cpu)->level && x.channels < kFewChannels;
     node.problem = p, node.reads_slices = traits.sliced, node.writes_slices = traits.sliced && !p.has_residual;
     add(value_of({p.batch, p.out_channels, p.out_height, p.out_width}, p.dtype));
     check_residual(line);
@@ -190,7 +213,7 @@ struct Planner {
     const auto& traits = entry.algorithm<LinearProblem>(Device::cpu)->traits;
     line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), "fuses no residual and no activation");
     weight(line, entry, p, checked_mul(w[0], w[1]));
-    constant(line, "bias", p.dtype, w[0]);
+    elements(line, "bias", p.dtype, w[0]);
     node.problem = p;
     Sizes out = x.sizes;
     out.back() = w[0];
@@ -244,7 +267,7 @@ struct Planner {
     operands(line, binary ? 2 : 1);
     const Value& x = operand(line, 0);
     MapProblem p{};
-    p.dtype = x.dtype, p.threads = threads(), p.kind = kind, p.activation = activation_of(line);
+    p.dtype = x.dtype, p.threads = threads(), p.kind = kind, p.function = function_of(line);
     p.images = x.sizes[0], p.rows = x.rows == 0 ? 0 : x.rows / x.sizes[0], p.channels = x.channels;
     if (binary) {
       const Value& z = operand(line, 1);
@@ -253,8 +276,8 @@ struct Planner {
       line.check(fits && z.dtype == x.dtype, "needs values of the same sizes, or a second one (N, C, 1, 1), got " +
                                                  to_string(x.sizes) + " and " + to_string(z.sizes));
     }
-    if (kind == MapKind::affine)
-      constant(line, "scale", accumulator(x.dtype), x.channels), constant(line, "shift", accumulator(x.dtype), x.channels);
+    if (kind == MapKind::affine || kind == MapKind::prelu)
+      elements(line, "scale", accumulator(x.dtype), x.channels), elements(line, "shift", accumulator(x.dtype), x.channels);
     node.problem = p, node.reads_slices = node.writes_slices = true;
     add(value_of(x.sizes, x.dtype));
   }
@@ -310,6 +333,7 @@ struct Planner {
       throw std::runtime_error("ai3::_program: needs " + std::to_string(inputs()) + " inputs, got " +
                                std::to_string(layouts.size()));
     nodes.resize(program.lines.size());
+    plan.constants.resize(static_cast<size_t>(program.constants));
     for (size_t i = 0; i < program.lines.size(); i++) {
       const Line& line = program.lines[i];
       Node& node = nodes[i];
@@ -334,6 +358,8 @@ struct Planner {
           map(line, node, MapKind::multiply);
         else if (line.operation == "affine")
           map(line, node, MapKind::affine);
+        else if (line.operation == "prelu")
+          line.check(line.has("scale"), "needs scale"), map(line, node, MapKind::prelu);
         else if (line.operation == "concat")
           concat(line);
         else if (line.operation == "slice")
@@ -347,6 +373,14 @@ struct Planner {
         line.fail(e.what());
       }
     }
+    for (size_t i = 0; i < plan.constants.size(); i++) {
+      Constant& c = plan.constants[i];
+      if (c.bytes < 0) throw std::runtime_error("ai3::_program: no line reads constant " + std::to_string(i));
+      c.offset = plan.constant_bytes;
+      plan.constant_bytes = checked_add(plan.constant_bytes, round_up(c.bytes, 64));
+      plan.seal = mix_seal(plan.seal, c.bytes, c.tag);
+    }
+    plan.constant_bytes = checked_add(plan.constant_bytes, kSealBytes);
   }
 
   // ---- Places -----------------------------------------------------------------------------------------------------------------
@@ -479,7 +513,7 @@ struct Planner {
 
   Place constant_place(const Line& line, const char* name) const {
     const int index = line.constant(name);
-    return index < 0 ? Place{} : Place{1 + inputs() + index, 0};
+    return index < 0 ? Place{} : Place{1 + inputs(), plan.constants[static_cast<size_t>(index)].offset};
   }
   void emit_step(int y) {
     const Line& line = program.lines[static_cast<size_t>(y)];
@@ -489,7 +523,8 @@ struct Planner {
     d.output = y;
     d.step.weight = constant_place(line, "weight"), d.step.bias = constant_place(line, "bias");
     d.step.scale = constant_place(line, "scale"), d.step.shift = constant_place(line, "shift");
-    d.input = readable(line.operands[0], node.reads_slices, line);
+    const int planes = at(line.operands[0]).converted_from;
+    d.input = node.reads_planes && planes >= 0 ? planes : readable(line.operands[0], node.reads_slices, line);
     if (line.has("residual")) d.residual = as_dense_rows(line.value("residual"), line);
     try {
       if (auto* conv = std::get_if<Conv2dProblem>(&node.problem)) {
@@ -510,7 +545,8 @@ struct Planner {
           }
         map.x_row = position(d.input).row, map.y_row = position(y).row, map.z_row = d.other < 0 ? 0 : position(d.other).row;
         const bool dense = map.x_row == map.channels && map.y_row == map.channels && (d.other < 0 || map.z_row == map.channels);
-        if (dense && map.kind != MapKind::affine && !map.z_per_image) {
+        const bool alike = map.kind != MapKind::affine && map.kind != MapKind::prelu && !map.z_per_image;
+        if (dense && alike) {
           map.channels *= map.rows * map.images, map.rows = map.images = 1;
           map.x_row = map.y_row = map.channels, map.z_row = d.other < 0 ? 0 : map.channels;
         }
@@ -654,9 +690,7 @@ struct Planner {
     if (value < 0) return {};
     const Position p = position(value);
     const Value& root = at(p.root);
-    const int32_t base = root.home == Home::arena   ? 0
-                         : root.home == Home::input ? 1 + root.index
-                                                    : 1 + inputs() + program.constants + root.index;
+    const int32_t base = root.home == Home::arena ? 0 : root.home == Home::input ? 1 + root.index : 2 + inputs() + root.index;
     return {base, root.offset + p.channel * size_of(at(value).dtype)};
   }
   void finish() {
@@ -677,14 +711,14 @@ std::string quoted(const std::string& text) {
 }  // namespace
 
 std::string describe(const Plan& plan) {
-  const auto inputs = plan.program.inputs, constants = plan.program.constants;
+  const auto inputs = plan.program.inputs;
   auto where = [&](const Place& place) -> std::string {
     if (place.base < 0) return "null";
     const int32_t i = place.base - 1;
-    const std::string base = place.base == 0          ? "arena"
-                             : i < inputs             ? "input " + std::to_string(i)
-                             : i < inputs + constants ? "constant " + std::to_string(i - inputs)
-                                                      : "output " + std::to_string(i - inputs - constants);
+    const std::string base = place.base == 0 ? "arena"
+                             : i < inputs    ? "input " + std::to_string(i)
+                             : i == inputs   ? "constants"
+                                             : "output " + std::to_string(i - inputs - 1);
     return std::string("[\"") + base + "\"," + std::to_string(place.offset) + "]";
   };
   std::string json = "{\"arena_bytes\":" + std::to_string(plan.arena_bytes) +

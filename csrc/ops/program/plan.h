@@ -18,7 +18,7 @@ struct InputLayout {
   bool operator==(const InputLayout&) const = default;
 };
 
-// Bytes from one of the pointers of a call: the arena, then inputs, constants and outputs.
+// Bytes from one of the pointers of a call: the arena, the inputs, the constants, the outputs.
 struct Place {
   int32_t base = -1;  // none
   int64_t offset = 0;
@@ -34,15 +34,17 @@ struct Step {
   int64_t output_row;
 };
 
-// What a constant must be: a pack of `entry`'s with a tag, or contiguous elements.
-struct ConstantCheck {
-  int index;
-  DType dtype;
-  int64_t bytes;
-  const Entry* entry;  // null: plain elements
-  uint64_t tag;
-  const Line* line;
+// What a constant must be, and where it lies in the tensor that holds all of them.
+struct Constant {
+  int64_t bytes = -1;
+  uint64_t tag = 0;  // of a pack; 0 for plain elements
+  int64_t offset = 0;
+  bool operator==(const Constant& other) const { return bytes == other.bytes && tag == other.tag; }
 };
+// The tensor of constants ends in a hash of what they are, so that a call compares one number instead of each pack's tag.
+inline constexpr int64_t kSealBytes = 64;
+uint64_t mix_seal(uint64_t seal, int64_t bytes, uint64_t tag);
+
 struct OutputLayout {
   Sizes sizes;
   DType dtype;
@@ -52,7 +54,9 @@ struct OutputLayout {
 struct Plan {
   Program program;
   std::vector<Step> steps;
-  std::vector<ConstantCheck> constants;
+  std::vector<Constant> constants;
+  int64_t constant_bytes = 0;
+  uint64_t seal = 0;
   std::vector<OutputLayout> outputs;
   int64_t arena_bytes = 0, live_bytes = 0;  // live: the most that is needed at one time, which no plan goes below
 };

@@ -93,20 +93,18 @@ std::shared_ptr<const Plan> plan_for(const std::string& text, const std::vector<
 
 // ---- Calls -------------------------------------------------------------------------------------------------------------------
 
-void check_constants(const Plan& plan, const Tensors& constants) {
-  if (static_cast<int>(constants.size()) < plan.program.constants)
-    refuse_call("needs " + std::to_string(plan.program.constants) + " constants, got " + std::to_string(constants.size()));
-  for (const ConstantCheck& c : plan.constants) {
-    const Tensor& t = constants[static_cast<size_t>(c.index)];
-    auto what = [&] { return std::string("$") + std::to_string(c.index); };
-    if (!t.defined() || !t.is_cpu() || t.scalar_type() != scalar_type(c.dtype))
-      c.line->fail("needs a CPU tensor of " + std::string(ai3::name_of(c.dtype)) + " as " + what());
-    if (c.entry)
-      check_pack(*c.entry, t, c.bytes, c.tag);
-    else if (!is_contiguous(t) || t.numel() * size_of(c.dtype) != c.bytes)
-      c.line->fail("needs a contiguous tensor of " + std::to_string(c.bytes / size_of(c.dtype)) + " elements as " + what() +
-                   ", got " + to_string(sizes_of(t)));
-  }
+// Where the constants lie.
+const char* checked_constants(const Plan& plan, const Tensors& given) {
+  if (given.size() != 1) refuse_call("needs one tensor of constants, got " + std::to_string(given.size()));
+  const Tensor& constants = given[0];
+  if (!constants.defined() || !constants.is_cpu() || constants.scalar_type() != ScalarType::Byte || constants.dim() != 1 ||
+      !is_contiguous(constants) || constants.numel() != plan.constant_bytes)
+    refuse_call("needs " + std::to_string(plan.constant_bytes) +
+                " bytes of constants, as ai3::_program_constants makes them, got " + to_string(sizes_of(constants)));
+  const auto* data = static_cast<const char*>(constants.const_data_ptr());
+  if (std::memcmp(data + plan.constant_bytes - kSealBytes, &plan.seal, sizeof(plan.seal)) != 0)
+    refuse_call("needs constants that were packed for this program and for this instruction set; build it again");
+  return data;
 }
 
 struct Call {
@@ -120,13 +118,13 @@ struct Call {
     std::vector<InputLayout> layouts;
     for (size_t i = 0; i < inputs.size(); i++) layouts.push_back(layout_of(inputs[i], i));
     plan = plan_for(text, layouts);
-    check_constants(*plan, constants);
+    const char* data = checked_constants(*plan, constants);
     for (const OutputLayout& o : plan->outputs)
       outputs.push_back(empty(o.sizes, scalar_type(o.dtype), inputs[0], o.channels_last));
     bases.push_back(nullptr);
     auto add = [&](const void* data) { bases.push_back(static_cast<char*>(const_cast<void*>(data))); };
     for (const Tensor& t : inputs) add(t.const_data_ptr());
-    for (int i = 0; i < plan->program.constants; i++) add(constants[static_cast<size_t>(i)].const_data_ptr());
+    add(data);
     for (const Tensor& t : outputs) add(t.mutable_data_ptr());
   }
   void* at(const Place& place) const { return place.base < 0 ? nullptr : bases[static_cast<size_t>(place.base)] + place.offset; }
@@ -182,7 +180,35 @@ void profile_program(StableIValue* stack) {
   give(stack, 0, times);
 }
 
+// One tensor that holds all constants of a program, the packed weights among them.
+void program_constants(StableIValue* stack) {
+  Arguments in(stack);
+  const Tensors tensors = in.take<Tensors>();
+  const std::vector<bool> packed = in.take<std::vector<bool>>();
+  if (packed.size() != tensors.size()) refuse_call("needs one flag for each constant");
+  int64_t bytes = kSealBytes;
+  auto bytes_of = [](const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); };
+  for (const Tensor& t : tensors) {
+    if (!t.defined() || !t.is_cpu() || !is_contiguous(t)) refuse_call("needs contiguous CPU tensors as constants");
+    bytes = checked_add(bytes, round_up(bytes_of(t), 64));
+  }
+  Tensor constants = empty_bytes(bytes);
+  auto* data = static_cast<char*>(constants.mutable_data_ptr());
+  ask_for_huge_pages(data, bytes);
+  std::memset(data, 0, static_cast<size_t>(bytes));
+  uint64_t seal = 0;
+  for (size_t i = 0; i < tensors.size(); i++) {
+    const int64_t size = bytes_of(tensors[i]);
+    std::memcpy(data, tensors[i].const_data_ptr(), static_cast<size_t>(size));
+    seal = mix_seal(seal, size, packed[i] ? tag_of_pack(tensors[i]) : 0);
+    data += round_up(size, 64);
+  }
+  std::memcpy(data, &seal, sizeof(seal));
+  give(stack, 0, constants);
+}
+
 AI3_OPERATOR(_program, "(Tensor[] inputs, Tensor[] constants, str program) -> Tensor[]", run_program)
+AI3_OPERATOR(_program_constants, "(Tensor[] constants, bool[] packed) -> Tensor", program_constants)
 AI3_OPERATOR(_program_profile, "(Tensor[] inputs, Tensor[] constants, str program, int repeats) -> Tensor", profile_program)
 
 }  // namespace
