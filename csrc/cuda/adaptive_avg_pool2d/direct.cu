@@ -19,7 +19,7 @@ void adaptive_avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Worksp
   });
 }
 
-AI3_ALGORITHM(adaptive_avg_pool2d, direct)
+AI3_ALGORITHM(adaptive_avg_pool2d, direct, .supports = device_supports<Pool2dProblem>)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

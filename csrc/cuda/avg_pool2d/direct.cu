@@ -21,7 +21,7 @@ void avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Workspace& work
   });
 }
 
-AI3_ALGORITHM(avg_pool2d, direct)
+AI3_ALGORITHM(avg_pool2d, direct, .supports = device_supports<Pool2dProblem>)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

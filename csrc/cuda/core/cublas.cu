@@ -26,6 +26,23 @@ class MathMode {
   cublasMath_t before_;
 };
 
+// Gives the handle the call's workspace. Setting a stream takes it back, so that later calls of PyTorch do not write there; the
+// stream is the one that PyTorch set when it was asked for the handle.
+class GivenWorkspace {
+ public:
+  GivenWorkspace(cublasHandle_t handle, void* scratch) : handle_(handle) {
+    check(cublasGetStream(handle, &stream_), "cublasGetStream");
+    check(cublasSetWorkspace(handle, scratch, static_cast<size_t>(kCublasWorkspace)), "cublasSetWorkspace");
+  }
+  ~GivenWorkspace() { cublasSetStream(handle_, stream_); }
+  GivenWorkspace(const GivenWorkspace&) = delete;
+  GivenWorkspace& operator=(const GivenWorkspace&) = delete;
+
+ private:
+  cublasHandle_t handle_;
+  cudaStream_t stream_ = nullptr;
+};
+
 int narrow_size(int64_t size) {
   if (size > INT32_MAX) throw std::runtime_error("ai3: a matrix of this problem is too large for cuBLAS");
   return static_cast<int>(size);
@@ -33,11 +50,12 @@ int narrow_size(int64_t size) {
 
 }  // namespace
 
-void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g) {
+void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch) {
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
   void* raw = nullptr;
   TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&raw));
   const auto handle = static_cast<cublasHandle_t>(raw);
+  const GivenWorkspace workspace(handle, scratch);
   const MathMode mode(handle, static_cast<cublasMath_t>((allow_tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH) |
                                                         CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
   const cudaDataType type = dtype == DType::f64    ? CUDA_R_64F

@@ -21,7 +21,13 @@ struct Gemm {
   bool add;  // onto what c holds, before the sum is rounded
 };
 
-// Accumulates in float32 (float64 for float64); TF32 only where allow_tf32. Throws std::runtime_error.
-void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g);
+// What cuBLAS may split sums over. It is given from the call's workspace: with memory of its own, which calls on several streams
+// share, or none, the order of its sums could be another one from call to call. The size is what NVIDIA recommends for the newest
+// architectures (32 MiB for compute capability 9.0 and later, less for others).
+inline constexpr int64_t kCublasWorkspace = int64_t{32} << 20;
+
+// Accumulates in float32 (float64 for float64); TF32 only where allow_tf32. `scratch` has kCublasWorkspace bytes. Throws
+// std::runtime_error.
+void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch);
 
 }  // namespace ai3::inline AI3_LEVEL

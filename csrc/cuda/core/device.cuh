@@ -31,11 +31,35 @@ inline void check_cuda(cudaError_t status, const char* what) {
   if (status != cudaSuccess) throw std::runtime_error(std::string("ai3: ") + what + " failed: " + cudaGetErrorString(status));
 }
 
+// The oldest architecture that the library has code for (cmake/cuda.cmake gives it); a kernel on an older one would fail.
+#ifndef AI3_OLDEST_CAPABILITY
+#define AI3_OLDEST_CAPABILITY 80
+#endif
+// Of the current device, as 10 * major + minor; 0 where there is none to ask, as in a query without a GPU.
+inline int current_capability() {
+  int device = 0, major = 0, minor = 0;
+  const bool told = cudaGetDevice(&device) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+                    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) == cudaSuccess;
+  if (!told) cudaGetLastError();  // the error is not the next kernel's
+  return told ? 10 * major + minor : 0;
+}
+inline bool supports_capability(int capability, Reason& reason) {
+  if (capability == 0 || capability >= AI3_OLDEST_CAPABILITY) return true;
+  return refuse(reason, "needs a GPU of compute capability %d.%d or later, got %d.%d", AI3_OLDEST_CAPABILITY / 10,
+                AI3_OLDEST_CAPABILITY % 10, capability / 10, capability % 10);
+}
+// What every kernel here needs of the device.
+template <class P>
+bool device_supports(const P&, Reason& reason) {
+  return supports_capability(current_capability(), reason);
+}
+
 inline constexpr int kBlock = 256;
 
 // kernel(i) for i in [0, count), in a grid-stride loop: indices are 64 bits wide, grids are not.
 template <class Body>
-__global__ void for_each_kernel(int64_t count, Body body) {
+__global__ void __launch_bounds__(kBlock) for_each_kernel(int64_t count, Body body) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) body(i);
 }
 template <class Body>

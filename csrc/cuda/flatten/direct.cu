@@ -9,7 +9,7 @@ void flatten_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace& wo
              "flatten_direct");
 }
 
-AI3_ALGORITHM(flatten, direct)
+AI3_ALGORITHM(flatten, direct, .supports = device_supports<ElementwiseProblem>)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

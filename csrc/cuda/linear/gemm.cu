@@ -13,10 +13,13 @@ void linear_gemm(const LinearProblem& p, const T* x, const T* w, const T* b, T* 
   if (p.in_features != 0)
     cublas_gemm(p.dtype, p.allow_tf32,
                 {p.rows, p.out_features, p.in_features, x, p.in_features, 0, false, w, p.in_features, 0, true, y, p.out_features,
-                 0, 1, b != nullptr});
+                 0, 1, b != nullptr},
+                workspace.take<char>(kCublasWorkspace));
 }
 
-AI3_ALGORITHM(linear, gemm)
+int64_t gemm_workspace(const LinearProblem&) { return kCublasWorkspace; }
+
+AI3_ALGORITHM(linear, gemm, .supports = device_supports<LinearProblem>, .workspace = gemm_workspace)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

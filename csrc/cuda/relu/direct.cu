@@ -11,7 +11,7 @@ void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace& works
   });
 }
 
-AI3_ALGORITHM(relu, direct)
+AI3_ALGORITHM(relu, direct, .supports = device_supports<ElementwiseProblem>)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
