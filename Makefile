@@ -67,7 +67,7 @@ sanitize: .venv/.torch
 	  $(CTEST) build/$$sanitizer $$tests $(CTEST_ARGS); \
 	done
 
-# The wheel, its source tree deleted, on torch 2.11 and the newest, Python 3.11 and 3.12; and the ways to install from source.
+# The wheel, its source tree deleted, on torch 2.11 and the newest, Python 3.11, 3.12 and 3.13; and the ways to install from source.
 wheel-test: .venv/.wheel-test
 	$(call say,the wheel on each torch and Python; pip install from source)
 	.venv/bin/python .ci/wheels.py

@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = {"2.11": "torch==2.11.*", "newest": "torch"}
-PYTHONS = ("3.11", "3.12")
+PYTHONS = ("3.11", "3.12", "3.13")
 # Every algorithm within its bounds in every dtype, and what the package offers and holds.
 REDUCED = ["tests/test_package.py", "tests/test_operators.py", "-k", "values or package_offers or package_holds"]
 HIDDEN = {".git", ".venv", "build", "dist", "ai3_ops.egg-info", "include", "__pycache__"}

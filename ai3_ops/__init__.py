@@ -5,6 +5,7 @@ from __future__ import annotations
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
+from ai3_ops.optimize import optimize
 from ai3_ops.plan import Plan
 from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
@@ -21,6 +22,7 @@ __all__ = [
     "algorithms",
     "check",
     "explain",
+    "optimize",
     "prefer",
     "register",
     "resolve",

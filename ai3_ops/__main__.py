@@ -1,4 +1,4 @@
-"""The command line: `python -m ai3_ops {demo,list,explain,doctor}`."""
+"""The command line: `python -m ai3_ops {demo,list,explain,tune,bench,doctor}`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 
 def selectors(text: str) -> Any:
-    """Selectors from the command line: a file of JSON, JSON itself, or a word such as `winograd`."""
+    """Selectors from the command line: a file of JSON (a plan's, too), JSON itself, or a word such as `winograd`."""
     path = Path(text)
     if not text.lstrip().startswith(("{", "[", '"')):
         if not path.suffix and not path.exists():
@@ -23,9 +23,16 @@ def selectors(text: str) -> Any:
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if isinstance(value, dict) and {"version", "layers"} <= set(value):
+            from ai3_ops.plan import Plan
+
+            return Plan.from_dict(value)
+        return value
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def at_least_one(text: str) -> int:
@@ -59,13 +66,50 @@ def parser() -> argparse.ArgumentParser:
 
     explain = commands.add_parser("explain", help="say what computes each layer of a network, and why")
     explain.add_argument("--json", action="store_true", help="print JSON")
-    for command in (demo, explain):
-        network = "a torchvision classification network (default: resnet18)"
+    tune = commands.add_parser("tune", help="measure every algorithm of each layer, and choose")
+    tune.add_argument(
+        "--output", type=Path, metavar="PLAN", help="where the plan goes, as JSON; else it is only printed"
+    )
+    tune.add_argument("--plot", type=Path, metavar="PICTURE", help="where a picture of the plan goes")
+    tune.add_argument("--verify", type=Path, metavar="PLAN", help="a plan whose choices are timed again, instead")
+    tune.add_argument("--objective", default="latency", help="latency (default), p99 or memory")
+    for name, kind, text in (
+        ("budget-seconds", float, "no further layer is measured after so long"),
+        ("memory-limit", int, "bytes of packed weights and the largest workspace"),
+        ("tolerance", float, "largest error of a layer (default: 5e-5)"),
+        ("threads", at_least_one, "default: torch's"),
+    ):
+        tune.add_argument(f"--{name}", type=kind, help=text)
+    tune.add_argument("--deterministic", action="store_true", help="leave out what may vary from run to run")
+    tune.add_argument("--allow-approximate", action="store_true", help="also algorithms that approximate")
+    tune.add_argument("--channels-last", action="store_true", help="give the network its input in that layout")
+    tune.add_argument("--no-cache", dest="cache", action="store_false", help="measure all of it now, and keep nothing")
+    for command in (explain, tune):
+        command.add_argument("--batch", type=at_least_one, default=1, help="images (default: 1)")
+        command.add_argument("--size", type=at_least_one, help="of the images (default: the network's)")
+
+    bench = commands.add_parser("bench", help="whole networks on this package and on other engines")
+    bench.add_argument("--models", nargs="+", metavar="MODEL", help="default: nine networks of torchvision")
+    bench.add_argument("--peers", nargs="*", metavar="ENGINE", help="default: all, ours too")
+    bench.add_argument("--batch", type=at_least_one, default=1, help="images (default: 1)")
+    bench.add_argument("--size", type=at_least_one, default=224, help="of the images (default: 224)")
+    bench.add_argument("--threads", type=at_least_one, help="default: torch's")
+    bench.add_argument("--turns", type=at_least_one, default=5, help="of each engine (default: 5)")
+    bench.add_argument(
+        "--output", type=Path, help="a page; its JSON and picture go beside it, and networks not run now stay in them"
+    )
+
+    for command in (demo, explain, tune):
+        network = "a network of torchvision (default: resnet18)"
+        if command is not demo:
+            network += ", of timm, or package:factory"
         command.add_argument("--model", help=network)
         command.add_argument("network", nargs="?", metavar="model", help="the same as --model")
         command.add_argument(
             "--weights", type=Path, help="a state_dict; else pretrained weights if in torch's cache, else random"
         )
+        if command is tune:
+            continue
         command.add_argument(
             "--selectors",
             type=selectors,
@@ -117,13 +161,12 @@ def explain_network(arguments: argparse.Namespace, console: Console) -> int:
     import torch
 
     import ai3_ops
-    from ai3_ops.demo import network
+    from ai3_ops import _models
 
-    net = network(arguments.model, arguments.weights)
-    x = torch.randn(1, 3, net.size, net.size, generator=torch.Generator().manual_seed(0))
-    swapped = ai3_ops.swap(net.model, arguments.selectors, x)
+    net = _models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
+    swapped = ai3_ops.swap(net.model, arguments.selectors, net.inputs)
     with torch.inference_mode():
-        swapped(x)
+        swapped(*net.inputs) if isinstance(net.inputs, tuple) else swapped(net.inputs)
     report = ai3_ops.explain(swapped)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
@@ -131,6 +174,40 @@ def explain_network(arguments: argparse.Namespace, console: Console) -> int:
         console.print(f"{arguments.model}, {net.origin}", highlight=False)
         print(report)
     return 0
+
+
+def tune_network(arguments: argparse.Namespace, console: Console) -> int:
+    """Tunes a network, or verifies a plan for it; prints the plan, and saves it where asked."""
+    import torch
+
+    import ai3_ops
+    from ai3_ops import _models
+    from ai3_ops.tune import Interrupted
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    net = _models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
+    model, inputs = net.model, net.inputs
+    if arguments.channels_last and isinstance(inputs, torch.Tensor):
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    status = 0
+    try:
+        if arguments.verify:
+            plan = ai3_ops.Plan.load(arguments.verify).verify(model, inputs, cache=arguments.cache)
+        else:
+            names = (
+                "objective", "budget_seconds", "memory_limit", "tolerance", "deterministic", "allow_approximate", "cache",
+            )  # fmt: skip
+            plan = ai3_ops.tune(model, inputs, **{name: getattr(arguments, name) for name in names})
+    except Interrupted as stop:
+        plan, status = stop.plan, 130
+    console.print(f"{arguments.model}, {net.origin}", highlight=False)
+    print(plan)
+    if arguments.output:
+        plan.save(arguments.output)
+    if arguments.plot:
+        plan.plot(arguments.plot)
+    return status
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -150,6 +227,12 @@ def main(argv: list[str] | None = None) -> int:
                 return list_algorithms(arguments.operation, arguments.json, console)
             case "explain":
                 return explain_network(arguments, console)
+            case "tune":
+                return tune_network(arguments, console)
+            case "bench":
+                from ai3_ops import bench
+
+                return bench.main(arguments, console)
             case "doctor":
                 from ai3_ops import doctor
 

@@ -13,6 +13,7 @@ from ai3_ops import registry
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.nn.rewrite import Sites
+from ai3_ops.optimize.report import OptimizeReport
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,15 @@ class Report:
 
     layers: list[Layer]
     unreached: list[Unreached]
+    optimization: OptimizeReport | None = None  # of a module that `optimize` returned: its steps, rewrites and gain
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, fit for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
+        if self.optimization is not None:
+            return str(self.optimization)
         from rich.console import Console
         from rich.table import Table
 
@@ -88,6 +92,9 @@ def explain(model: nn.Module) -> Report:
     """Per layer of `model`: what was requested, what computes it, why, shapes and calls. str() is a table."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.explain needs an nn.Module, got {type(model).__name__}")
+    optimization = vars(model).get("_ai3_report")
+    if optimization is not None:
+        return Report([], [], optimization)
     layers, unreached = [], []
     operations = registry.operations()
     for name, module in model.named_modules():

@@ -28,6 +28,9 @@ def swap(
 ) -> nn.Module:
     """Gives layers of `model` chosen algorithms; everything else about the model stays as it is.
 
+    Where PyTorch's convolution gives infinity, that of `default` may give NaN in the outputs around it: Winograd and FFT add and
+    subtract inputs before they multiply (docs/decisions/infinity.md); `exclude=("winograd*",)` keeps them away.
+
     selectors: an algorithm's name, a list of names (one per layer), a function (module[, input_shape]) -> name, or a
     dict from module names, "re:<regex>", operations or "*" to these; see docs/swap.md. Layers that the selectors do not
     speak of keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with

@@ -241,11 +241,11 @@ def _plain(argument: Any) -> Any:
 Times = dict[tuple[Layer, str], dict[str, Measured]]  # of a layer in a layout, by algorithm; the baseline first
 
 
-class _Meter:
+class Meter:
     """Measures, unless the cache knows."""
 
-    def __init__(self, network: Network, settings: Settings, cache: bool) -> None:
-        self.surroundings = Surroundings(network.bytes)
+    def __init__(self, network_bytes: int, settings: Settings, cache: bool) -> None:
+        self.surroundings = Surroundings(network_bytes)
         self.p99, self.approximate = settings.objective == "p99", settings.allow_approximate
         self.cache = _cache.Cache(cache)
 
@@ -258,26 +258,35 @@ class _Meter:
         """All layouts' measurements from the cache, if it has them."""
         found = {}
         for layout in layer.layouts:
-            key = self.key(layer, layout)
-            entry = self.cache.get(key)
+            entry = self.known_in(layer, layout)
             if entry is None:
                 return None
-            try:
-                found[layout] = _timing.from_json(entry)
-                if list(found[layout]) != layer.candidates(layout, self.approximate):
-                    raise ValueError("has other algorithms")
-            except (TypeError, ValueError, AttributeError) as error:
-                self.cache.broken(key, error)
-                return None
+            found[layout] = entry
+        return found
+
+    def known_in(self, layer: Layer, layout: str) -> dict[str, Measured] | None:
+        """One layout's measurements from the cache, if it has them."""
+        key = self.key(layer, layout)
+        entry = self.cache.get(key)
+        if entry is None:
+            return None
+        try:
+            found = _timing.from_json(entry)
+            if list(found) != layer.candidates(layout, self.approximate):
+                raise ValueError("has other algorithms")
+        except (TypeError, ValueError, AttributeError) as error:
+            self.cache.broken(key, error)
+            return None
         return found
 
     def measured(self, layer: Layer) -> dict[str, dict[str, Measured]]:
         """All layouts', now."""
-        found = {}
-        for layout in layer.layouts:
-            names = layer.candidates(layout, self.approximate)
-            found[layout] = _timing.measure(layer, layout, names, self.surroundings, self.p99)
-            self.cache.put(self.key(layer, layout), _timing.to_json(found[layout]))
+        return {layout: self.measured_in(layer, layout) for layout in layer.layouts}
+
+    def measured_in(self, layer: Layer, layout: str) -> dict[str, Measured]:
+        """One layout's, now."""
+        found = _timing.measure(layer, layout, layer.candidates(layout, self.approximate), self.surroundings, self.p99)
+        self.cache.put(self.key(layer, layout), _timing.to_json(found))
         return found
 
     def conversion(self, edge: _Edge, layer: Layer) -> float:
@@ -295,7 +304,7 @@ class _Meter:
 
 def _tune(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool, progress: bool) -> Plan:
     network = Network(model, example_inputs)
-    meter = _Meter(network, settings, cache)
+    meter = Meter(network.bytes, settings, cache)
     layers = network.layers
     times: Times = {}
     for layer in layers:
@@ -473,7 +482,7 @@ def _cost(of: str, to: str, microseconds: float) -> float:
     return 0.0 if of == to else microseconds if to == CHANNELS_LAST else _NEVER
 
 
-def _choose(network: Network, times: Times, settings: Settings, meter: _Meter) -> Plan:
+def _choose(network: Network, times: Times, settings: Settings, meter: Meter) -> Plan:
     solution = _Choice(network, times, settings, meter.conversion).best()
     layers = {}
     for site, (name, why) in zip(network.sites, solution.algorithms, strict=True):
@@ -508,7 +517,7 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
     known = Settings.__dataclass_fields__
     settings = Settings(**{k: v for k, v in plan.settings.items() if k in known})
     network = Network(model, example_inputs)
-    meter = _Meter(network, settings, cache)
+    meter = Meter(network.bytes, settings, cache)
     sites = {site.name: site for site in network.sites}
     cases: dict[tuple[Layer, str, str], list[str]] = {}
     for name, planned in plan.layers.items():

@@ -180,13 +180,14 @@ def test_a_python_that_is_not_here_is_a_missing_cell(tmp_path, monkeypatch, caps
     wheels.test_wheel(tmp_path, reduced=True)
     said = capsys.readouterr().out
     for torch in ("2.11", "newest"):
-        assert f"wheels: Python 3.11, torch {torch}: passed" in said
+        for version in ("3.11", "3.13"):
+            assert f"wheels: Python {version}, torch {torch}: passed" in said
         assert f"wheels: Python 3.12, torch {torch}: MISSING, since that Python is not on this machine" in said
-    assert sum("pytest" in command for command in ran) == 2
+    assert sum("pytest" in command for command in ran) == 4
     monkeypatch.setattr(wheels, "interpreter", lambda version: None)
     for arguments in (["--reduced"], []):
         monkeypatch.setattr(sys, "argv", ["wheels.py", *arguments])
-        with pytest.raises(SystemExit, match=r"wheels: needs Python 3\.11 and 3\.12"):
+        with pytest.raises(SystemExit, match=r"wheels: needs Python 3\.11 and 3\.12 and 3\.13"):
             wheels.main()
 
 

@@ -1,1 +1,168 @@
-"""Whole networks: programs that run many layers in one call."""
+"""optimize: a whole network, rewritten and run as programs (docs/optimize.md)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["optimize"]
+
+
+def optimize(
+    model: nn.Module,
+    example_inputs: Any,
+    selectors: Any = "auto",
+    *,
+    alpha: float = 1.05,
+    budget_seconds: float | None = None,
+    objective: str = "latency",
+    memory_limit: int | None = None,
+    tolerance: float | None = None,
+    deterministic: bool = False,
+    allow_approximate: bool = False,
+    keep_original: bool = True,
+    progress: bool = True,
+) -> nn.Module:
+    """A module for inference that computes what `model` does, as fast as this package can on this machine.
+
+    The model's graph is captured and rewritten (batch normalizations folded, activations and sums fused, relaxed
+    substitutions searched), each layer gets an algorithm, and runs of layers become programs. What cannot be captured runs
+    as it was, and so does what is not faster. `ai3_ops.explain` lists all of it. The model itself is not changed.
+
+    Args:
+        model: on the CPU; it is taken in evaluation mode.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, as they will come. Other batch sizes
+            run at once, other sizes are planned when they first come, with a warning.
+        selectors: "auto" measures algorithms; else as in `swap`: a name, a dict, a list, a function, a Plan.
+        alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
+        budget_seconds: for search and measuring; None: up to a minute.
+        objective: "latency", "p99" or "memory": what substitutions and algorithms are chosen for.
+        memory_limit: bytes that the workspace of an algorithm may take; with "auto".
+        tolerance: the largest error of a layer, max|y - y64| / max|y64|; None: 5e-5; with "auto".
+        deterministic: only algorithms that give the same bits in every run; with "auto".
+        allow_approximate: also algorithms that approximate (bfloat16 weights); with "auto".
+        keep_original: False frees the model's own weights: there is then no `state_dict()`, and sizes other than other batches
+            are errors.
+        progress: shows on a terminal's standard error what is done.
+
+    Returns:
+        An `nn.Module` whose submodules, parameters and `state_dict()` are the model's. It can be pickled, copied, compiled,
+        exported and called from several threads; `.train()`, `.to(…)` and `load_state_dict` raise.
+
+    Raises:
+        TypeError: no nn.Module.
+        ValueError: settings or selectors that make no sense; a layer named singly that its algorithm cannot do.
+        RuntimeError: the model does not run on the example inputs.
+    """
+    from ai3_ops.optimize.capture import Uncapturable
+    from ai3_ops.optimize.module import Optimized
+    from ai3_ops.optimize.pipeline import Settings
+    from ai3_ops.swap import unswap
+
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.optimize needs an nn.Module, got {type(model).__name__}")
+    _check(alpha, budget_seconds, objective, memory_limit, tolerance)
+    settings = Settings(
+        selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate
+    )
+    args, kwargs = _arguments(example_inputs)
+    with torch.inference_mode(False), torch.no_grad(), _status(progress) as show:
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        original = unswap(copy.deepcopy(model)).eval()
+        try:
+            original(*args, **kwargs)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(f"ai3_ops.optimize: running the model on the example inputs failed: {what}") from error
+        whole = Optimized(original, settings)
+        try:
+            whole.plan(args, kwargs, progress=show)
+        except Uncapturable as reason:
+            whole = _by_parts(original, settings, args, kwargs, str(reason), show)
+        if not keep_original:
+            for module in list(whole.modules()):
+                if isinstance(module, Optimized):
+                    module.forget_original()
+    return whole
+
+
+def _by_parts(
+    original: nn.Module, settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, show: Any
+) -> Any:
+    """Replaces the largest submodules that can be captured, in place."""
+    from ai3_ops.optimize.capture import Uncapturable
+    from ai3_ops.optimize.module import Optimized
+
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True)
+        for module in original.modules()
+        if not isinstance(module, torch.jit.ScriptModule)
+    ]
+    try:
+        original(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    left = {"": reason}
+    done: dict[nn.Module, Any] = {}
+    parts = []
+
+    def descend(parent: nn.Module, prefix: str) -> None:
+        for name, child in list(parent.named_children()):
+            path = f"{prefix}{name}"
+            if child in done:
+                setattr(parent, name, done[child])
+                continue
+            if child in calls and any(isinstance(m, (nn.Conv2d, nn.Linear)) for m in child.modules()):
+                optimized = Optimized(child, settings)
+                try:
+                    optimized.plan(*calls[child], path, show)
+                except Uncapturable as error:
+                    left[path] = str(error)
+                else:
+                    done[child] = optimized
+                    parts.append(optimized._ai3_report.parts[0])
+                    setattr(parent, name, optimized)
+                    continue
+            descend(child, f"{path}.")
+
+    descend(original, "")
+    whole = Optimized(original, settings)
+    whole._ai3_report.parts, whole._ai3_report.left = parts, left
+    return whole
+
+
+def _check(alpha: Any, budget: Any, objective: str, memory_limit: Any, tolerance: Any) -> None:
+    if not isinstance(alpha, (int, float)) or not alpha >= 1 or math.isinf(alpha):
+        raise ValueError(f"ai3_ops.optimize: alpha needs a number of at least 1, got {alpha!r}")
+    if objective not in ("latency", "p99", "memory"):
+        raise ValueError(f"ai3_ops.optimize: objective is 'latency', 'p99' or 'memory', got {objective!r}")
+    for name, value in (("budget_seconds", budget), ("memory_limit", memory_limit), ("tolerance", tolerance)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+            raise ValueError(f"ai3_ops.optimize: {name} needs a number of at least 0, or None, got {value!r}")
+
+
+def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example_inputs, dict):
+        return (), dict(example_inputs)
+    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
+
+
+@contextmanager
+def _status(progress: bool) -> Iterator[Any]:
+    """A line on a terminal's standard error that says what is being done."""
+    if not progress or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("optimize") as status:
+        yield lambda text: status.update(f"optimize: {text}")

@@ -1,0 +1,141 @@
+"""From a module and example inputs to a Network: torch.export first, then torch.fx's symbolic trace."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ai3_ops.optimize.network import Network, difference, flat
+
+TOLERANCE = 1e-4  # of a captured graph's outputs against the module's, both in the model's own type
+
+
+class Uncapturable(RuntimeError):
+    """Why a module has no graph that does what it does."""
+
+
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
+    """The graph of a module in evaluation mode, checked against it on the example; Uncapturable where there is none.
+
+    The graph holds for every batch size where the inputs that are tensors have their first dimension in common and the
+    module treats it as a batch, else for the sizes of the example only.
+    """
+    hooked = [name for name, m in module.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    if hooked:
+        raise Uncapturable(
+            f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
+        )
+    reasons = []
+    for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
+        try:
+            network = make(module, args, kwargs)
+            _compare(module, network, args, kwargs)
+            return network
+        except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
+            reasons.append(f"{name}: {error}")
+            break
+        except Exception as error:  # whatever the module's own code raises while it is traced
+            text = str(error).strip().splitlines()
+            reasons.append(f"{name}: {type(error).__name__}: {text[0] if text else ''}"[:300])
+            if "attributes" in str(error) and "assigned" in str(error):  # which a symbolic trace would drop in silence
+                break
+    raise Uncapturable("; ".join(reasons))
+
+
+def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
+    """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown."""
+    tensors = [x for x in flat(args, kwargs) if isinstance(x, Tensor)]
+    batches = {x.shape[0] if x.ndim else 0 for x in tensors}
+    if len(batches) == 1 and 0 not in batches:
+        try:
+            return _network(_export(module, args, kwargs, dynamic=True), dynamic=True)
+        except Exception:  # it needs this batch size, or something else is amiss, which the second try says
+            pass
+    return _network(_export(module, args, kwargs, dynamic=False), dynamic=False)
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
+    shapes = None
+    if dynamic:
+        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _twice, (args, kwargs))
+        shapes = torch.utils._pytree.tree_map(
+            lambda x: {0: Dim.DYNAMIC} if isinstance(x, Tensor) else None, (args, kwargs)
+        )
+        shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        return program.run_decompositions({})  # functional: nothing is written in place any more
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat([x.detach(), x.detach()])
+
+
+def _names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
+    """Where export refuses the source: the graph that symbolic values leave, exported."""
+    return _exported(fx.symbolic_trace(module), args, kwargs)
+
+
+def _network(program: ExportedProgram, dynamic: bool) -> Network:
+    """Parameters, buffers and other tensors become constants; what the program would write to refuses it."""
+    signature = program.graph_signature
+    for spec in signature.output_specs:
+        if spec.kind != OutputKind.USER_OUTPUT:
+            raise Uncapturable(f"a call changes {spec.target or 'one of its inputs'} ({spec.kind.name.lower()})")
+    stored = {**program.constants, **program.state_dict}
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    graph, constants = fx.Graph(), {}
+    names: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and specs[node.name].kind != InputKind.USER_INPUT:
+            target = str(specs[node.name].target)
+            if not isinstance(stored.get(target), Tensor):
+                raise Uncapturable(f"it reads {target}, which is no tensor")
+            constants[target] = stored[target].detach()
+            names[node] = graph.create_node("get_attr", target, name=node.name)
+        elif node.op == "call_function" and not isinstance(node.target, str):
+            copied = graph.node_copy(node, names.__getitem__)
+            stack = node.meta.get("nn_module_stack") or {}
+            path = [str(entry[0]) for entry in stack.values()]
+            copied.meta = {"layers": (path[-1],) if path else ()}
+            names[node] = copied
+        elif node.op in ("placeholder", "output"):
+            names[node] = graph.node_copy(node, names.__getitem__)
+        else:
+            raise Uncapturable(f"its graph has a node that calls {node.target}")
+        names[node].meta.setdefault("layers", ())
+        if node.op != "call_function":
+            names[node].meta = {"layers": ()}
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    if any(not isinstance(a, fx.Node) for a in output.args[0]):
+        raise Uncapturable("it returns values that are no tensors")
+    spec = program.call_spec
+    network = Network(graph, constants, dynamic, spec.in_spec, spec.out_spec)
+    network.tidy()
+    return network
+
+
+def _compare(module: nn.Module, network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A trace that is not what the module does is refused."""
+    inputs = flat(args, kwargs)
+    network.annotate(inputs)
+    with torch.no_grad():
+        expected = [x for x in torch.utils._pytree.tree_leaves(module(*args, **kwargs)) if x is not None]
+    got = network.run(inputs)
+    for one, other in zip(got, expected, strict=True):
+        if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
+            raise Uncapturable("its graph computes something else than the module")
+
+
+__all__ = ["Uncapturable", "capture"]

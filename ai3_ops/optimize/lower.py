@@ -1,0 +1,237 @@
+"""Turns the largest runs of steps into C++ programs; PyTorch computes what lies between them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.fx.passes.tools_common import legalize_graph
+
+from ai3_ops.optimize import steps
+from ai3_ops.optimize.fusion import arguments
+from ai3_ops.optimize.network import Network, call, extract, is_constant, is_step
+from ai3_ops.optimize.program import Builder
+
+IMAGES, ROWS = "images", "rows"  # what the values of a region are: (N, C, H, W) and (N, F), or (..., F)
+DTYPES = (torch.float32,)
+
+
+class Region(nn.Module):
+    """A run of steps as one program."""
+
+    def __init__(self, program: Any, kind: str) -> None:
+        super().__init__()
+        self.program, self.kind = program, kind
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """A tensor, or a list of several."""
+        if self.kind == ROWS:
+            leading = inputs[0].shape[:-1]
+            outputs = self.program(*[x.reshape(-1, x.shape[-1]) for x in inputs])
+            outputs = [y.view(*leading, y.shape[-1]) for y in outputs]
+        else:
+            outputs = self.program(*inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that become one program."""
+
+    kind: str
+    nodes: tuple[fx.Node, ...]  # in order
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def layers(self) -> list[str]:
+        """The model's modules that it computes."""
+        return list(dict.fromkeys(name for node in self.nodes for name in node.meta["layers"]))
+
+    def network(self, whole: Network) -> Network:
+        """The same steps as a network of their own."""
+        return extract(whole, self.nodes)[0]
+
+
+def kind_of(node: fx.Node) -> str | None:
+    """Which programs a step can be part of; None where PyTorch computes it."""
+    if (
+        not is_step(node)
+        or node.kwargs.get("algorithm") == "torch"
+        or node.meta.get("torch")
+        or node.meta["dtype"] not in DTYPES
+        or not node.meta["batched"]
+    ):
+        return None
+    values = [a for a in node.all_input_nodes if not is_constant(a)]
+    if not values or any(a.meta["shape"] is None or a.meta["dtype"] not in DTYPES for a in values):
+        return None
+    if any(is_constant(a) and a.meta["dtype"] not in DTYPES for a in node.all_input_nodes):
+        return None
+    ranks = {len(a.meta["shape"]) for a in (node, *values)}
+    if ranks <= {2, 4} and all(a.meta["batched"] for a in values):
+        if node.target is steps.linear and ranks != {2}:
+            return ROWS
+        return IMAGES
+    if node.target in (steps.linear, steps.unary, steps.binary) and len(ranks) == 1:
+        leading = {tuple(a.meta["shape"][:-1]) for a in (node, *values)}
+        return ROWS if len(leading) == 1 and node.args[1] != "prelu" else None
+    return None
+
+
+class _Supported(OperatorSupportBase):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def is_node_supported(self, _: Any, node: fx.Node) -> bool:
+        return node.op == "call_function" and kind_of(node) == self.kind
+
+
+def parts(network: Network) -> list[Part]:
+    """The largest runs of steps that one program each can compute, with nothing else between them."""
+    found = []
+    module = fx.GraphModule(nn.Module(), network.graph.__class__())
+    module._graph = network.graph  # the partitioner reads nothing but the graph
+    order = {node: i for i, node in enumerate(network.graph.nodes)}
+    for kind in (IMAGES, ROWS):
+        partitioner = CapabilityBasedPartitioner(module, _Supported(kind), allows_single_node_partition=True)
+        for partition in partitioner.propose_partitions():
+            nodes = sorted(partition.nodes, key=order.__getitem__)
+            inside = set(nodes)
+            inputs = dict.fromkeys(
+                a for n in nodes for a in n.all_input_nodes if a not in inside and not is_constant(a)
+            )
+            outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+            if any(n.target in (steps.conv2d, steps.linear) for n in nodes):  # else there is nothing to gain
+                found.append(Part(kind, tuple(nodes), tuple(inputs), tuple(outputs)))
+    return found
+
+
+def build(network: Network, part: Part) -> Region:
+    """The program of a part; ValueError where the engine cannot do one of its steps."""
+    builder = Builder()
+    values: dict[fx.Node, Any] = {}
+    for node in part.inputs:
+        shape = node.meta["shape"] if part.kind == IMAGES else (-1, node.meta["shape"][-1])
+        if shape[0] == -1:
+            shape = (_count(node.meta["shape"][:-1]), shape[1])
+        values[node] = builder.input(shape, node.meta["dtype"])
+    for node in part.nodes:
+        values[node] = _EMIT[node.target](builder, _Operands(network, values), arguments(node))
+    return Region(builder.build([values[node] for node in part.outputs]), part.kind)
+
+
+def _count(sizes: Sequence[int]) -> int:
+    count = 1
+    for size in sizes:
+        count *= size
+    return count
+
+
+class _Operands:
+    """A step's arguments as the builder takes them."""
+
+    def __init__(self, network: Network, values: dict[fx.Node, Any]) -> None:
+        self.network, self.values = network, values
+
+    def __call__(self, value: Any) -> Any:
+        return fx.map_arg(value, lambda n: self.network.value(n) if is_constant(n) else self.values[n])
+
+
+def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    a = dict(a)
+    parameter = a.pop("parameter", None)
+    if parameter is not None:
+        raise ValueError("an activation with a parameter is a step of its own")
+    given = {name: of(value) for name, value in a.items()}
+    function = b.conv2d if "stride" in a else b.linear
+    operands = given.pop("input"), given.pop("weight"), given.pop("bias")
+    if given.pop("algorithm") not in steps.RULES:
+        return function(*operands, **given, algorithm=a["algorithm"])
+    try:
+        return function(*operands, **given)
+    except ValueError:  # the rule chooses one of PyTorch's own, which a program cannot run
+        return function(*operands, **given, algorithm="implicit_precomp_gemm" if "stride" in a else "gemm")
+
+
+def _emit_unary(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    x, name = of(a["input"]), a["name"]
+    if name == "hardsigmoid":  # relu6(x + 3) / 6
+        channels = x.shape[1] if len(x.shape) == 4 else x.shape[-1]
+        moved = b.affine(x, None, torch.full((channels,), 3.0), activation="relu6")
+        return b.affine(moved, torch.full((channels,), 1 / 6), None)
+    return b.unary(x, name, of(a["parameter"]))
+
+
+def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
+    def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+        positional = [of(v) for k, v in a.items() if k != "activation"]
+        return getattr(b, name)(*positional, **{k: v for k, v in a.items() if k == "activation"})
+
+    return emit
+
+
+_EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
+    steps.conv2d: _emit_product,
+    steps.linear: _emit_product,
+    steps.max_pool2d: _emit("max_pool2d"),
+    steps.avg_pool2d: _emit("avg_pool2d"),
+    steps.adaptive_avg_pool2d: _emit("adaptive_avg_pool2d"),
+    steps.unary: _emit_unary,
+    steps.binary: _emit("binary"),
+    steps.affine: _emit("affine"),
+    steps.concat: _emit("concat"),
+    steps.slice_channels: _emit("slice"),
+    steps.flatten: _emit("flatten"),
+}
+
+
+def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> fx.GraphModule:
+    """An fx.GraphModule of what the network computes, with each part as a call of its region."""
+    graph, names = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(network.graph, names))
+    root = nn.Module()
+    for number, (part, region) in enumerate(regions):
+        name = f"region_{number}"
+        root.add_module(name, region)
+        with graph.inserting_before(names[part.nodes[-1]]):
+            called = graph.call_module(name, tuple(names[n] for n in part.inputs))
+            for index, node in enumerate(part.outputs):
+                value = called if len(part.outputs) == 1 else graph.call_function(operator.getitem, (called, index))
+                names[node].replace_all_uses_with(value, _outside({names[n] for n in part.nodes}))
+        for node in reversed(part.nodes):
+            graph.erase_node(names[node])
+    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+    for number, node in enumerate(n for n in graph.nodes if n.op == "get_attr"):
+        name = f"constant_{number}"
+        root.register_buffer(name, network.constants[node.target])
+        node.target = name
+    module = fx.GraphModule(root, graph)
+    legalize_graph(module)
+    module.recompile()
+    return module
+
+
+def _outside(nodes: set[fx.Node]) -> Callable[[fx.Node], bool]:
+    return lambda user: user not in nodes
+
+
+def example_values(network: Network, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict[fx.Node, Any]:
+    """The values of some nodes on the example."""
+    values: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    with torch.no_grad():
+        for node in network.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = network.constants[node.target]
+            elif node.op == "call_function":
+                values[node] = call(node, values.__getitem__)
+    return {node: values[node] for node in wanted}

@@ -1,0 +1,176 @@
+"""The module that `optimize` returns."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ai3_ops.optimize.capture import Uncapturable
+from ai3_ops.optimize.pipeline import Plan, Settings, make_plan, unthorough
+from ai3_ops.optimize.report import OptimizeReport
+
+PLANS = 4  # for so many sizes a module keeps plans; the oldest goes
+_planning = threading.RLock()
+
+
+class Optimized(nn.Module):
+    """A module for inference that computes what another one does, faster; `ai3_ops.explain` says how.
+
+    `state_dict()`, parameters and submodules are the original's. Other batch sizes run at once; other sizes are planned
+    when they first come, with a warning.
+    """
+
+    def __init__(self, original: nn.Module, settings: Settings, keep_original: bool = True) -> None:
+        super().__init__()
+        self._ai3_settings = settings
+        self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
+        self._ai3_plans: dict[Any, Plan] = {}
+        self._ai3_first: Plan | None = None
+        self._ai3_shown: list[Any] = []  # the first example's sizes
+        self._ai3_report = OptimizeReport()
+        self.training = False
+        if keep_original:
+            self._modules.update(original._modules)
+            self._parameters.update(original._parameters)
+            self._buffers.update(original._buffers)
+            self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
+
+    # Planning ---------------------------------------------------------------------------------------------------------
+    def plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str = "",
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Makes the first plan, from example inputs."""
+        plan = make_plan(self._ai3_original[0], args, kwargs, self._ai3_settings, name, progress)
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._ai3_first, self._ai3_shown = plan, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        self._ai3_plans[_key(leaves, plan.dynamic)] = plan
+        self._ai3_report.parts.append(plan.report)
+
+    def forget_original(self) -> None:
+        """Frees the original where it computes nothing any more."""
+        if self._ai3_first is not None and self._ai3_first.body is not None:
+            self._ai3_original = ()
+            for store in (self._modules, self._parameters, self._buffers):
+                store.clear()
+
+    def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+        """The plan for other sizes than before, made now; None where the original computes them."""
+        shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        what = f"optimized for inputs of {self._ai3_shown}, called with {shown}"
+        if not self._ai3_original:
+            raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
+        assert self._ai3_first is not None
+        key = _key(leaves, self._ai3_first.dynamic)
+        with _planning:
+            if key in self._ai3_plans:
+                return self._ai3_plans[key]
+            try:
+                settings = unthorough(self._ai3_settings, self._ai3_first.resolved)
+                with torch.inference_mode(False), torch.no_grad():
+                    fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
+                    a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
+                    plan = make_plan(self._ai3_original[0], a, k, settings)
+                warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=4)
+            except (Uncapturable, RuntimeError) as error:
+                warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=4)
+                plan = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
+            plans = dict(self._ai3_plans)
+            for old in list(plans)[1 : len(plans) - PLANS + 2]:  # the first stays
+                del plans[old]
+            self._ai3_plans = {**plans, key: plan}
+            return plan
+
+    # Calling ----------------------------------------------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's, in evaluation mode and without gradients."""
+        first = self._ai3_first
+        if first is None:  # a model of which only submodules could be captured
+            return self._ai3_original[0](*args, **kwargs)
+        leaves = (
+            list(args) if not kwargs and all(type(x) is Tensor for x in args) else pytree.tree_leaves((args, kwargs))
+        )
+        if torch.is_grad_enabled():
+            for x in leaves:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    raise RuntimeError(
+                        "ai3_ops.optimize: the module is for inference and has no gradients: call it with inputs that "
+                        "require none, or use the original model"
+                    )
+        plan: Plan | None = first
+        if not torch.compiler.is_compiling():
+            plan = self._ai3_plans.get(_key(leaves, first.dynamic))
+            if plan is None:
+                plan = self._planned(leaves, args, kwargs)
+        if plan is None or plan.body is None:
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():
+            with torch.autocast(leaves[0].device.type, enabled=False):
+                out = plan.body(*leaves)
+        else:
+            out = plan.body(*leaves)
+        if plan.out_spec is None or plan.out_spec.is_leaf():
+            return out[0] if isinstance(out, (tuple, list)) else out
+        return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+
+    # What is refused --------------------------------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Optimized:
+        """Refused: batch normalizations are folded and weights packed. `eval()` changes nothing."""
+        if mode:
+            raise RuntimeError(
+                "ai3_ops.optimize: an optimized module is for inference: train the original model and optimize it again"
+            )
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Optimized:
+        for dtype in {p.dtype for p in (*self.parameters(), *self.buffers())} or {torch.float32}:
+            probe = torch.empty(1, dtype=dtype)
+            moved = fn(probe)
+            if moved.dtype != probe.dtype or moved.device != probe.device:
+                raise RuntimeError(
+                    f"ai3_ops.optimize: an optimized module stays where and what it is: move the original model to "
+                    f"{moved.device}, {moved.dtype}, and optimize it again"
+                )
+        return self
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the weights are folded and packed."""
+        raise RuntimeError("ai3_ops.optimize: load weights into the original model and optimize it again")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's, by its names."""
+        if not self._ai3_original:
+            raise RuntimeError(
+                "ai3_ops.optimize: keep_original=False freed the original weights: there is no state_dict, and no other "
+                "input sizes than other batches"
+            )
+        return self._ai3_original[0].state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What it gained."""
+        parts = self._ai3_report.parts
+        if not parts or not parts[0].before_ms or not parts[0].after_ms:
+            return "optimized"
+        return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _key(leaves: list[Any], dynamic: bool) -> Any:
+    """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors."""
+    if len(leaves) == 1 and dynamic:
+        x = leaves[0]
+        return (x.shape[1:], x.dtype) if isinstance(x, Tensor) else x
+    start = 1 if dynamic else 0
+    batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else ()
+    return len(batches), *(
+        (x.shape[start:], x.dtype, x.device.type) if isinstance(x, Tensor) else repr(x) for x in leaves
+    )

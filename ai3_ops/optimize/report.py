@@ -1,0 +1,92 @@
+"""What `ai3_ops.explain` says about a module that `optimize` returned."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ai3_ops.optimize.network import Rewrite
+
+
+@dataclass
+class Step:
+    """One step of the optimized network."""
+
+    layers: list[str]  # the modules of the model that it computes
+    operation: str
+    algorithm: str  # "torch" where PyTorch computes it
+    output: tuple[int, ...]
+    detail: str = ""  # what is fused into it
+
+
+@dataclass
+class Optimization:
+    """What was done to one module, and what it gained on the example inputs."""
+
+    name: str  # of the module within the model, "" for the model itself
+    steps: list[Step] = field(default_factory=list)
+    rewrites: list[Rewrite] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    before_ms: float | None = None  # the module as it was, and
+    after_ms: float | None = None  # what is returned, in turns that alternate
+    error: float | None = None  # of the outputs on the example, against float64
+    expected: Any = None  # the outputs in float64, while they are compared
+
+
+@dataclass
+class OptimizeReport:
+    """`parts`: the model or, where it cannot be captured, its modules that can; `left`: what runs as it was, and why."""
+
+    parts: list[Optimization] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists and dicts, fit for JSON."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        text = io.StringIO()
+        console = Console(file=text, width=160, color_system=None)
+        for part in self.parts:
+            head = part.name or "the model"
+            if part.before_ms and part.after_ms:
+                head += f": {part.before_ms:.3g} ms before, {part.after_ms:.3g} ms after"
+            if part.error is not None:
+                head += f", error {part.error:.2g}"
+            console.print(Text(head))
+            table = Table("step", "algorithm", "computes", "with", "output", box=None, pad_edge=False)
+            for step in part.steps:
+                cells = (
+                    step.operation,
+                    step.algorithm,
+                    ", ".join(step.layers),
+                    step.detail,
+                    "x".join(map(str, step.output)),
+                )
+                table.add_row(*map(Text, cells))
+            console.print(table)
+            counted = Counter((r.rule, r.detail) for r in part.rewrites)
+            errors = {
+                key: max((r.error or 0.0 for r in part.rewrites if (r.rule, r.detail) == key), default=0.0)
+                for key in counted
+            }
+            table = Table("rewrite", "times", "error", box=None, pad_edge=False)
+            for (rule, detail), times in counted.items():
+                checked = [r for r in part.rewrites if (r.rule, r.detail) == (rule, detail) and r.error is not None]
+                shown = f"{errors[rule, detail]:.1g}" if checked else ""
+                table.add_row(Text(f"{rule} ({detail})" if detail else rule), str(times), shown)
+            console.print(table)
+            for note in part.notes:
+                console.print(Text(f"note: {note}"))
+        if self.left:
+            table = Table("not captured", "reason", box=None, pad_edge=False)
+            for name, reason in self.left.items():
+                table.add_row(Text(name or "the model itself"), Text(reason))
+            console.print(table)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -1,0 +1,150 @@
+"""The steps that a rewritten network is made of: each a plain function, computed here by PyTorch.
+
+Passes turn the nodes of a captured fx graph into calls of these functions, and `lower` turns runs of them into one C++
+program. As every step can be computed here, a graph can be run, in float64 too, before and after every rewrite.
+
+Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+
+
+def _prelu(x: Tensor, slope: Any) -> Tensor:
+    return F.prelu(x, slope)
+
+
+# By name: activation(x, parameter). Only the last two have a parameter: a number, a tensor of one element or of C.
+UNARY: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "none": lambda x, _: x,
+    "relu": lambda x, _: F.relu(x),
+    "relu6": lambda x, _: F.relu6(x),
+    "hardswish": lambda x, _: F.hardswish(x),
+    "silu": lambda x, _: F.silu(x),
+    "gelu": lambda x, _: F.gelu(x),
+    "sigmoid": lambda x, _: torch.sigmoid(x),
+    "hardsigmoid": lambda x, _: F.hardsigmoid(x),
+    "tanh": lambda x, _: torch.tanh(x),
+    "leaky_relu": F.leaky_relu,
+    "prelu": _prelu,
+}
+
+
+def unary(input: Tensor, name: str, parameter: float | Tensor | None = None) -> Tensor:
+    """Element by element: one of UNARY."""
+    return UNARY[name](input, parameter)
+
+
+def binary(input: Tensor, other: Tensor, name: str, *, activation: str = "none") -> Tensor:
+    """Name is "add" or "mul"; `other` may be (N, C, 1, 1) beside an image."""
+    return UNARY[activation](input + other if name == "add" else input * other, None)
+
+
+def affine(input: Tensor, scale: Tensor, shift: Tensor, *, activation: str = "none") -> Tensor:
+    """activation(scale * x + shift), scale and shift (C): what batch normalization is after training."""
+    if input.ndim == 4:
+        scale, shift = scale[:, None, None], shift[:, None, None]
+    return UNARY[activation](torch.addcmul(shift, input, scale), None)
+
+
+RULES = ("default", "auto", "torch")  # which outside programs are PyTorch's
+
+
+def _computes(operation: str, algorithm: str, input: Tensor) -> Callable[..., Tensor]:
+    """PyTorch's function, or the operator of an algorithm that was asked for by name; references in float64 are PyTorch's."""
+    if algorithm in RULES or input.dtype == torch.float64:
+        return F.conv2d if operation == "conv2d" else F.linear
+    return getattr(torch.ops.ai3, f"{operation}_{algorithm}").default
+
+
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Pair = (1, 1),
+    padding: Pair = (0, 0),
+    dilation: Pair = (1, 1),
+    groups: int = 1,
+    *,
+    activation: str = "none",
+    parameter: Tensor | float | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    input_relu: bool = False,
+    algorithm: str = "default",
+) -> Tensor:
+    """activation(conv2d(prologue(x)) + bias + residual), prologue relu(scale * x + shift) before padding."""
+    if scale is not None and shift is not None:
+        input = affine(input, scale, shift)
+    if input_relu:
+        input = F.relu(input)
+    output = _computes("conv2d", algorithm, input)(input, weight, bias, stride, padding, dilation, groups)
+    return UNARY[activation](output if residual is None else output + residual, parameter)
+
+
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    residual: Tensor | None = None,
+    algorithm: str = "default",
+) -> Tensor:
+    """activation(x weight^T + bias + residual), x (..., F)."""
+    output = _computes("linear", algorithm, input)(input, weight, bias)
+    return UNARY[activation](output if residual is None else output + residual, None)
+
+
+def max_pool2d(
+    input: Tensor, kernel_size: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1), ceil_mode: bool = False
+) -> Tensor:
+    """As torch.nn.functional.max_pool2d."""
+    return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
+
+
+def avg_pool2d(
+    input: Tensor,
+    kernel_size: Pair,
+    stride: Pair,
+    padding: Pair,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """As torch.nn.functional.avg_pool2d."""
+    return F.avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+
+
+def adaptive_avg_pool2d(input: Tensor, output_size: Pair) -> Tensor:
+    """As torch.nn.functional.adaptive_avg_pool2d."""
+    return F.adaptive_avg_pool2d(input, output_size)
+
+
+def concat(inputs: Sequence[Tensor]) -> Tensor:
+    """Along the channels."""
+    return torch.cat(list(inputs), 1)
+
+
+def slice_channels(input: Tensor, start: int, stop: int) -> Tensor:
+    """Channels start to stop."""
+    return input[:, start:stop]
+
+
+def flatten(input: Tensor) -> Tensor:
+    """(N, C, H, W) to (N, C * H * W)."""
+    return input.flatten(1)
+
+
+STEPS: tuple[Callable[..., Tensor], ...] = (
+    conv2d, linear, max_pool2d, avg_pool2d, adaptive_avg_pool2d, unary, binary, affine, concat, slice_channels, flatten,
+)  # fmt: skip

@@ -1,0 +1,625 @@
+"""ai3_ops.optimize: what it returns computes what the model does, every rewrite keeps what is computed, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import tomllib
+import warnings
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import ai3_ops
+import tests.tester  # noqa: F401  the profiles
+from ai3_ops.optimize import fusion
+from ai3_ops.optimize.canonical import canonicalize
+from ai3_ops.optimize.capture import Uncapturable, capture
+from ai3_ops.optimize.network import Checker, Mistake, difference
+from ai3_ops.optimize.search import LEAST_GAIN, search, take
+from ai3_ops.optimize.substitutions import SUBSTITUTIONS
+from ai3_ops.optimize.timing import flops
+
+BOUND = 1e-4  # of float32 outputs against float64, as the issue and DESIGN have it
+
+
+def exact(model, *inputs):
+    with torch.no_grad():
+        return copy.deepcopy(model).double().eval()(*[x.double() for x in inputs])
+
+
+def optimized(model, *inputs, **kwargs):
+    kwargs = {"budget_seconds": 0.2, "progress": False} | kwargs
+    return ai3_ops.optimize(model, inputs, **kwargs)
+
+
+def check(model, *inputs, **kwargs):
+    """The optimized module, which agrees with the model."""
+    fast = optimized(model, *inputs, **kwargs)
+    agree(fast, model, *inputs)
+    return fast
+
+
+def agree(fast, model, *inputs):
+    with torch.no_grad():
+        got, expected = fast(*inputs), exact(model, *inputs)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, expected)), strict=True):
+        assert difference(one, other) <= BOUND
+
+
+def rules(fast):
+    return {rewrite.rule for part in fast._ai3_report.parts for rewrite in part.rewrites}
+
+
+def seeded_norm(channels):
+    norm = nn.BatchNorm2d(channels)
+    with torch.no_grad():
+        for tensor in (norm.weight, norm.running_var):
+            tensor.uniform_(0.5, 1.5)
+        for tensor in (norm.bias, norm.running_mean):
+            tensor.normal_(0, 0.3)
+    return norm
+
+
+# Random networks ------------------------------------------------------------------------------------------------------
+class Drawn(nn.Module):
+    """Layers and how their values are combined, as Hypothesis drew them: (kind, indices of values, module or number)."""
+
+    def __init__(self, channels, plan, outputs):
+        super().__init__()
+        self.plan, self.outputs = plan, outputs
+        self.layers = nn.ModuleList(layer for _, _, layer in plan if isinstance(layer, nn.Module))
+        self.channels = channels
+
+    def forward(self, x):
+        values = [x.clone()]  # what follows may be in place
+        for kind, at, extra in self.plan:
+            given_values = [values[i] for i in at]
+            match kind:
+                case "layer" | "activation":
+                    values.append(extra(given_values[0]))
+                case "add":
+                    values.append(given_values[0] + given_values[1])
+                case "add_":
+                    values.append(given_values[0].clone().add_(given_values[1]))
+                case "cat":
+                    values.append(torch.cat(given_values, 1))
+                case "slice":
+                    values.append(given_values[0][:, extra[0] : extra[1]])
+                case "scale":
+                    values.append(given_values[0] * extra(F.adaptive_avg_pool2d(given_values[0], 1)))
+                case "shift":
+                    values.append(given_values[0] * extra + 0.5)
+        results = tuple(values[i] for i in self.outputs)
+        return results if len(results) > 1 else results[0]
+
+
+class Excitation(nn.Module):
+    def __init__(self, channels, last):
+        super().__init__()
+        self.fc1, self.fc2, self.last = nn.Conv2d(channels, 4, 1), nn.Conv2d(4, channels, 1), last
+
+    def forward(self, x):
+        return self.last(self.fc2(F.relu(self.fc1(x))))
+
+
+ACTIVATIONS = [
+    nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.Hardswish(), nn.SiLU(), nn.GELU(), nn.Sigmoid(), nn.Hardsigmoid(),
+    nn.LeakyReLU(0.1), nn.Tanh(), nn.Identity(), nn.Dropout(),
+]  # fmt: skip
+
+
+@st.composite
+def networks(draw):
+    """A network of up to nine steps on a small image, all values of which have sizes known here."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    channels, size = draw(st.sampled_from([1, 3, 8, 16])), draw(st.integers(3, 9))
+    shapes, plan = [(channels, size, size)], []
+    shared = None
+    for _ in range(draw(st.integers(2, 9))):
+        at = draw(st.integers(0, len(shapes) - 1))
+        c, h, w = shapes[at]
+        kind = draw(
+            st.sampled_from(
+                ["conv", "conv", "conv", "pair", "norm", "activation", "activation", "add", "cat", "slice", "pool", "scale",
+                 "shift", "again"]
+            )
+        )  # fmt: skip
+        same = [i for i, s in enumerate(shapes) if s == (c, h, w)]
+        fits = [i for i, s in enumerate(shapes) if s[1:] == (h, w)]
+        if kind == "conv" or (kind == "again" and (shared is None or shared[0] not in shapes)):
+            kernel = draw(st.sampled_from([1, 1, 2, 3, 3, 5]))
+            stride, dilation = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2]))
+            padding = draw(st.integers(0, kernel))
+            extent = dilation * (kernel - 1) + 1
+            if h + 2 * padding < extent or w + 2 * padding < extent:
+                continue
+            groups = draw(st.sampled_from([g for g in (1, 1, 2, c) if c % g == 0]))
+            out = groups * draw(st.sampled_from([1, 2, 8, 9][: 4 if groups == 1 else 2]))
+            bias = draw(st.booleans())
+            layer = nn.Conv2d(c, out, kernel, stride, padding, dilation, groups, bias)
+            plan.append(("layer", [at], layer))
+            shapes.append((out, *((s + 2 * padding - extent) // stride + 1 for s in (h, w))))
+            if shapes[-1] == (c, h, w):
+                shared = (c, h, w), layer
+        elif kind == "again":  # a module that is used twice
+            plan.append(("layer", [shapes.index(shared[0])], shared[1]))
+            shapes.append(shared[0])
+        elif kind == "pair":  # parallel branches that substitutions can join
+            for kernel in (1, 3):
+                plan.append(("layer", [at], nn.Conv2d(c, 4, kernel, padding=kernel // 2)))
+                shapes.append((4, h, w))
+            if draw(st.booleans()):
+                plan.append(("cat", [len(shapes) - 2, len(shapes) - 1], None))
+                shapes.append((8, h, w))
+        elif kind == "norm":
+            plan.append(("layer", [at], seeded_norm(c)))
+            shapes.append((c, h, w))
+        elif kind == "activation":
+            layer = draw(st.sampled_from(ACTIVATIONS))
+            if getattr(layer, "inplace", False):  # writes to its input, which other steps may read
+                layer = nn.Sequential(nn.Identity(), layer) if draw(st.booleans()) else layer
+            plan.append(("activation", [at], layer))
+            shapes.append((c, h, w))
+        elif kind == "add":
+            plan.append((draw(st.sampled_from(["add", "add_"])), [at, draw(st.sampled_from(same))], None))
+            shapes.append((c, h, w))
+        elif kind == "cat":
+            parts = draw(st.lists(st.sampled_from(fits), min_size=1, max_size=3))
+            plan.append(("cat", [at, *parts], None))
+            shapes.append((c + sum(shapes[i][0] for i in parts), h, w))
+        elif kind == "slice" and c > 1:
+            start = draw(st.integers(0, c - 1))
+            stop = draw(st.integers(start + 1, c))
+            plan.append(("slice", [at], (start, stop)))
+            shapes.append((stop - start, h, w))
+        elif kind == "pool" and h >= 2 and w >= 2:
+            layer = draw(
+                st.sampled_from([nn.MaxPool2d(2, 1), nn.AvgPool2d(2), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1)])
+            )
+            plan.append(("layer", [at], layer))
+            shapes.append(tuple(layer(torch.zeros(1, c, h, w)).shape[1:]))
+        elif kind == "scale":
+            last = draw(st.sampled_from([nn.Sigmoid(), nn.Hardsigmoid()]))
+            plan.append(("scale", [at], Excitation(c, last)))
+            shapes.append((c, h, w))
+        elif kind == "shift":
+            plan.append(("shift", [at], 0.7))
+            shapes.append((c, h, w))
+    count = len(shapes)
+    outputs = draw(st.lists(st.integers(1, count - 1), min_size=1, max_size=2, unique=True)) if count > 1 else [0]
+    outputs = sorted({*outputs, count - 1})
+    batch = draw(st.integers(1, 3))
+    return Drawn(channels, plan, outputs).eval(), torch.randn(batch, channels, size, size)
+
+
+QUIET = {
+    "max_examples": max(30, settings.default.max_examples),
+    "suppress_health_check": list(HealthCheck),
+    "deadline": None,
+}
+
+
+@pytest.mark.hypothesis
+@given(networks())
+@settings(**QUIET)
+def test_every_rewrite_keeps_what_is_computed(drawn):
+    """Passes and substitutions, one by one: what is replaced and what comes in its place are computed in float64."""
+    model, x = drawn
+    if not model.plan:
+        return
+    network = capture(model, (x,), {})
+    canonicalize(network)
+    network.checker = Checker(network, [x], 1e-5)
+    before = network.run([x], torch.float64)
+    fusion.simplify(network)
+    for got, expected in zip(network.run([x], torch.float64), before, strict=True):
+        assert difference(got, expected) <= 1e-5
+    taken = []
+    for substitution in SUBSTITUTIONS:
+        for place in [name for name, _ in substitution(network)][:4]:
+            changed = network.copy()
+            changed.checker = Checker(changed, [x], 1e-5)
+            take(changed, substitution, place)
+            taken.append(substitution.__name__)
+            for got, expected in zip(changed.run([x], torch.float64), before, strict=True):
+                assert difference(got, expected) <= 1e-5, taken
+    note(str(taken))
+    search(network, flops, 2.0, float("inf"), Checker(network, [x], 1e-5))
+    for got, expected in zip(network.run([x], torch.float64), before, strict=True):
+        assert difference(got, expected) <= 1e-5
+
+
+@pytest.mark.hypothesis
+@given(networks())
+@settings(**QUIET)
+def test_random_networks_agree_with_float64(drawn):
+    model, x = drawn
+    state, given_x = copy.deepcopy(model.state_dict()), x.clone()
+    fast = check(model, x)
+    with torch.no_grad():
+        first = fast(x)
+    kept = [y.clone() for y in (first if isinstance(first, tuple) else (first,))]
+    other = torch.randn(x.shape[0] + 1, *x.shape[1:])
+    agree(fast, model, other)
+    for y, old in zip(first if isinstance(first, tuple) else (first,), kept, strict=True):
+        assert torch.equal(y, old), "an earlier output was overwritten"
+    assert torch.equal(x, given_x)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert list(fast.state_dict()) == list(state)
+
+
+# What is rewritten ----------------------------------------------------------------------------------------------------
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), seeded_norm(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), seeded_norm(8)
+        self.fc = nn.Linear(8 * 36, 5)
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x
+        return self.fc(torch.flatten(F.relu(y), 1))
+
+
+@pytest.fixture
+def residual():
+    return Residual().eval(), torch.randn(2, 8, 6, 6)
+
+
+def test_a_residual_block_is_two_convolutions_and_a_linear(residual):
+    fast = check(*residual, selectors="default")
+    (part,) = fast._ai3_report.parts
+    assert [s.operation for s in part.steps] == ["conv2d", "conv2d", "flatten", "linear"]
+    assert part.steps[1].detail == "residual, relu"
+    assert {"fold normalization", "fuse activation", "fuse addition"} <= rules(fast)
+
+
+def graph_of(model, *inputs):
+    network = capture(model.eval(), inputs, {})
+    canonicalize(network)
+    network.checker = Checker(network, inputs)
+    fusion.simplify(network)
+    return network, [node.target.__name__ for node in network.graph.nodes if node.op == "call_function"]
+
+
+def test_normalization_and_relu_before_a_convolution_become_its_prologue():
+    model = nn.Sequential(seeded_norm(4), nn.ReLU(), nn.Conv2d(4, 8, 1))
+    network, names = graph_of(model, torch.randn(1, 4, 5, 5))
+    assert names == ["conv2d"]
+    assert next(network.calls(*[n.target for n in network.graph.nodes if n.op == "call_function"])).kwargs["input_relu"]
+
+
+def test_normalization_before_a_convolution_without_padding_is_folded_into_its_weights():
+    _, names = graph_of(nn.Sequential(seeded_norm(4), nn.Conv2d(4, 8, 3, groups=2)), torch.randn(1, 4, 5, 5))
+    assert names == ["conv2d"]
+
+
+def test_constants_are_folded_and_identities_dropped():
+    model = nn.Sequential(
+        nn.Dropout(), nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), nn.Identity(), nn.MaxPool2d(1),
+        nn.AdaptiveAvgPool2d(4),
+    )  # fmt: skip
+    _, names = graph_of(model, torch.randn(1, 3, 6, 6))
+    assert names == ["conv2d"]
+
+
+class Branches(nn.Module):
+    """A fire module's expansion (SqueezeNet)."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.three = nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x):
+        return torch.cat([F.relu(self.one(x)), F.relu(self.three(x))], 1)
+
+
+class Slow:
+    """A cost that makes every convolution the same price, so that fewer are better."""
+
+    def __call__(self, node):
+        return 1.0 if node.target.__name__ == "conv2d" else 0.01
+
+
+def test_search_enlarges_a_kernel_to_join_two_convolutions():
+    """Two substitutions, the first of which gains nothing by itself: what alpha is for."""
+    x = torch.randn(1, 8, 6, 6)
+    for alpha, expected in ((1.05, ["conv2d"]), (1.0, ["conv2d", "conv2d", "concat"])):
+        network, _ = graph_of(Branches(), x)
+        before = network.run([x], torch.float64)
+        search(network, Slow(), alpha, float("inf"), Checker(network, [x]))
+        assert [n.target.__name__ for n in network.graph.nodes if n.op == "call_function"] == expected
+        assert difference(network.run([x], torch.float64)[0], before[0]) <= 1e-6
+        if alpha > 1:
+            taken = [r.rule for r in network.log]
+            assert taken.index("enlarge kernel") < taken.index("fuse parallel convolutions")
+            assert all(r.error is not None for r in network.log)
+
+
+def test_search_leaves_what_gains_too_little():
+    network, names = graph_of(Branches(), torch.randn(1, 8, 6, 6))
+    prices = {"conv2d": 0.25, "concat": LEAST_GAIN / 8}  # for each channel: joined they cost 1 % less
+    search(network, lambda n: n.meta["shape"][1] * prices[n.target.__name__], 1.05, float("inf"))
+    assert [n.target.__name__ for n in network.graph.nodes if n.op == "call_function"] == names
+
+
+def test_average_before_a_pointwise_convolution():
+    """DenseNet's transition: four times fewer products."""
+    model = nn.Sequential(seeded_norm(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.AvgPool2d(2))
+    x = torch.randn(1, 8, 6, 6)
+    network, _ = graph_of(model, x)
+    search(network, flops, 1.5, float("inf"), Checker(network, [x]))
+    names = [n.target.__name__ for n in network.graph.nodes if n.op == "call_function"]
+    assert names == ["affine", "avg_pool2d", "conv2d"]
+
+
+def test_a_wrong_rewrite_is_found(residual):
+    model, x = residual
+    network, _ = graph_of(model, x)
+    conv = next(n for n in network.graph.nodes if n.op == "call_function")
+    worse = network.constant(network.value(conv.args[1]) * 1.01, "worse", conv)
+    new = fusion.changed(network, conv, conv, (), weight=worse)
+    with pytest.raises(Mistake, match="in float64"):
+        network.replace(conv, new, "a mistake")
+
+
+# The module -----------------------------------------------------------------------------------------------------------
+def test_state_dict_pickle_and_copies(residual):
+    model, x = residual
+    fast = check(model, x)
+    assert dict(fast.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    other = Residual()
+    other.load_state_dict(fast.state_dict())
+    agree(fast, other.eval(), x)
+    for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        with torch.no_grad():
+            assert torch.equal(again(x), fast(x))
+        assert str(ai3_ops.explain(again)) == str(ai3_ops.explain(fast))
+
+
+def test_later_changes_of_the_model_are_not_seen(residual):
+    model, x = residual
+    fast = optimized(model, x)
+    with torch.no_grad():
+        before = fast(x)
+        model.conv1.weight.zero_()
+        assert torch.equal(fast(x), before)
+    assert not torch.equal(fast.state_dict()["conv1.weight"], model.conv1.weight)
+
+
+def test_other_sizes(residual):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)).eval()
+    fast = check(model, torch.randn(1, 3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(fast, model, torch.randn(5, 3, 8, 8))
+    x = torch.randn(2, 3, 10, 9)
+    with pytest.warns(UserWarning, match="planned anew"):
+        agree(fast, model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(fast, model, x)
+    for size in range(11, 18):  # plans are bounded
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            agree(fast, model, torch.randn(1, 3, size, size))
+    assert len(fast._ai3_plans) <= 4
+    with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="the original computes them"):  # its own error
+        fast(torch.randn(1, 4, 8, 8))
+
+
+def test_without_the_original(residual):
+    model, x = residual
+    fast = optimized(model, x, keep_original=False)
+    if not fast._ai3_original:  # else it was not faster, and is still what computes
+        assert not list(fast.parameters())
+        with pytest.raises(RuntimeError, match="keep_original"):
+            fast.state_dict()
+        with pytest.raises(ValueError, match="optimize again"):
+            fast(torch.randn(1, 8, 7, 7))
+    agree(fast, model, x)
+    agree(fast, model, torch.randn(3, 8, 6, 6))
+
+
+def test_what_is_for_training_is_refused(residual):
+    fast = optimized(*residual)
+    for call, words in (
+        (fast.train, "for inference"),
+        (lambda: fast.double(), "optimize it again"),
+        (lambda: fast.load_state_dict({}), "original model"),
+        (lambda: fast(residual[1].clone().requires_grad_()), "no gradients"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    assert fast.eval().float().cpu() is fast
+    assert not fast.training
+
+
+def test_four_threads(residual):
+    model, x = residual
+    fast = optimized(model, x)
+    inputs = [torch.randn(1 + i % 3, 8, 6, 6) for i in range(12)]
+    with torch.no_grad():
+        expected = [fast(x) for x in inputs]
+    wrong = []
+
+    def run():
+        with torch.no_grad():
+            for _ in range(20):
+                for x, y in zip(inputs, expected, strict=True):
+                    if not torch.equal(fast(x), y):
+                        wrong.append(x)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_compile_and_export(residual, compiler, tmp_path):
+    model, x = residual
+    fast = optimized(model, x)
+    with torch.no_grad():
+        agree(torch.compile(fast, fullgraph=True), model, x)
+        program = torch.export.export(fast, (x,))
+        agree(program.module(), model, x)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "fast.pt2"))
+        agree(torch._inductor.aoti_load_package(path), model, x)
+
+
+def test_autocast_and_inference_mode(residual):
+    model, x = residual
+    fast = optimized(model, x)
+    with torch.no_grad():
+        expected = fast(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(fast(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(fast(x), expected)
+        assert torch.equal(optimized(model, x)(x), expected)
+
+
+# Inputs and outputs ---------------------------------------------------------------------------------------------------
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, image, rows=None, *, twice=False):
+        y = self.conv(image).relu()
+        z = y.mean((2, 3)) if rows is None else self.fc(rows) + y.mean((2, 3))
+        return {"image": y * 2 if twice else y, "rows": (z, y.shape[1])[:1]}
+
+
+def test_several_inputs_and_nested_outputs():
+    model, x, rows = Several().eval(), torch.randn(2, 3, 6, 6), torch.randn(2, 4)
+    fast = ai3_ops.optimize(model, {"image": x, "rows": rows}, budget_seconds=0.2)
+    for args, kwargs in (((x, rows), {}), ((x,), {"rows": rows}), ((), {"image": x, "rows": rows})):
+        got, expected = fast(*args, **kwargs), exact(model, x, rows)
+        assert got.keys() == expected.keys()
+        assert difference(got["image"], expected["image"]) <= BOUND
+        assert difference(got["rows"][0], expected["rows"][0]) <= BOUND
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.allclose(fast(x, rows, twice=True)["image"], model(x, rows, twice=True)["image"], atol=1e-5)
+
+
+def test_attention_stays_and_its_layers_are_taken():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True).eval()
+    fast = check(layer, torch.randn(2, 7, 32))
+    agree(fast, layer, torch.randn(3, 7, 32))
+
+
+# Capture --------------------------------------------------------------------------------------------------------------
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y) if y.sum() > 0 else y
+
+
+def test_control_flow_leaves_the_largest_submodules():
+    model, x = Decides().eval(), torch.randn(1, 3, 8, 8)
+    fast = check(model, x)
+    report = ai3_ops.explain(fast).optimization
+    assert [part.name for part in report.parts] == ["first", "second"]
+    assert "" in report.left
+    assert "not captured" in str(ai3_ops.explain(fast))
+    assert list(fast.state_dict()) == list(model.state_dict())
+    with pytest.raises(RuntimeError, match="for inference"):
+        fast.train()
+    agree(pickle.loads(pickle.dumps(fast)), model, x)
+
+
+def test_hooks_and_changes_of_buffers_are_not_captured():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    seen = []
+    model[0].register_forward_hook(lambda m, args, output: seen.append(1) and None)
+    with pytest.raises(Uncapturable, match="hooks"):
+        capture(model, (torch.randn(1, 3, 5, 5),), {})
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x * 2
+
+    with pytest.raises(Uncapturable, match="count"):
+        capture(Counts(), (torch.randn(3),), {})
+
+
+# Choosing -------------------------------------------------------------------------------------------------------------
+def algorithms_of(fast):
+    return {s.layers[0]: s.algorithm for s in fast._ai3_report.parts[0].steps if s.operation in ("conv2d", "linear")}
+
+
+def test_selectors_are_followed(residual):
+    model, x = residual
+    fast = check(model, x, selectors={"conv1": "direct", "conv2d": "im2col", "fc": None})
+    assert algorithms_of(fast) == {"conv1": "direct", "conv2": "im2col", "fc": "torch"}
+    with pytest.raises(ValueError, match=r"conv1 .*depthwise"):
+        optimized(model, x, selectors={"conv1": "depthwise"})
+    with pytest.raises(ValueError, match=r"no operation"):
+        optimized(model, x, selectors={"nothing": "direct"})
+
+
+def test_a_swapped_model_is_taken_as_it_was(residual):
+    model, x = residual
+    check(ai3_ops.swap(model, "default", x), x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"alpha": 0.9}, ValueError, "alpha"),
+        ({"objective": "speed"}, ValueError, "objective"),
+        ({"budget_seconds": -1}, ValueError, "budget_seconds"),
+        ({"memory_limit": "much"}, ValueError, "memory_limit"),
+    ],
+)
+def test_settings_that_make_no_sense(residual, arguments, error, words):
+    with pytest.raises(error, match=words):
+        ai3_ops.optimize(*residual, **arguments)
+
+
+def test_inputs_that_make_no_sense(residual):
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        ai3_ops.optimize(torch.relu, residual[1])
+    with pytest.raises(RuntimeError, match="running the model on the example inputs failed"):
+        ai3_ops.optimize(residual[0], torch.randn(1, 3, 6, 6))
+
+
+# The compile backend --------------------------------------------------------------------------------------------------
+def test_backend(residual, compiler):
+    model, x = residual
+    with open(Path(__file__).parent.parent / "pyproject.toml", "rb") as file:
+        entry = tomllib.load(file)["project"]["entry-points"]["torch_dynamo_backends"]["ai3"]
+    backend = EntryPoint(
+        "ai3", entry, "torch_dynamo_backends"
+    ).load()  # what `backend="ai3"` of the installed package is
+    compiled = torch.compile(model, backend=backend, options={"budget_seconds": 0.2})
+    with torch.no_grad():
+        agree(compiled, model, x)
+        model.conv1.weight.mul_(0.5)  # is seen
+        agree(compiled, model, x)
+    compiled(x).sum().backward()  # Inductor's
+    assert model.conv1.weight.grad is not None

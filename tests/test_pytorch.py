@@ -1,0 +1,34 @@
+"""docs/pytorch.md: each line of its code shows what the page says of PyTorch. One that has become right leaves the page."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PAGE = Path(__file__).resolve().parent.parent / "docs/pytorch.md"
+pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
+
+
+def run(number, *after):
+    """The last line that a block of the page, and what follows it, prints; each in a process, since they set switches."""
+    block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
+    program = "\n".join(["import torch, torch.nn.functional as F", block, *after])
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
+def test_one_channel_in_channels_last():
+    reference = "reference = F.conv2d(x.contiguous().double(), w.double(), None, (1, 2), (2, 0), (3, 1))"
+    done = run(0, reference, "print(*(bool((y - reference).abs().max() < 1e-3) for y in (wrong, right)))")
+    assert done.stdout.strip() == "False True", done.stderr
+
+
+def test_a_bias_beside_a_weight_of_one_dimension():
+    assert "RuntimeError: addmm: mat2 must be a matrix" in run(1).stderr
+
+
+def test_the_old_tf32_switches():
+    assert "RuntimeError" in run(2).stderr
