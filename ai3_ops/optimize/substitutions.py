@@ -14,7 +14,7 @@ from ai3_ops.optimize import steps
 from ai3_ops.optimize.fusion import arguments, changed, only_user
 from ai3_ops.optimize.network import Network, Node, is_constant
 
-Place = tuple[str, Callable[[], None]]  # where, by names that stay when the same steps are taken again, and how
+Place = tuple[str, Callable[[], None]]  # where, and how
 Substitution = Callable[[Network], Iterator[Place]]
 _LARGEST = 3  # kernels are enlarged up to this
 
@@ -40,7 +40,7 @@ def enlarge_kernel(network: Network) -> Iterator[Place]:
             )  # fmt: skip
             network.replace(node, new, "enlarge kernel", "1x1 to 3x3")
 
-        yield node.name, apply
+        yield _place(network, node), apply
 
 
 def fuse_parallel(network: Network) -> Iterator[Place]:
@@ -58,7 +58,7 @@ def fuse_parallel(network: Network) -> Iterator[Place]:
             def apply(nodes: tuple[Node, ...] = (first, *others)) -> None:
                 _join(network, nodes)
 
-            yield "+".join(n.name for n in (first, *others)), apply
+            yield _place(network, first, *others), apply
 
 
 def _join(network: Network, nodes: tuple[Node, ...]) -> None:
@@ -105,7 +105,7 @@ def fuse_addition(network: Network) -> Iterator[Place]:
                     )  # fmt: skip
                     network.replace(node, new, "fuse addition into weights", "identity kernel")
 
-                yield node.name, apply_identity
+                yield _place(network, node), apply_identity
         elif (
             only_user(residual, node)
             and residual.target is steps.conv2d
@@ -124,7 +124,7 @@ def fuse_addition(network: Network) -> Iterator[Place]:
                 new = changed(network, node, node, other.meta["layers"], weight=weight, bias=bias, residual=None)
                 network.replace(node, new, "fuse addition into weights", "sum of two convolutions")
 
-            yield node.name, apply_sum
+            yield _place(network, node), apply_sum
 
 
 def pool_first(network: Network) -> Iterator[Place]:
@@ -158,7 +158,7 @@ def pool_first(network: Network) -> Iterator[Place]:
             )
             network.replace(pool, new, "average before a 1x1 convolution")
 
-        yield pool.name, apply
+        yield _place(network, pool), apply
 
 
 def split_prologue(network: Network) -> Iterator[Place]:
@@ -174,13 +174,20 @@ def split_prologue(network: Network) -> Iterator[Place]:
             new = changed(network, node, node, (), input=x, scale=None, shift=None, input_relu=False)
             network.replace(node, new, "split normalization of the input")
 
-        yield node.name, apply
+        yield _place(network, node), apply
+
+
+def _place(network: Network, *nodes: Node) -> str:
+    """By their numbers in the order of calls, which are the same in every copy of the graph."""
+    numbers = {n: i for i, n in enumerate(n for n in network.graph.nodes if n.op == "call_function")}
+    return "+".join(str(numbers[n]) for n in nodes)
 
 
 def _readers(node: Node) -> list[Node]:
-    """Other convolutions of the same input."""
+    """Other convolutions of the same input, in order."""
     x = node.args[0]
-    return [n for n in x.users if n is not node and n.target is steps.conv2d and n.args[0] is x]
+    found = {n for n in x.users if n is not node and n.target is steps.conv2d and n.args[0] is x}
+    return [n for n in node.graph.nodes if n in found] if found else []
 
 
 def _same_walk(one: Node, other: Node) -> bool:
