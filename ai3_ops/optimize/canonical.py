@@ -270,7 +270,8 @@ def _unary(net: Network, node: Any, x: Any) -> fx.Node | None:
 
 @translates(aten.gelu.default)
 def _gelu(net: Network, node: fx.Node, x: Any, approximate: str) -> fx.Node | None:
-    return net.step(node, steps.unary, x, "gelu", layers=node.meta["layers"]) if approximate == "none" else None
+    name = {"none": "gelu", "tanh": "gelu_tanh"}[approximate]
+    return net.step(node, steps.unary, x, name, layers=node.meta["layers"])
 
 
 @translates(aten.hardtanh.default, aten.clamp.default)

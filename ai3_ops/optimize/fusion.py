@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ai3_ops.optimize import steps
+from ai3_ops.optimize import program, steps
 from ai3_ops.optimize.network import Network, Node, is_constant, signature_of
 
-FUSED = ("relu", "relu6", "hardswish", "silu", "gelu")  # activations that a kernel applies as it stores
+FUSED = tuple(name for name in program.FUSED if name != "none")  # activations that a kernel applies as it stores
 _PRODUCTS = (steps.conv2d, steps.linear)
 
 

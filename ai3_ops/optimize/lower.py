@@ -160,15 +160,6 @@ def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
         return function(*operands, **given, algorithm="implicit_precomp_gemm" if "stride" in a else "gemm")
 
 
-def _emit_unary(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
-    x, name = of(a["input"]), a["name"]
-    if name == "hardsigmoid":  # relu6(x + 3) / 6
-        channels = x.shape[1] if len(x.shape) == 4 else x.shape[-1]
-        moved = b.affine(x, None, torch.full((channels,), 3.0), activation="relu6")
-        return b.affine(moved, torch.full((channels,), 1 / 6), None)
-    return b.unary(x, name, of(a["parameter"]))
-
-
 def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
     def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
         positional = [of(v) for k, v in a.items() if k != "activation"]
@@ -183,7 +174,7 @@ _EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
     steps.max_pool2d: _emit("max_pool2d"),
     steps.avg_pool2d: _emit("avg_pool2d"),
     steps.adaptive_avg_pool2d: _emit("adaptive_avg_pool2d"),
-    steps.unary: _emit_unary,
+    steps.unary: _emit("unary"),
     steps.binary: _emit("binary"),
     steps.affine: _emit("affine"),
     steps.concat: _emit("concat"),

@@ -33,6 +33,7 @@ UNARY: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "sigmoid": lambda x, _: torch.sigmoid(x),
     "hardsigmoid": lambda x, _: F.hardsigmoid(x),
     "tanh": lambda x, _: torch.tanh(x),
+    "gelu_tanh": lambda x, _: F.gelu(x, approximate="tanh"),
     "leaky_relu": F.leaky_relu,
     "prelu": _prelu,
 }
