@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import gc
@@ -30,6 +31,7 @@ from torch.nn.functional import conv2d as convolve
 
 import ai3_ops
 from ai3_ops import explain, swap, unswap
+from ai3_ops.nn.sites import source_of
 
 RELU = {"relu": "direct"}
 
@@ -123,7 +125,7 @@ def closing(scale):
         def forward(self, x):
             nonlocal scale
             scale += 1
-            return F.relu(x) * scale
+            return F.relu(x) * scale if isinstance(self, Closing) else x
 
     return Closing()
 
@@ -147,7 +149,7 @@ class Base(nn.Module):
 
 class Mixin:
     def helper(self, x):
-        return super().helper(x) * 2 + torch.relu(x)
+        return super(Mixin, self).helper(x) * 2 + torch.relu(x)  # noqa: UP008
 
 
 class Derived(Mixin, Base):
@@ -615,6 +617,31 @@ def test_what_cannot_be_rewritten_is_reported(model, reason):
             swap(model, RELU, inputs, strict=True)
     with pytest.raises(ValueError, match="calls that '' makes cannot be replaced"):
         swap(model, {":relu_0": "direct"})
+
+
+@pytest.mark.parametrize("module", [argparse, functools, inspect, torch.nn.modules.conv, torch.nn.modules.transformer])
+def test_sources_compile_to_what_runs(module):
+    """Names of the own class and function, mangled names, closures, super(): whatever a method may hold."""
+    classes = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+    functions = {id(f): f for space in (module, *classes) for f in vars(space).values() if inspect.isfunction(f)}
+    own = [f for f in functions.values() if f.__code__.co_filename == module.__file__ and f.__name__ != "<lambda>"]
+    assert len(own) > 10
+    for function in own:
+        source_of(function)
+
+
+def attached(self, x, times=2):
+    return attached(self, F.relu(x), times - 1) if times else x
+
+
+def test_a_function_that_a_class_is_given():
+    class Given(nn.Module):
+        forward = attached
+
+    swapped = swap(Given(), RELU)
+    x = torch.randn(9)
+    assert torch.equal(swapped(x), F.relu(x))
+    assert explain(swapped).layers[0].calls == 1  # that it calls itself is another function's business
 
 
 def test_a_file_that_changed_after_its_import_is_not_used(tmp_path, monkeypatch):

@@ -100,12 +100,19 @@ class Source:
         """The function's code; `extra` names become variables of its closure."""
         inside = self.class_name
         names = [name for name in (*self.free, *extra) if not (inside and name == "__class__")]
-        tree = ast.parse(f"def around({', '.join(names)}):\n " + (f"class {inside}:\n  pass" if inside else "pass"))
+        outer = inside or self.name  # which means inside what it meant there
+        body = f"class {inside}:\n  pass" if inside else "pass"
+        tree = ast.parse(
+            f"def around({', '.join(names)}):\n {'pass' if outer in self.free else f'global {outer}'}\n {body}"
+        )
         around: Any = tree.body[0]
-        (around.body[0] if inside else around).body = [definition]
+        (around.body[-1] if inside else around).body[-1:] = [definition]
         code = compile(tree, self.file, "exec", flags=self.flags, dont_inherit=True)
         for name in ("around", *filter(None, [inside]), self.name):
-            code = next(c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name)
+            inner = [c for c in code.co_consts if isinstance(c, CodeType) and c.co_name == name]
+            if not inner:
+                raise Unreadable("it has type parameters")
+            code = inner[0]
         return _renamed(code, code.co_qualname, self.qualname)
 
 
