@@ -31,6 +31,7 @@ import ai3_ops
 from ai3_ops import doctor, registry
 from ai3_ops.registry import near
 
+CERTAIN_TURNS = 5  # of fewer, a median says little where the machine does other things too
 SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
 
 
@@ -86,10 +87,22 @@ def network(name: str, weights: Path | None = None) -> Network:
         if weights
         else "pretrained weights from torch's cache"
         if source
-        else "seeded random weights"
+        else _randomly(model)
     )
     categories = pretrained.meta["categories"] if source else None
     return Network(name, model.eval(), origin, preset.crop_size[0], list(preset.mean), list(preset.std), categories)
+
+
+def _randomly(model: nn.Module) -> str:
+    """Random weights also where a network begins with zeros, as the heads of vision transformers do: its output would be 0."""
+    filled = []
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(weight, nn.Parameter) and not weight.any():
+            nn.init.trunc_normal_(weight, std=0.02)
+            filled.append(name)
+    begin = "begins" if len(filled) == 1 else "begin"
+    return "seeded random weights" + (f", also in {', '.join(filled)}, which {begin} as zeros" if filled else "")
 
 
 def photographs(net: Network) -> tuple[Tensor, list[Any]]:
@@ -174,15 +187,21 @@ class Run:
         seconds = torch.tensor(self.seconds, dtype=torch.float64)
         return seconds.quantile(0.25).item(), seconds.quantile(0.75).item()
 
+    @property
+    def certain(self) -> bool:
+        """Whether it was timed often enough to be compared."""
+        return len(self.seconds) >= CERTAIN_TURNS
+
     def accuracy(self, digits: Digits) -> float:
         """The share of unseen digits that it names rightly."""
         assert self.predictions is not None
         return int((self.predictions == digits.labels).sum()) / len(digits.labels)
 
     def error(self, reference: Tensor) -> float:
-        """Largest difference from the reference, relative to its largest value."""
+        """Largest difference from the reference, relative to its largest value; as it is where that is 0."""
         assert self.outputs is not None
-        return ((self.outputs.double() - reference).abs().max() / reference.abs().max()).item()
+        scale = reference.abs().max().item()
+        return (self.outputs.double() - reference).abs().max().item() / (scale or 1.0)
 
 
 def for_digits(selectors: Any) -> tuple[Any, list[str]]:
@@ -356,6 +375,11 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     with console.status("swapping"):
         runs = prepare(net, digits, arguments.selectors, x)
         reference = _reference(net.model, x)
+        if not reference.any():
+            raise ValueError(
+                f"the output of {net.name} is 0 for both photographs ({net.origin}), so that no error has a meaning; other "
+                "weights (--weights) help"
+            )
         errors = layer_errors(net.model, runs[2].model, x)
     with _progress(console, len(runs) * (1 + arguments.repeats)) as step:
         measure(runs, x, digits, arguments.repeats, step)
@@ -424,12 +448,20 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
         word = "approximate" if run.approximate else "yes" if agrees else "NO"
         speed = runs[0].latency / run.latency
         first, third = (1e3 * seconds for seconds in run.quartiles)
-        spread = f"{first:.1f} to {third:.1f}"
-        cells = (f"{run.latency * 1e3:.1f} ms", spread, f"{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
+        spread = f"{first:.1f} to {third:.1f}" if len(run.seconds) > 2 else ""
+        doubt = "" if run.certain and runs[0].certain else "~"
+        cells = (f"{run.latency * 1e3:.1f} ms", spread, f"{doubt}{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
         table.add_row(
             run.label, run.layers, *cells, end_section=i in (1, 2), style=None if agrees or run.approximate else "red"
         )
     console.print(table)
+    if not all(run.certain for run in runs):
+        console.print(
+            f"~: of fewer than {CERTAIN_TURNS} turns, which are too few to compare: other work on the machine may explain the "
+            "ratio (--repeats 7, the default, or more; what takes seconds is timed three times only).",
+            highlight=False,
+            markup=False,
+        )
     console.print(
         "Latency: the median. PyTorch: its own eager kernels. selected: what --selectors says. The others: that "
         "algorithm (default: the project's choice by rules) in the conv2d layers that it can do, PyTorch in the rest. "
@@ -524,6 +556,7 @@ def _figure(
     rows = range(len(ordered))
     colors = [theirs if run in runs[:2] else chosen if run is runs[2] else ours for run in ordered]
     latencies = [run.latency * 1e3 for run in ordered]
+    doubts = ["" if run.certain and runs[0].certain else "~" for run in ordered]
     axes = figure.add_subplot(grid[:, 1])
     axes.barh(rows, latencies, color=colors, height=0.72)
     # A slow method must not squeeze the others: the axis ends at four times PyTorch, longer bars are marked.
@@ -531,7 +564,8 @@ def _figure(
     for row, latency in zip(rows, latencies, strict=True):
         long = latency > 0.75 * limit
         axes.annotate(
-            f"{latency:.1f} ms   {latencies[0] / latency:.2f}x" + ("  (bar cut) »" if latency > limit else ""),
+            f"{latency:.1f} ms   {doubts[row]}{latencies[0] / latency:.2f}x"
+            + ("  (bar cut) »" if latency > limit else ""),
             (min(latency, limit), row),
             (-5 if long else 5, 0),
             textcoords="offset points",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import html
 import io
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.optimize.report import OptimizeReport
+from ai3_ops.selectors import listed
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,12 @@ class Layer:
     shapes: list[tuple[int, ...]] | None  # of the tensors of the first call seen
     calls: int | None  # since the swap, compiled ones not counted; None for layers that are PyTorch's
     torch_calls: int  # those of them that PyTorch computed
+    layout: str = ""  # of the first input, where it has four dimensions: "NCHW" or "NHWC", and whether it is copied
+    packs: str = ""  # of an algorithm that packs its weight: "kept", made "each call" or "not yet" made
+    packed_bytes: int = 0  # of the packed weight
+    workspace: int | None = (
+        None  # bytes that a call like the first one allocates beside its output and kept packs; None: unknown
+    )
 
 
 @dataclass(frozen=True)
@@ -53,33 +63,116 @@ class Report:
         """Plain lists and dicts, fit for JSON."""
         return asdict(self)
 
+    def filter(self, name: str = "*", *, operation: str = "*", used: str = "*") -> Report:
+        """The layers whose name, operation and algorithm match these patterns, in which * stands for any characters.
+
+        `used="torch"` finds what PyTorch computes, `name="layer4*"` a part of the model, which of the unreached modules, too.
+        """
+        match = fnmatch.fnmatchcase
+        layers = [
+            a for a in self.layers if match(a.name, name) and match(a.operation, operation) and match(a.used, used)
+        ]
+        return Report(layers, [module for module in self.unreached if match(module.name, name)])
+
+    @property
+    def summary(self) -> list[str]:
+        """In a few lines: how many layers which algorithms compute, what was asked for, packs and workspace, what is slow."""
+        by: dict[str, Counter[str]] = {}
+        asked: dict[str, Counter[str]] = {}
+        for layer in self.layers:
+            by.setdefault(layer.operation, Counter())[layer.used] += 1
+            if layer.requested:
+                asked.setdefault(layer.requested, Counter())[layer.operation] += 1
+        computed = [f"{o} {c.total()} ({', '.join(f'{u} {n}' for u, n in c.most_common())})" for o, c in by.items()]
+        reached = [f"{r}: {', '.join(f'{n} {o}' for o, n in c.items())}" for r, c in asked.items()]
+        kept = sum(layer.packed_bytes for layer in self.layers if layer.packs == "kept")
+        most = max((layer.workspace or 0 for layer in self.layers), default=0)
+        memory = [f"{_bytes(kept)} of packed weights kept"] if kept else []
+        memory += [f"{_bytes(most)} the largest workspace"] if most else []
+        found = [
+            f"{len(self.layers)} calls: {', '.join(computed)}",
+            f"asked for: {'; '.join(reached)}" if reached else "",
+            f"memory: {', '.join(memory)}" if memory else "",
+        ]
+        each = [layer.name for layer in self.layers if layer.packs == "each call"]
+        plain = [
+            a.name for a in self.layers if a.used != "torch" and a.operation == "conv2d" and a.layout.startswith("NCHW")
+        ]
+        copied = [layer.name for layer in self.layers if "copied" in layer.layout]
+        torch_calls = sum(layer.torch_calls for layer in self.layers)
+        found += [
+            f"packs its weight at every call: {listed(each)}" if each else "",
+            f"runs in NCHW: {len(plain)} conv2d calls; input and model in torch.channels_last are as fast or faster"
+            if plain
+            else "",
+            f"copies its input: {listed(copied)}" if copied else "",
+            f"computed by PyTorch although an algorithm was chosen: {torch_calls} calls" if torch_calls else "",
+            f"not reached: {len(self.unreached)} modules with calls of their own" if self.unreached else "",
+        ]
+        return [line for line in found if line]
+
+    def _rows(self) -> tuple[list[str], list[list[str]]]:
+        """The table of layers; columns that would be empty are left out."""
+        heads = ["layer", "operation", "requested", "used", "calls", "shapes", "layout", "packs", "workspace", "reason"]
+        rows = []
+        for layer in self.layers:
+            calls = "" if layer.calls is None else str(layer.calls)
+            if layer.torch_calls:
+                calls += f" ({layer.torch_calls} torch)"
+            shapes = " ".join("x".join(map(str, shape)) for shape in (layer.shapes or [])[:2])
+            packs = f"{_bytes(layer.packed_bytes)} {layer.packs}".strip() if layer.packs else ""
+            workspace = _bytes(layer.workspace or 0)
+            cells = [layer.name, layer.operation, layer.requested or "", layer.used, calls, shapes, layer.layout]
+            rows.append([*cells, packs, workspace, layer.reason])
+        wanted = [i for i in range(len(heads)) if i < 4 or any(row[i] for row in rows)]
+        return [heads[i] for i in wanted], [[row[i] for i in wanted] for row in rows]
+
+    def _unreached_rows(self) -> tuple[list[str], list[list[str]]]:
+        """The table of modules out of reach; modules alike, such as a network's equal blocks, are one row."""
+        alike: dict[tuple[str, str, str], list[str]] = {}
+        for module in self.unreached:
+            calls = ", ".join(f"{o} x{n}" for o, n in module.seen.items()) or ", ".join(module.source)
+            alike.setdefault((module.type, calls, module.reason), []).append(module.name)
+        rows = [[_common(names), *what] for what, names in alike.items()]
+        return ["not reached", "type", "its calls", "reason"], rows
+
     def __str__(self) -> str:
         if self.optimization is not None:
             return str(self.optimization)
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("layer", "operation", "requested", "used", "calls", "shapes", "reason", box=None, pad_edge=False)
-        for layer in self.layers:
-            calls = "" if layer.calls is None else str(layer.calls)
-            if layer.torch_calls:
-                calls += f" ({layer.torch_calls} torch)"
-            shapes = " ".join("x".join(map(str, shape)) for shape in layer.shapes or [])
-            cells = (layer.name, layer.operation, layer.requested or "", layer.used, calls, shapes, layer.reason)
-            table.add_row(*(_plain(cell) for cell in cells))
         text = io.StringIO()
         console = Console(file=text, width=_WIDTH, color_system=None)
-        console.print(table)
-        if self.unreached:
-            table = Table("not reached", "type", "its calls", "reason", box=None, pad_edge=False)
-            for module in self.unreached:
-                calls = ", ".join(f"{o} x{n}" for o, n in module.seen.items()) or ", ".join(module.source)
-                table.add_row(*(_plain(cell) for cell in (module.name, module.type, calls, module.reason)))
+        notes: dict[str, int] = {}  # long reasons, below the table: a layer is one line
+        heads, rows = self._rows()
+        for row in rows if heads[-1] == "reason" else ():
+            if len(row[-1]) > _LONG:
+                row[-1] = f"[{notes.setdefault(row[-1], len(notes) + 1)}]"
+        for columns, lines in ((heads, rows), self._unreached_rows()):
+            if not lines:
+                continue
+            table = Table(*columns, box=None, pad_edge=False)
+            for row in lines:
+                table.add_row(*map(_plain, row))
             console.print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+        table_text = [line.rstrip() for line in text.getvalue().splitlines()]
+        return "\n".join([*table_text, *(f"[{number}] {note}" for note, number in notes.items()), *self.summary])
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        if self.optimization is not None:
+            return f"<pre>{html.escape(str(self))}</pre>"
+        parts = ["<ul>", *(f"<li>{html.escape(line)}</li>" for line in self.summary), "</ul>"]
+        for heads, rows in (self._rows(), self._unreached_rows()):
+            if rows:
+                lines = [("th", heads), *(("td", row) for row in rows)]
+                cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) for tag, line in lines)
+                parts += ["<table>", *(f"<tr>{row}</tr>" for row in cells), "</table>"]
+        return "\n".join(parts)
 
 
-_WIDTH = 160
+_WIDTH, _LONG = 160, 40
 
 
 def _plain(text: str) -> Any:
@@ -88,8 +181,32 @@ def _plain(text: str) -> Any:
     return Text(text)
 
 
+def _bytes(count: int) -> str:
+    """In the largest unit of which there is one; nothing for 0."""
+    if not count:
+        return ""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
+def _common(names: list[str]) -> str:
+    """One name, or a pattern of several with their number: equal parts as they are, others as *."""
+    parts = [name.split(".") for name in names]
+    if len(names) == 1:
+        return names[0]
+    if len({len(p) for p in parts}) > 1:
+        return f"{names[0]} and {len(names) - 1} more"
+    return f"{'.'.join(p[0] if len(set(p)) == 1 else '*' for p in zip(*parts, strict=True))} ({len(names)})"
+
+
 def explain(model: nn.Module) -> Report:
-    """Per layer of `model`: what was requested, what computes it, why, shapes and calls. str() is a table."""
+    """Per layer of `model`: what was requested, what computes it, why, shapes, calls, memory layout, packs and workspace.
+
+    str() is a table with a summary below it, `.summary` that alone, `.filter(...)` a part, `.to_dict()` fit for JSON; notebooks
+    show HTML.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.explain needs an nn.Module, got {type(model).__name__}")
     optimization = vars(model).get("_ai3_report")
@@ -127,6 +244,7 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
     elif rule:
         why = _UNKNOWN
     reasons = (call.missing, call.reason, trouble if swapped else "", why)
+    memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
     return Layer(
         module + call.suffix,
         call.operation,
@@ -136,10 +254,56 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         call.shapes(),
         call.calls if swapped else None,
         call.torch_calls,
+        **({"layout": _layout(call)} | memory),
     )
 
 
-_UNKNOWN = "which algorithm is not known yet: it is chosen at the first call, or at a swap with example inputs"
+def _layout(call: Call) -> str:
+    """The memory layout of the first input."""
+    input = next((a for a in call.example or () if isinstance(a, Spec)), None)
+    if input is None or len(input.shape) != 4:
+        return ""
+    tensor = Spec.tensor(input)
+    nchw, nhwc = (tensor.is_contiguous(memory_format=f) for f in (torch.contiguous_format, torch.channels_last))
+    return "" if nchw and nhwc else "NCHW" if nchw else "NHWC" if nhwc else "strided"
+
+
+def _is_slice(call: Call) -> bool:
+    """Whether the first input is a slice of the channels of a larger tensor, which lies there as a dense one does."""
+    input = next(a for a in call.example or () if isinstance(a, Spec))
+    (_, c, h, w), (image, channel, row, pixel) = input.shape, input.stride
+    rows = row == w * pixel
+    return rows and (
+        (pixel == 1 and channel == h * row and image >= c * channel) or (channel == 1 and image == h * row)
+    )
+
+
+def _memory(call: Call, used: str) -> dict[str, Any]:
+    """The fields of a Layer that say what memory its algorithm takes, and in which layout that computes."""
+    assert call.algorithm is not None
+    assert call.example is not None
+    device, layout = next(a.device for a in call.example if isinstance(a, Spec)), _layout(call)
+    name = call.algorithm.name if used == str(call.algorithm) else used
+    try:
+        info = registry.algorithm(call.operation, name, device)
+        p = call.asked(call.algorithm, call.problem(*map(Spec.tensor, call.example)))
+        workspace = registry.workspace_sizes(call.operation, name, device, p.dtype, **p.sizes)
+        packed = registry.packed_bytes_sizes(call.operation, name, device, p.dtype, **p.sizes) if info.packs else 0
+    except (RuntimeError, ValueError):  # it cannot do the example, or is a rule of which nothing is known
+        return {}
+    computes = {"any": layout, "nchw": "NCHW", "nhwc": "NHWC"}[info.layout]
+    if layout and (computes != layout or (layout == "strided" and not (info.sliced and _is_slice(call)))):
+        layout += ", copied" if computes in (layout, "strided") else f", copied to {computes}"
+    packs = call.pack_state() if packed else ""
+    if packs == "kept":
+        workspace = max(0, workspace - packed + _TAG)
+    return {"layout": layout, "packs": packs, "packed_bytes": packed, "workspace": workspace}
+
+
+_TAG = 64  # bytes of a packed tensor that say what it was made for
+
+
+_UNKNOWN = "not known yet: chosen at the first call, or at a swap with example inputs"
 
 
 def _chosen(call: Call) -> tuple[str, str]:

@@ -63,11 +63,12 @@ def test_leaf_modules(module, shape):
     close(b.grad, a.grad)
     close(swapped.weight.grad, module.weight.grad) if hasattr(module, "weight") else None
     (layer,) = explain(swapped).layers
-    assert (
-        (layer.calls, layer.torch_calls, layer.shapes[0]) == (1, 0, tuple(x.shape))
-        or "same" in str(module)
-        or "padding_mode" in str(module)
-    )
+    seen = x
+    if isinstance(module, nn.Conv2d):  # padded by the module where the operator cannot: another mode, two unequal sides
+        pads = module._reversed_padding_repeated_twice
+        if module.padding_mode != "zeros" or pads[::2] != pads[1::2]:
+            seen = F.pad(x, pads)
+    assert (layer.calls, layer.torch_calls, layer.shapes[0]) == (1, 0, tuple(seen.shape))
     assert "algorithm=" in repr(swapped)
     assert repr(unswap(swapped)) == repr(module)
 
@@ -574,9 +575,13 @@ def test_report():
     model = swap(nn.Sequential(nn.Conv2d(1, 2, 1), nn.ReLU(), nn.Flatten()), {"conv2d": "direct"})
     model(torch.randn(1, 1, 3, 3))
     report = explain(model)
-    assert report.to_dict()["layers"][0] == {
+    row = report.to_dict()["layers"][0]
+    assert row.pop("packed_bytes") >= 64 + 2 * 4  # the rest hangs on the instruction set
+    assert row.pop("workspace") > 0
+    assert row == {
         "name": "0", "operation": "conv2d", "requested": "direct", "used": "direct", "reason": "",
         "shapes": [(1, 1, 3, 3), (2, 1, 1, 1), (2,)], "calls": 1, "torch_calls": 0,
+        "layout": "", "packs": "each call",
     }  # fmt: skip
     assert "1x1x3x3" in str(report)
     assert [row.used for row in explain(nn.Sequential(nn.ReLU())).layers] == ["torch"]
@@ -585,10 +590,10 @@ def test_report():
 def test_report_of_a_rule_before_its_first_call():
     model = swap(nn.Conv2d(1, 2, 1), "default")
     (row,) = explain(model).layers
-    assert (row.used, row.reason.partition(":")[0]) == ("default", "which algorithm is not known yet")
+    assert (row.used, row.reason.partition(":")[0]) == ("default", "not known yet")
     model(torch.randn(1, 1, 3, 3))
     (row,) = explain(model).layers
-    assert (row.used, row.reason) == ("direct", "winograd cannot do it, or saves less than its transforms cost")
+    assert (row.used, row.reason) == ("direct", "winograd cannot do it")
 
 
 def test_report_of_a_preference():

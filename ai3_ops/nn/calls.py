@@ -369,6 +369,10 @@ class Call:
                     return output
         return self.operator(*args, **self.switches(args[0]))
 
+    def pack_state(self) -> str:
+        """Of an algorithm that packs: whether its packed weight is "kept", made "each call" or "not yet"."""
+        return "not yet" if self.calls == self.torch_calls else "each call"
+
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """The operator's answer outside training and tracing; None where it must be asked as always."""
         return plan.operator(args[0], plan.numbers) if plan.numbers else plan.operator(args[0])
@@ -490,6 +494,10 @@ class _Weighted(Call):
     def pack(self) -> Pack | None:
         """A packed weight that is kept."""
         return next((p.packed[0] for p in list(self.plans.values()) if p is not None and p.packed[0] is not None), None)
+
+    def pack_state(self) -> str:
+        """Also where one is kept."""
+        return "kept" if self.pack is not None else super().pack_state()
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """With the pack, where the algorithm packs."""

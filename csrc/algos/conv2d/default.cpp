@@ -18,27 +18,38 @@ double flops(const Conv2dProblem& p) {
   return 2 * static_cast<double>(s.rows) * static_cast<double>(s.depth) * static_cast<double>(p.out_channels);
 }
 
+bool enough_channels(const Conv2dProblem& p) {
+  if (p.in_channels < 0 || p.out_channels < 0 || p.groups < 0) return false;
+  const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
+  return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least;
+}
+
 struct Row {
   Choice choice;
   bool (*fits)(const Conv2dProblem&);
 };
 constexpr Row rows[] = {
-    {{"depthwise", "one input channel for each filter: no GEMM to be had"},
+    {{"depthwise", "one input channel for each filter"},
      [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
     // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
     {{"winograd", "saves more products than its transforms cost"},
-     [](const Conv2dProblem& p) {
-       if (p.in_channels < 0 || p.out_channels < 0 || p.groups < 0) return false;
-       const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
-       return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least && flops(p) >= kLeastFlops;
-     }},
+     [](const Conv2dProblem& p) { return enough_channels(p) && flops(p) >= kLeastFlops; }},
     // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
-    {{"direct", "winograd cannot do it, or saves less than its transforms cost"}, [](const Conv2dProblem&) { return true; }},
+    {{"direct"}, [](const Conv2dProblem&) { return true; }},
 };
+
+const char* why_not_winograd(Conv2dProblem p, const Candidates<Conv2dProblem>& usable) {
+  if (!usable(p, "winograd")) {
+    p.exclude = nullptr;
+    return usable(p, "winograd") ? "winograd is excluded" : "winograd cannot do it";
+  }
+  return enough_channels(p) ? "too small for winograd's transforms" : "too few channels for winograd";
+}
 
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   for (const Row& row : rows)
-    if (row.fits(p) && usable(p, row.choice.algorithm)) return row.choice;
+    if (row.fits(p) && usable(p, row.choice.algorithm))
+      return *row.choice.why ? row.choice : Choice{row.choice.algorithm, why_not_winograd(p, usable)};
   return {};
 }
 
