@@ -23,16 +23,34 @@ def selectors(text: str) -> Any:
         except OSError as error:
             raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
     try:
-        value = json.loads(text)
-        if isinstance(value, dict) and {"version", "layers"} <= set(value):
-            from ai3_ops.plan import Plan
-
-            return Plan.from_dict(value)
-        return value
+        given = json.loads(text)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"is no JSON: {error}") from None
-    except ValueError as error:
+    if not isinstance(given, dict):
+        return given
+    try:
+        if {"version", "layers"} <= set(given):
+            from ai3_ops.plan import Plan
+
+            return Plan.from_dict(given)
+        return {key: _choice(value) for key, value in given.items()}
+    except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _choice(value: Any) -> Any:
+    """What a key's value means: {"prefer": [...]}, {"algorithm": name, parameters}, anything else as it is."""
+    from ai3_ops.selectors import Algorithm, prefer
+
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"prefer"} and isinstance(value["prefer"], list):
+        return prefer(*map(_choice, value["prefer"]))
+    if "algorithm" in value:
+        return Algorithm(value["algorithm"], **{k: v for k, v in value.items() if k != "algorithm"})
+    raise ValueError(
+        f'an object as a value is {{"prefer": [names]}} or {{"algorithm": name, ...}}, got {json.dumps(value)}'
+    )
 
 
 def at_least_one(text: str) -> int:
@@ -115,7 +133,8 @@ def parser() -> argparse.ArgumentParser:
             type=selectors,
             default="default",
             metavar="JSON",
-            help="JSON, a file of JSON, or an algorithm's name",
+            help='JSON, a file of JSON, or an algorithm\'s name; a value may be {"prefer": ["winograd", "im2col"]} or '
+            '{"algorithm": "default", "exclude": ["winograd*"]}',
         )
 
     listing = commands.add_parser("list", help="operations, their algorithms and their properties")
