@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import linecache
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,8 @@ from tester import ALGORITHMS, each_algorithm
 from torch import nn
 
 import ai3_ops
-from ai3_ops._cases import few_calls, same_bits
+from ai3_ops import swap
+from ai3_ops._cases import Call, few_calls, same_bits, search
 from ai3_ops.registry import DTYPE_NAMES
 
 THREADS, ROUNDS = 8, 3
@@ -129,3 +134,74 @@ def test_plans_of_many_shapes():
 
     for _, (y, wanted) in at_once(call, list(zip(images, expected, strict=True))):
         assert same_bits(y, wanted)
+
+
+@each_algorithm
+def test_many_threads_compute_what_one_does(info):
+    """More than the machine has cores, and no power of two."""
+    if info.device != "cpu" or not info.deterministic:
+        pytest.skip("sums in an order of the device's or the vendor's")
+    calls = few_calls(info, 3, "float32" if "float32" in info.dtypes else None, large=True)
+    calls += [Call(info, case, torch.float32) for case in search(info, "float32").realistic[:1]]
+    for call in calls:
+        torch.set_num_threads(1)
+        one = call.run()
+        for threads in (4, 7):
+            torch.set_num_threads(threads)
+            assert same_bits(call.run(), one), f"{call} with {threads} threads"
+
+
+class Computed(torch.utils.data.Dataset):
+    """What a swapped model makes of each index."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        with torch.inference_mode():
+            return self.model(torch.full((1, 16, 20, 20), float(index)))
+
+
+def test_forked_workers_of_a_loader_run_a_swapped_model():
+    """Also after the parent's threads have: a child has none of them, nor what they hold locked."""
+    torch.set_num_threads(2)
+    model = swap(nn.Sequential(nn.Conv2d(16, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 3)).eval(), {"conv2d": "winograd_f4"})
+    data = Computed(model)
+    expected = [data[i] for i in range(len(data))]
+    options = {"batch_size": None, "num_workers": 2, "timeout": 120}
+    found = list(torch.utils.data.DataLoader(data, multiprocessing_context="fork", **options))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_a_thousand_swaps_leave_no_memory_behind():
+    """Classes, generated code, packs and what is remembered of calls go with their models."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 3)
+
+        def forward(self, x):
+            return torch.relu(self.conv(x))
+
+    model, x = Net().eval(), torch.randn(1, 8, 12, 12)
+
+    def swaps(count):
+        for _ in range(count):
+            with torch.no_grad():
+                swap(model, {"conv2d": "winograd_f4", "relu": "direct"}, x)(x)
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects()), len(linecache.cache)
+
+    swaps(200)
+    before = swaps(100)
+    after = swaps(1000)
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    assert grown[0] < 8 << 20, f"{grown[0] / 1000:.0f} bytes a swap"
+    assert grown[1] < 500
+    assert grown[2] <= 2

@@ -13,10 +13,13 @@ import ai3_ops
 from ai3_ops import _cases
 from ai3_ops._cases import Case, conv
 
+# Other examples every time; a failure prints the line that makes it happen again (@reproduce_failure).
 settings.register_profile(
-    "quick", max_examples=15, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    "quick", max_examples=15, print_blob=True, deadline=None, suppress_health_check=list(HealthCheck)
 )
-settings.register_profile("full", max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "full", max_examples=500, print_blob=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
 PROFILE = os.environ.get("AI3_OPS_TEST_PROFILE", "quick")
 settings.load_profile(PROFILE)
 if PROFILE == "quick":  # of what `check` runs in networks' sizes, a tenth
