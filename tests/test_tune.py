@@ -522,7 +522,7 @@ def test_percentile():
 
 
 class Clock:
-    """Time that passes only in calls, as many seconds as `costs` says for each function's name."""
+    """Time that passes only in calls: seconds by the algorithm's name, or of the number of its call."""
 
     def __init__(self, monkeypatch, costs):
         self.now, self.costs, self.order = 0.0, costs, []
@@ -533,7 +533,8 @@ class Clock:
             call = function(layer, name, arguments)
 
             def run():
-                self.now += self.costs[name]
+                cost = self.costs[name]
+                self.now += cost(self.order.count(name)) if callable(cost) else cost
                 self.order.append(name)
                 return call()
 
@@ -553,6 +554,18 @@ def test_candidates_take_turns_and_hopeless_ones_leave(monkeypatch):
     assert close[:6] in (["direct", "torch", "im2col", "im2col", "torch", "direct"], close[:6][::-1])
     slow = measure(conv(), CHANNELS_LAST, ["smm", "torch"], Surroundings(2**20))
     assert not slow["smm"].rough  # the one to beat is measured well
+
+
+def test_p99_keeps_what_the_median_drops(monkeypatch):
+    """Every twentieth sample takes five times as long; odd calls are the samples."""
+    costs = {"direct": lambda n: 0.050 if n % 40 == 39 else 0.010, "torch": lambda n: 0.012}
+    clock = Clock(monkeypatch, costs)
+    tail = measure(conv(), CHANNELS_LAST, ["direct", "torch"], Surroundings(2**20), p99=True)
+    assert clock.order.count("direct") >= 2 * _timing.ROUNDS_P99
+    assert tail["direct"].time_us == pytest.approx(50_000)
+    assert tail["torch"].time_us == pytest.approx(12_000)
+    usual = measure(conv(), CHANNELS_LAST, ["direct", "torch"], Surroundings(2**20))
+    assert usual["direct"].time_us == pytest.approx(10_000)
 
 
 def test_errors_are_against_float64():
