@@ -65,6 +65,10 @@ C.ai3_workspace.restype = ctypes.c_int64
 C.ai3_packed_bytes.argtypes = (*_QUERY, *_ERROR)
 C.ai3_packed_bytes.restype = ctypes.c_int64
 C.ai3_release_workspace.restype = ctypes.c_int64
+C.ai3_slot_free.argtypes = (ctypes.c_int64,)
+C.ai3_slot_free.restype = None
+C.ai3_slot_bytes.argtypes = (ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_bool))
+C.ai3_slot_bytes.restype = ctypes.c_int64
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
 C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
 C.ai3_program.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int, *_ERROR)
@@ -161,6 +165,21 @@ def program(text: str, inputs: Sequence[tuple[Sequence[int], torch.dtype, int]])
     if (record := C.ai3_program(text.encode(), array, len(numbers), error, _ERROR_SIZE)) is None:
         raise RuntimeError(error.value.decode())
     return json.loads(record)
+
+
+class Packs(NamedTuple):
+    """What a slot holds."""
+
+    bytes: int
+    made: int  # how many packs so far
+    kept: bool  # False where the weight is another one in every call, so that each call packs
+
+
+def packs(slot: int) -> Packs:
+    """The packed weights that C++ keeps for a layer."""
+    made, kept = ctypes.c_int64(), ctypes.c_bool()
+    size = C.ai3_slot_bytes(slot, ctypes.byref(made), ctypes.byref(kept))
+    return Packs(size, made.value, kept.value)
 
 
 def machine(threads: int, again: bool = False) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ai3_ops.plan import Plan
 from ai3_ops.selectors import Selector, Tuner, listed
-from ai3_ops.steps.apply import MARKS, apply, unswap
+from ai3_ops.steps.apply import MARKS, apply, lay_out, unswap
 from ai3_ops.steps.decide import Outcome, decide
 from ai3_ops.steps.discover import discover, is_lazy, observe, run
 
@@ -72,6 +72,7 @@ def swap(
             tune=_tuner(model, example_inputs, allow_approximate),
         )
         apply(model, calls, lost)
+        lay_out(model, calls, None if example_inputs is None else lambda: run(model, example_inputs))
     except BaseException:
         unswap(model)
         for module, cls, marked in before:

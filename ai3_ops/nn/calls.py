@@ -6,7 +6,7 @@ become the operator's. An instance is called with the PyTorch function's argumen
 
 from __future__ import annotations
 
-import ctypes
+import secrets
 import sys
 import warnings
 import weakref
@@ -28,8 +28,6 @@ from ai3_ops.selectors import Algorithm
 _any_autocast, _dispatch_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_dispatch_stack
 _transform_level, _tracing_state = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
-_SAMPLES = 32  # 64-bit words of a weight that are compared to see writes through `.data`
-_PACK_FACTOR, _PACK_SLACK = 8, 2**20  # a pack is kept up to so many float32 numbers an element and so many bytes more
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -65,12 +63,10 @@ class CallPlan:
     autograd's Python rules takes longer than a small kernel does (docs/decisions/calls.md).
     """
 
-    __slots__ = ("numbers", "operator", "pack", "packed")
+    __slots__ = ("numbers", "operator")
 
-    def __init__(self, operator: Any, numbers: str, pack: Any) -> None:
+    def __init__(self, operator: Any, numbers: str) -> None:
         self.operator, self.numbers = operator._op, numbers
-        self.pack = pack  # the operator that packs the weight, or None
-        self.packed: list[Pack | None] = [None]  # shared by the plans that have the pack in common
 
     @staticmethod
     def numbers_of(operator: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -325,7 +321,7 @@ class Call:
         if _is_compiling():
             if operator is None and not self.watch:
                 raise RuntimeError(self.trouble)
-            return type(self).function(*args) if operator is None else operator(*args, **self.switches(args[0]))
+            return type(self).function(*args) if operator is None else self.forward(args)
         if operator is None:
             return self.without_operator(args)
         if not isinstance(args[0], Tensor):  # torch.fx traces
@@ -362,16 +358,26 @@ class Call:
         if doubt := self.doubts(args):
             raise RuntimeError(f"ai3::{self.operation}: {doubt}")
         if not (_grad_enabled() or _transformed(args[0])):
-            plan = self.plan(args)
+            given = self.cast(args)
+            plan = self.plan(given)
             if plan is not None:
-                output = self.infer(plan, args)
+                output = self.infer(plan, given)
                 if output is not None:
                     return output
+        return self.forward(args)
+
+    def forward(self, args: tuple[Any, ...]) -> Tensor:
+        """The operator's answer, with all its rules."""
+        assert self.operator is not None
         return self.operator(*args, **self.switches(args[0]))
 
     def pack_state(self) -> str:
         """Of an algorithm that packs: whether its packed weight is "kept", made "each call" or "not yet"."""
         return "not yet" if self.calls == self.torch_calls else "each call"
+
+    def cast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments as autocast has them, where it is on; operations without a rule for it take them as they are."""
+        return args
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """The operator's answer outside training and tracing; None where it must be asked as always."""
@@ -443,7 +449,7 @@ class Call:
             numbers = CallPlan.numbers_of(self.operator, args) + self.sizes(args)
         except RuntimeError:  # the operator says why
             return None
-        return CallPlan(infer, CallPlan.text(numbers), base.operator_named(f"_{self.operation}_{name}_pack"))
+        return CallPlan(infer, CallPlan.text(numbers))
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
         """What a rule chooses for such a call."""
@@ -488,63 +494,73 @@ class Call:
 
 
 class _Weighted(Call):
-    """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls."""
+    """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls.
+
+    The packs are kept in C++ (csrc/ops/slots.h), in a slot that is this call's alone and goes with it.
+    """
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.slot = secrets.randbits(62) + 1  # exported programs name it, too: no two calls anywhere have the same
+        weakref.finalize(self, _library.C.ai3_slot_free, self.slot).atexit = False
+        self.held: Callable[..., Any] | None = None  # the operator with a slot
 
     @property
-    def pack(self) -> Pack | None:
-        """A packed weight that is kept."""
-        return next((p.packed[0] for p in list(self.plans.values()) if p is not None and p.packed[0] is not None), None)
+    def packs(self) -> _library.Packs:
+        """The packed weights that are kept."""
+        return _library.packs(self.slot)
+
+    def choose(self, algorithm: Algorithm) -> None:
+        """Also finds the operator with a slot, where the choice has no gradients' algorithms and parameters of its own."""
+        super().choose(algorithm)
+        plain = not any(algorithm.backward) and self.options.keys() <= {"allow_tf32", "deterministic"}
+        self.held = base.operator_named(f"_{self.operation}_{algorithm.name}_held") if plain else None
+
+    def forward(self, args: tuple[Any, ...]) -> Tensor:
+        """With a slot, except where the weight is no parameter: it may be computed anew for every call."""
+        if self.held is None or not (_is_compiling() or type(args[1]) is nn.Parameter):
+            return super().forward(args)
+        return self.held(*args, self.slot, **self.switches(args[0]))
 
     def pack_state(self) -> str:
         """Also where one is kept."""
-        return "kept" if self.pack is not None else super().pack_state()
+        return "kept" if self.packs.bytes and self.packs.kept else super().pack_state()
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
-        """With the pack, where the algorithm packs."""
+        """With the version of the weight, by which C++ knows whether its pack still holds."""
         weight = args[1]
-        if type(weight) is not nn.Parameter:
+        if type(weight) is not nn.Parameter and type(weight) is not Tensor:
             return None
-        if plan.pack is not None:
-            pack = plan.packed[0]
-            if pack is None or not pack.holds(weight):
-                pack = plan.packed[0] = Pack.of(plan.pack, weight, args[3:])
-                if pack is None:
-                    return None
-            weight = pack.tensor
-        return plan.operator(args[0], weight, args[2], plan.numbers)
+        version = -1 if weight.is_inference() else weight._version
+        return plan.operator(args[0], weight, args[2], plan.numbers, version)
 
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """A rule may look at all of it."""
         weight = args[1]
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return weight.shape, weight.stride(), weight.dtype, args[2] is None, args[3:], deterministic
+        mode = _any_autocast(), torch.are_deterministic_algorithms_enabled()
+        return mode, args[0].dtype, weight.shape, weight.stride(), weight.dtype, args[2] is None, args[3:]
 
     def sizes(self, args: tuple[Any, ...]) -> list[int]:
-        """What a packed weight does not say, its sizes and memory format, and the switch."""
+        """PyTorch's switch, whether the weight must be cast, and the slot: none for a weight that is no parameter."""
         weight = args[1]
-        channels_last = weight.ndim == 4 and base.is_channels_last(weight)
-        return [*weight.shape, channels_last, torch.are_deterministic_algorithms_enabled()]
+        slot = self.slot if type(weight) is nn.Parameter else 0
+        return [torch.are_deterministic_algorithms_enabled(), _any_autocast() and weight.dtype != args[0].dtype, slot]
 
-    def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
-        """None where a pack would be too large to keep."""
-        plan = super().new_plan(args)
-        if plan is None:
-            return None
-        if plan.pack is not None and not self._affordable(plan.pack, args):
-            return None
-        for other in list(self.plans.values()):  # other threads make plans too
-            if other is not None and (other.pack, other.numbers) == (plan.pack, plan.numbers):
-                plan.packed = other.packed
-        return plan
+    def cast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Under autocast, the input in its dtype: C++ casts the weight once, when it packs it."""
+        if not _any_autocast() or args[1].dtype == torch.float64 or not torch.is_autocast_enabled("cpu"):
+            return args
+        return (base.autocast(args[0], "cpu"), *args[1:])
 
-    def _affordable(self, pack: Any, args: tuple[Any, ...]) -> bool:
-        """Whether a model's packs take memory in proportion to its weights: the spectra of a 1x1 weight do not."""
-        weight, name = args[1], pack._opname.removeprefix(f"_{self.operation}_").removesuffix("_pack")
-        problem = self.problem(*args)
-        if not registry.supports_problem(self.operation, name, problem)[0]:
-            return False  # the operator says why
-        size = registry.packed_bytes_sizes(self.operation, name, problem.device, problem.dtype, **problem.sizes)
-        return size <= _PACK_FACTOR * weight.numel() * max(weight.element_size(), 4) + _PACK_SLACK
+    def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
+        """As PyTorch's switch has it; in the dtype of the input."""
+        assert self.algorithm is not None
+        dtype = args[0].dtype
+        args = tuple(Spec.tensor(s._replace(dtype=dtype)) if isinstance(s, Spec) else s for s in map(Spec.of, args))
+        p = self.problem(*args)
+        switches = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        sizes = self.asked(self.algorithm, p._replace(sizes=p.sizes | switches)).sizes
+        return registry.resolve_sizes(self.operation, rule, p.device, p.dtype, **sizes)
 
 
 def _transformed(input: Tensor) -> bool:
@@ -553,44 +569,10 @@ def _transformed(input: Tensor) -> bool:
         type(input) is not Tensor
         or forward_ad._current_level >= 0
         or not input.is_cpu
-        or _any_autocast()
         or _dispatch_modes() > 0
         or _transform_level() is not None
         or _tracing_state() is not None
     )
-
-
-class Pack:
-    """A packed weight, and how to tell that the weight is still the one that was packed."""
-
-    def __init__(self, operator: Any, weight: Tensor, window: tuple[Any, ...]) -> None:
-        self.weight, self.version, self.address = weakref.ref(weight), weight._version, weight.data_ptr()
-        self.stride = weight.stride()
-        size = weight.numel() * weight.element_size()
-        words = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
-        if size >= 8:
-            words = words[: size // 8 * 8].cast("Q")
-        self.words = words[:: max(1, len(words) // _SAMPLES)]
-        self.sample = self.words.tobytes()
-        self.tensor = operator(weight, *window)
-
-    @staticmethod
-    def of(operator: Any, weight: Tensor, window: tuple[Any, ...]) -> Pack | None:
-        """None where nothing could tell a later change: no version, or elements that do not lie side by side."""
-        dense = weight.is_contiguous() or (weight.ndim == 4 and weight.is_contiguous(memory_format=torch.channels_last))
-        if weight.is_inference() or not dense or weight.numel() == 0 or weight.device.type != "cpu":
-            return None
-        return Pack(operator, weight, window)
-
-    def holds(self, weight: Tensor) -> bool:
-        """A write through `.data` leaves identity and version as they are: a sample of the elements sees it."""
-        return (
-            self.weight() is weight
-            and self.version == weight._version
-            and self.address == weight.data_ptr()
-            and self.stride == weight.stride()
-            and self.words.tobytes() == self.sample
-        )
 
 
 class _Switched(_Weighted):
@@ -600,14 +582,6 @@ class _Switched(_Weighted):
     def allow_tf32() -> bool:
         """PyTorch's switch for this operation."""
         raise NotImplementedError
-
-    def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
-        """Also as PyTorch's switch has it."""
-        assert self.algorithm is not None
-        p = self.problem(*args)
-        switches = {"deterministic": torch.are_deterministic_algorithms_enabled()}
-        sizes = self.asked(self.algorithm, p._replace(sizes=p.sizes | switches)).sizes
-        return registry.resolve_sizes(self.operation, rule, p.device, p.dtype, **sizes)
 
     def switches(self, input: Tensor) -> dict[str, Any]:
         """What the algorithm was given goes before PyTorch's switches."""

@@ -111,7 +111,7 @@ def operator_named(name: str) -> torch._ops.OpOverload | None:
 def algorithm_operators(operation: str, algorithm: str) -> dict[str, torch._ops.OpOverload]:
     """The operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
     names = {"": f"{operation}_{algorithm}"}
-    names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in ("backward", "pack", "packed", "packed_out")}
+    names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in ("backward", "pack", "packed", "packed_out", "held")}
     return {kind: op for kind, name in names.items() if (op := operator_named(name))}
 
 
@@ -216,18 +216,15 @@ class Operation:
             self.rules["backward"](self, operator_named(f"_{self.name}_mixed_backward"), "mixed")
         operators = algorithm_operators(self.name, algorithm)
         self.register_forward(operators.pop(""), algorithm)
-        register_determinism(self.name, algorithm)
+        for op in filter(None, (operator_named(f"{self.name}_{algorithm}"), operators.get("held"))):
+            register_determinism(op, self.name, algorithm)
         for kind, op in operators.items():
             self.rules[kind](self, op, algorithm)
         if infer := operator_named(f"_{self.name}_{algorithm}_infer"):  # as if autograd were not there: it is off
             LIBRARY.impl(infer, torch.library.fallthrough_kernel, "AutogradCPU")
 
-    def register_forward(self, op: torch._ops.OpOverload, algorithm: str) -> None:
-        """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""
-
-        def fake(*args: Any, forward: str = algorithm, **options: Any) -> Tensor:
-            return self.fake(forward, *args, **options)
-
+    def saver(self, algorithm: str) -> Callable[..., None]:
+        """`save`, and which operator computes the gradients with which options."""
         backward = operator_named(f"_{self.name}_{algorithm}_backward")
         known = () if backward is None else {a.name for a in backward._schema.arguments}
 
@@ -238,8 +235,16 @@ class Operation:
                 ctx.options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
             self.save(ctx, inputs, options, output)
 
+        return save
+
+    def register_forward(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""
+
+        def fake(*args: Any, forward: str = algorithm, **options: Any) -> Tensor:
+            return self.fake(forward, *args, **options)
+
         register_fake(op, fake)
-        register_autograd(op, self.backward, save)
+        register_autograd(op, self.backward, self.saver(algorithm))
         register_vmap(op, self.vmap)
         if self.autocast:
             register_autocast(op)
@@ -325,27 +330,34 @@ def register_vmap(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
     torch.library.register_vmap(op.name(), batch, lib=LIBRARY)
 
 
-def register_autocast(op: torch._ops.OpOverload) -> None:
-    """Floating-point tensors but float64 ones are cast to the autocast dtype, as ATen does for convolutions and linear."""
+def autocast(value: Any, device: str) -> Any:
+    """A floating-point tensor of `device` but float64 ones in the autocast dtype; anything else as it is."""
+    eligible = (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+        and value.device.type == device
+    )
+    return value.to(torch.get_autocast_dtype(device)) if eligible else value
+
+
+def register_autocast(op: torch._ops.OpOverload, rule: Callable[..., Any] | None = None) -> None:
+    """Tensors are cast to the autocast dtype, as ATen does for convolutions and linear.
+
+    `rule(device, *args, **options)`, where given, casts and calls; it runs without autocast.
+    """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
         torch._C.DispatchKey.AutocastCUDA
     )
+
+    def cast_all(device: str, *args: Any, **options: Any) -> Any:
+        return op(*(autocast(value, device) for value in args), **options)
+
     for device, key in AUTOCAST.items():
 
         def kernel(*args: Any, _device: str = device, **options: Any) -> Any:
-            dtype = torch.get_autocast_dtype(_device)
-
-            def cast(value: Any) -> Any:
-                eligible = (
-                    isinstance(value, Tensor)
-                    and value.is_floating_point()
-                    and value.dtype != torch.float64
-                    and value.device.type == _device
-                )
-                return value.to(dtype) if eligible else value
-
             with torch._C._ExcludeDispatchKeyGuard(keys):
-                return op(*map(cast, args), **options)
+                return (rule or cast_all)(_device, *args, **options)
 
         LIBRARY.impl(op, kernel, key)
 
@@ -356,7 +368,7 @@ def register_flops(op: torch._ops.OpOverload, formula: Callable[..., int]) -> No
         register_flop_formula(op.overloadpacket)(formula)
 
 
-def register_determinism(operation: str, algorithm: str) -> None:
+def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: str) -> None:
     """An algorithm that is not deterministic says so under `torch.use_deterministic_algorithms(True)`.
 
     BackendSelect is the one key that every eager call passes, also under inference_mode; only such algorithms pay for it.
@@ -368,8 +380,6 @@ def register_determinism(operation: str, algorithm: str) -> None:
     }
     if not devices:
         return
-    op = operator_named(f"{operation}_{algorithm}")
-    assert op is not None
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:

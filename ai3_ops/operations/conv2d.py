@@ -285,4 +285,5 @@ Conv2d.rules = {
     "pack": Conv2d.register_pack,
     "packed": Conv2d.register_packed,
     "packed_out": Conv2d.register_packed,
+    "held": Conv2d.register_held,
 }

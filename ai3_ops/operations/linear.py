@@ -195,4 +195,5 @@ Linear.rules = {
     "pack": Linear.register_pack,
     "packed": Linear.register_packed,
     "packed_out": Linear.register_packed,
+    "held": Linear.register_held,
 }

@@ -87,3 +87,39 @@ class Weighted(Operation):
         base.register_fake(op, fake)
         if op._schema.returns:
             base.register_inference_only(op)
+
+    def register_held(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """ai3::_<operation>_<algorithm>_held: the algorithm, with a slot in which C++ keeps the packed weight.
+
+        Compiled and exported programs call it, and swapped modules that record gradients. Under autocast the weight is
+        handed over as it is, so that one pack serves all calls.
+        """
+        public = base.operator_named(f"{self.name}_{algorithm}")
+        assert public is not None
+        save = self.saver(algorithm)
+
+        def fake(input: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any, **options: Any) -> Tensor:
+            if options.pop("cast_weight", False):
+                weight, bias = weight.to(input.dtype), bias if bias is None else bias.to(input.dtype)
+            return self.fake(algorithm, input, weight, bias, *rest[:-1], **options)
+
+        def save_held(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+            save(ctx, inputs[:-1], options, output)
+
+        def vmap(_: Any, size: int, dims: base.Dims, *args: Any, cast_weight: bool = False, **options: Any) -> Any:
+            return self.vmap(public, size, dims[: len(args) - 1], *args[:-1], **options)
+
+        def autocast(device: str, *args: Any, cast_weight: bool = False, **options: Any) -> Any:
+            input, weight, bias, *rest = args
+            x = base.autocast(input, device)
+            if torch.is_grad_enabled() or weight.dtype == torch.float64 or x.dtype == torch.float64:
+                tensors = (base.autocast(t, device) for t in (weight, bias))
+                return public(x, *tensors, *rest[:-1], **options)
+            return op(x, weight, bias, *rest, **options, cast_weight=True)
+
+        base.register_fake(op, fake)
+        base.register_autograd(op, self.backward, save_held)
+        base.register_vmap(op, vmap)
+        base.register_autocast(op, autocast)
+        if self.flops:
+            base.register_flops(op, self.flops)

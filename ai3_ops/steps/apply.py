@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
-from ai3_ops.nn import original_class, set_class, swapped_class
+from ai3_ops.nn import layout, original_class, set_class, swapped_class
 from ai3_ops.nn.rewrite import Sites, Swapped
-from ai3_ops.plan import CHANNELS_LAST
 
 if TYPE_CHECKING:
     from ai3_ops.steps.describe import Described
@@ -31,7 +30,6 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             set_class(described.module, swapped_class(original_class(described.module)))
         else:
             vars(described.module)["_ai3"] = [described.call.note()]
-        _lay_out(described)
     for module, own in sites.values():
         if any(call.algorithm is not None for call in own.calls.values()):
             own.install(module)
@@ -46,14 +44,27 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             vars(module)["_ai3_lost"] = asdict(what)
 
 
-def _lay_out(described: Described) -> None:
-    """Brings a conv2d module's weight into the memory format of a plan, in place: its values and its identity stay."""
-    conv2d = described.site is None and described.operation == "conv2d"
-    weight = described.module._parameters.get("weight") if conv2d else None
-    if described.layout is None or weight is None:
+def lay_out(model: nn.Module, calls: list[Described], run: Callable[[], None] | None) -> None:
+    """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
+
+    Where the model's code may need NCHW activations, only if `run`, which runs the model once, then works.
+    """
+    convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
+    for described in convolutions:
+        if described.layout is not None:
+            layout.convert([described.module], to=layout.FORMATS[described.layout])
+    free = [d.module for d in convolutions if d.layout is None and d.call.algorithm is not None]
+    viewers = layout.viewers(model) if free else []
+    if viewers and run is None:
         return
-    wanted = torch.channels_last if described.layout == CHANNELS_LAST else torch.contiguous_format
-    weight.data = weight.data.contiguous(memory_format=wanted)
+    undo = layout.convert(free)
+    if viewers and run is not None:
+        try:
+            run()
+        except RuntimeError:
+            undo()
+        for described in calls:
+            described.call.calls = described.call.torch_calls = 0
 
 
 def unswap(model: nn.Module) -> nn.Module:

@@ -153,11 +153,11 @@ Tensor of_channels(const Entry& asked, const std::optional<Tensor>& given, const
 }  // namespace
 
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
-  check_same(asked, c.input, c.weight, "weight");
+  check_weight(asked, c);
   const bool packed = !c.weight_size.empty();
   Conv2dProblem p = conv2d_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight));
   const Device device = device_of(asked, c.input);
-  bool channels_last = suggests_channels_last(c.input) || (packed ? c.weight_channels_last : suggests_channels_last(c.weight));
+  bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
   if (c.unbatched && c.output) c.output = torch::stable::unsqueeze(*c.output, 0);
   if (c.unbatched && c.residual && c.residual->dim() == 3) c.residual = torch::stable::unsqueeze(*c.residual, 0);
@@ -180,7 +180,8 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
 
   Tensor output;
   if (traits.tensors && p.batch > 0) {
-    c.channels_last = channels_last;
+    c.channels_last = channels_last, c.algorithm = &chosen.algorithm->info;
+    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(chosen, p, c, pack_description(p)).tensor;
     const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
     output = with_dense_strides(*c.output, channels_last);
@@ -192,7 +193,9 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
         c.output && (is_dense(*c.output, channels_last) || (sliced && slice_strides(*c.output, channels_last, slice)));
     output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input, channels_last);
     if (p.batch > 0) {
-      const Tensor w = packed ? c.weight : as_contiguous(c.weight), b = c.bias ? as_contiguous(*c.bias) : w;
+      const ReadyWeight weight =
+          packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
+      const Tensor &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w;
       run_dense(chosen, p, set_strides, c.input, output, channels_last, [&](const Tensor& x, Tensor& y) {
         if (direct && slice.n && y.const_data_ptr() == output.const_data_ptr()) p.y_stride = slice;
         const Tensor r = c.residual ? dense(*c.residual, p.y_stride.c == 1) : x;
@@ -200,7 +203,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
                    {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                     c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
                     p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},
-                   x, packed && traits.packed_bytes);
+                   x, weight.packed);
       });
     }
     if (c.output && !direct) torch::stable::copy_(*c.output, output);

@@ -53,7 +53,7 @@ LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& wei
 }
 
 Tensor linear_run(const Entry& asked, LinearCall& c) {
-  check_same(asked, c.input, c.weight, "weight");
+  check_weight(asked, c);
   const bool packed = !c.weight_size.empty();
   Sizes sizes;
   LinearProblem p = linear_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight), sizes);
@@ -71,16 +71,20 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     else
       torch::stable::zero_(output);
   } else if (traits.tensors) {
+    c.algorithm = &chosen.algorithm->info;
+    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(chosen, p, c, pack_description(p)).tensor;
     const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
     return c.output.value();
   } else {
-    const Tensor x = as_contiguous(c.input), w = packed ? c.weight : as_contiguous(c.weight),
-                 b = c.bias ? as_contiguous(*c.bias) : w, r = c.residual ? as_contiguous(*c.residual) : x;
+    const ReadyWeight weight =
+        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
+    const Tensor x = as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,
+                 r = c.residual ? as_contiguous(*c.residual) : x;
     run_kernel(chosen, p,
                {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                 c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},
-               x, packed && traits.packed_bytes);
+               x, weight.packed);
   }
   if (c.output && !direct) torch::stable::copy_(*c.output, output);
   return output;

@@ -61,7 +61,7 @@ struct Operation {
   int64_t (*packed_bytes)(const Entry&, Device, const Query&);  // bytes of what the pack operator returns
   std::string (*describe)(const AlgorithmInfo&);                // JSON members of its traits
 };
-inline constexpr int kKindsAtMost = 6;
+inline constexpr int kKindsAtMost = 7;
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
 #define AI3_OPERATION(name_, ...)                                                                                    \
   constinit ::ai3::ops::OperationState name_##_state;                                                                \

@@ -40,6 +40,11 @@ class Arguments {
       }
     return torch::stable::detail::to<T>(*next_++);
   }
+  // What follows the text in a call for inference.
+  template <class T>
+  T take_from_stack() {
+    return torch::stable::detail::to<T>(*next_++);
+  }
   Sizes take_list(size_t length) {
     if (!in_text_) return take<Sizes>();
     Sizes list(length);

@@ -1,6 +1,6 @@
 // What operations with a weight share: their calls, and the operators for output, gradients and packed weights.
 #pragma once
-#include "tensors.h"
+#include "slots.h"
 
 namespace ai3::ops {
 
@@ -8,12 +8,14 @@ namespace ai3::ops {
 struct WeightedCall {
   Tensor input, weight;  // the weight is a packed one where weight_size is given
   Sizes weight_size;
-  bool weight_channels_last = false;  // of a packed one: the memory format that the weight had
+  Slot slot;                 // of the weight's packs, where they are kept
+  bool cast_weight = false;  // weight and bias may have another dtype, as under autocast: what is kept is cast once
   std::optional<Tensor> bias, residual;
   Activation activation = Activation::none;
   bool allow_tf32 = false, deterministic = false;
-  std::string exclude;           // patterns of algorithms that a rule may not choose, between commas
-  std::optional<Tensor> output;  // where to write, when it is given; what an algorithm of PyTorch's operators leaves
+  std::string exclude;                       // patterns of algorithms that a rule may not choose, between commas
+  std::optional<Tensor> output;              // where to write, when it is given; what an algorithm of PyTorch's operators leaves
+  const AlgorithmInfo* algorithm = nullptr;  // for algorithms of PyTorch's operators: their own record
 
   void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
   const char* excluded() const { return exclude.empty() ? nullptr : exclude.c_str(); }
@@ -21,6 +23,41 @@ struct WeightedCall {
   void take_window(Arguments&) {}
   void take_prologue(Arguments&) {}
 };
+
+// Checks dtypes and devices; casts the bias where the weight may be cast.
+inline void check_weight(const Entry& asked, WeightedCall& c) {
+  if (!c.cast_weight) return check_same(asked, c.input, c.weight, "weight");
+  check(c.input.defined() && c.weight.defined(), asked, "needs tensors as input and weight, got None");
+  dtype_of(asked, c.weight);
+  check(c.input.device() == c.weight.device(), asked, "needs input and weight on one device");
+  if (c.bias && c.bias->scalar_type() != c.input.scalar_type()) c.bias = torch::stable::to(*c.bias, c.input.scalar_type());
+}
+
+// A model's packs take memory in proportion to its weights: the spectra of a 1x1 weight do not, and are made for each call.
+inline bool affordable(int64_t pack_bytes, const Tensor& weight) {
+  constexpr int64_t factor = 8, slack = int64_t{1} << 20;
+  return pack_bytes <= factor * weight.numel() * std::max<int64_t>(4, static_cast<int64_t>(weight.element_size())) + slack;
+}
+
+// The weight as the kernel reads it, and whether that is the packed form: from the call's slot where it has one.
+struct ReadyWeight {
+  Tensor tensor;
+  bool packed;
+};
+template <class P>
+ReadyWeight ready_weight(const Chosen<P>& chosen, const P& p, const WeightedCall& c, const Sizes& description) {
+  const Traits<P>& traits = chosen.algorithm->traits;
+  const bool packs = traits.packed_bytes != nullptr, same = c.weight.scalar_type() == c.input.scalar_type();
+  if (c.slot && (packs || !same || !is_contiguous(c.weight)) &&
+      (!packs || affordable(packed_tensor_bytes(traits, p), c.weight))) {
+    const PackKey key{&chosen.algorithm->info, hash_of(description), c.input.scalar_type()};
+    if (auto pack =
+            kept(c.slot, key, c.weight, [&](const Tensor& w) { return packs ? pack_weight(chosen, p, w, description) : w; }))
+      return {*pack, packs};
+  }
+  const Tensor weight = as_contiguous(c.weight);
+  return {same ? weight : torch::stable::to(weight, c.input.scalar_type()), false};
+}
 
 // Checks what only packed calls have. `sizes` are the output's.
 template <class P>
@@ -40,8 +77,6 @@ void check_packed(const Entry& asked, const WeightedCall& c, const Traits<P>& tr
   }
   check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, description));
 }
-
-constexpr int kPackKind = 2;  // in the tables below
 
 // The boxed functions of an operation. O has the types Call (a WeightedCall) and Problem, weight_rank, and the functions
 //   Problem problem(const Entry&, Call&)               of an unpacked call
@@ -128,14 +163,22 @@ struct WeightedOperators {
     const Chosen<Problem> chosen(entry, device_of(entry, c.weight), p);
     give(stack, 0, pack_weight(chosen, p, c.weight, O::description(p)));
   }
-  // What a swapped module calls in eager inference; the weight is the packed one where the algorithm packs.
+  // What a swapped module calls in eager inference. `version` is the weight's, as Slot has it.
   static void infer(const Entry& entry, StableIValue* stack) {
     Arguments in(stack, true);
     Call c = forward_call(in);
-    c.weight_size = in.take_list(O::weight_rank);
-    c.weight_channels_last = in.take<bool>(), c.deterministic = in.take<bool>();
+    c.deterministic = in.take<bool>(), c.cast_weight = in.take<bool>(), c.slot.id = in.take<int64_t>();
+    c.slot.version = in.take_from_stack<int64_t>();
     check_inference(entry);
-    if (!(entry.defined & 1u << kPackKind)) c.weight_size.clear();
+    give(stack, 0, O::run(entry, c));
+  }
+  // The same in compiled and exported programs, with gradients.
+  static void held(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
+    Call c = forward_call(in);
+    c.slot.id = in.take<int64_t>();
+    c.take_options(in);
+    c.cast_weight = in.take<bool>();
     give(stack, 0, O::run(entry, c));
   }
   static Call packed_call(const Entry& entry, Arguments& in, bool with_out) {
@@ -169,6 +212,7 @@ struct WeightedOperators {
 // defaults, and, without, as gradients have them; `prologue` those of take_prologue. Each begins with a comma.
 #define AI3_OPTIONS ", *, bool allow_tf32=False, bool deterministic=False"
 #define AI3_FORWARD(window) "(Tensor input, Tensor weight, Tensor? bias=None" window AI3_OPTIONS
+#define AI3_HELD(window) "(Tensor input, Tensor weight, Tensor? bias" window ", int slot" AI3_OPTIONS ", bool cast_weight=False"
 #define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
 #define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\", str exclude=\"\""
 #define AI3_PACKED(window, prologue)                                          \
@@ -184,8 +228,9 @@ struct WeightedOperators {
        has_packs<O::Problem>},                                                                                                \
       {"_" operation "_", "_packed_out", AI3_PACKED(window, prologue) ", Tensor(a!) out) -> ()",                              \
        WeightedOperators<O>::packed_out, has_packs<O::Problem>},                                                              \
-      {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers) -> Tensor",                     \
+      {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers, int version) -> Tensor",        \
        WeightedOperators<O>::infer, is_method<O::Problem>},                                                                   \
+      {"_" operation "_", "_held", AI3_HELD(gradient_window) ") -> Tensor", WeightedOperators<O>::held, nullptr},             \
   };                                                                                                                          \
   constexpr SharedOperator shared[] = {                                                                                       \
       {"_" operation "_mixed" AI3_FORWARD(window) AI3_NAMES ") -> Tensor", WeightedOperators<O>::mixed},                      \

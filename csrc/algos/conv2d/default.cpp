@@ -1,6 +1,7 @@
 // The project's choice by shape, without measuring: the first row that fits and whose algorithm supports the case. Nothing
 // approximate, and `winograd` never takes F(6x6, 3x3).
 #include "patches.h"
+#include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -23,6 +24,16 @@ bool enough_channels(const Conv2dProblem& p) {
   const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
   return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least;
 }
+// In 16 bits the vendor multiplies pairs where the processor can, at twice the rate of float32. Of our own kernels those for 1x1
+// and depthwise layers do so, too; Winograd, in float32, must save more than half of the products
+// (docs/algorithms/conv2d/default.md).
+bool vendor_multiplies_pairs(const Conv2dProblem& p) {
+  if (size_of(p.dtype) != 2 || is_pointwise(p)) return false;
+  Reason ignored;
+  if (!is_concrete(p) || !winograd_supports(p, ignored)) return true;
+  const double f2 = work(TransformDomainTraits<Winograd<2>>::cost(p)), f4 = work(TransformDomainTraits<Winograd<4>>::cost(p));
+  return (f2 < f4 ? f2 : f4) > flops(p) / 2;
+}
 
 struct Row {
   Choice choice;
@@ -31,6 +42,7 @@ struct Row {
 constexpr Row rows[] = {
     {{"depthwise", "one input channel for each filter"},
      [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
+    {{"onednn", "multiplies 16-bit pairs, and winograd saves less"}, vendor_multiplies_pairs},
     // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
     {{"winograd", "saves more products than its transforms cost"},
      [](const Conv2dProblem& p) { return enough_channels(p) && flops(p) >= kLeastFlops; }},

@@ -9,17 +9,10 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-// A byte from memory takes about the time of this many operations.
-constexpr double kOperationsPerByte = 8;
-
 Choice choose_form(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
-  auto time = [](const Cost& cost) {
-    const double memory = kOperationsPerByte * cost.bytes;
-    return cost.flops > memory ? cost.flops : memory;
-  };
   auto small = [&] {
     if (p.batch < 0 || p.in_channels < 0 || p.out_channels < 0 || p.out_height < 0 || p.out_width < 0) return false;  // a query's
-    return time(TransformDomainTraits<Winograd<2>>::cost(p)) < time(TransformDomainTraits<Winograd<4>>::cost(p));
+    return work(TransformDomainTraits<Winograd<2>>::cost(p)) < work(TransformDomainTraits<Winograd<4>>::cost(p));
   };
   Choice choice{"winograd_f4", "less work than F(2x2, 3x3)"};
   if (p.kernel_height != 3 || p.kernel_width != 3)

@@ -1,4 +1,5 @@
-// oneDNN's convolution through the copy that PyTorch bundles, so that no second thread pool comes in.
+// oneDNN's convolution through the copy that PyTorch bundles, so that no second thread pool comes in. Where the call has a slot
+// for packs, the weight is reordered once, into the blocked form that oneDNN wants (PyTorch's opaque kind of tensor).
 #include "../onednn.h"
 
 #include "../conv2d.h"
@@ -12,10 +13,20 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
   // kernel that leaves one column; docs/pytorch.md), so it gets NCHW's strides.
   const bool channels_last = c.channels_last && p.in_channels > 1;
   auto operand = [&](const Tensor& t) { return with_dense_strides(dense(t, channels_last), channels_last); };
-  const Tensor x = operand(c.input), w = operand(c.weight);
+  const Tensor x = operand(c.input);
   if (c.bias) c.bias = as_contiguous(*c.bias);  // oneDNN would read it as if it were
-  c.output =
-      dense(call_aten("aten::mkldnn_convolution", "", x, w, c.bias, c.padding, c.stride, c.dilation, c.groups), c.channels_last);
+  // The form depends on the window; on the input's size, too, but only in what is fastest.
+  const PackKey key{c.algorithm, hash_of({p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups}),
+                    c.input.scalar_type()};
+  const std::optional<Tensor> reordered = kept(c.slot, key, c.weight, [&](const Tensor& w) {
+    return call_aten("mkldnn::_reorder_convolution_weight", "", w, c.padding, c.stride, c.dilation, c.groups,
+                     std::optional<Sizes>(sizes_of(x)));
+  });
+  const Tensor y = reordered ? call_aten("mkldnn::_convolution_pointwise", "", x, *reordered, c.bias, c.padding, c.stride,
+                                         c.dilation, c.groups, std::string("none"), Sizes{}, std::optional<std::string>(""))
+                             : call_aten("aten::mkldnn_convolution", "", x, operand(c.weight), c.bias, c.padding, c.stride,
+                                         c.dilation, c.groups);
+  c.output = dense(y, c.channels_last);
 }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<Conv2dProblem>,

@@ -1,0 +1,256 @@
+"""Whole networks in the ways that people run them: `swap(model, "default")` beside the model that it came from.
+
+    python -m benchmarks.ways [--models resnet18,...] [--dtypes float32,...] [--layouts nchw,...] [--modes inference,...]
+                              [--batches 1,8] [--forms] [--seconds 2]
+
+Every cell runs both models the same way (dtype, memory format of the input, inference or a training step, batch), in turns that
+alternate in one process, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and AOTInductor
+forms of the swapped model, and models swapped or made under `inference_mode`, with the swapped model run eagerly. Cells that were
+measured before stay in the table (docs/benchmarks/ways.json) until they are measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import ai3_ops
+from benchmarks import measure
+
+PAGE = measure.ROOT / "docs" / "benchmarks" / "ways.md"
+MODELS = (
+    "resnet18",
+    "mobilenet_v3_small",
+    "mobilenet_v3_large",
+    "efficientnet_b0",
+    "googlenet",
+    "densenet121",
+    "vit_b_16",
+    "swin_t",
+    "fcn_resnet50",
+)
+DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast")
+LAYOUTS = ("nchw", "channels_last")
+MODES = ("inference", "training")
+BATCHES = (1, 8)
+FORMS = ("compile", "compile, frozen", "AOTInductor", "swapped in inference_mode", "made in inference_mode")
+REACHED = 0.97  # a ratio within 3 % of its target counts as reached
+
+
+def build(name: str) -> nn.Module:
+    """A torchvision network with random weights, the same every time."""
+    import torchvision
+
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"weights_backbone": None} if name.startswith("fcn") else {}
+    if name == "googlenet":
+        options = {"init_weights": True, "aux_logits": False}
+    model = torchvision.models.get_model(name, weights=None, **options)
+    return model.eval()
+
+
+def image(batch: int, dtype: torch.dtype, layout: str) -> Tensor:
+    """Normal numbers of 224x224 pixels."""
+    x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
+
+
+def tensor_of(output: Any) -> Tensor:
+    """The main output of a torchvision network."""
+    return output["out"] if isinstance(output, dict) else output
+
+
+def inference(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
+    """One call under inference_mode."""
+
+    def run() -> Any:
+        with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model(x)
+
+    return run
+
+
+def training(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
+    """One step: forward, backward, and a change of every weight, as an optimizer makes it."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+
+    def step() -> Any:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = tensor_of(model(x)).float().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def cell(name: str, dtype: str, layout: str, mode: str, batch: int, seconds: float) -> dict[str, Any]:
+    """One cell of the table: milliseconds of both, and the ratio."""
+    autocast = dtype == "autocast"
+    kind = torch.float32 if autocast else getattr(torch, dtype)
+    model = build(name).to(kind)
+    if layout == "channels_last":
+        model = model.to(memory_format=torch.channels_last)
+    x = image(batch, kind, layout)
+    if mode == "training" and name in ("resnet18", "densenet121", "googlenet") and batch == 1:
+        pass  # batch norms of one image still have many pixels
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        swapped = ai3_ops.swap(model, "default")
+    run = inference if mode == "inference" else training
+    calls = [run(model, x, autocast), run(swapped, x, autocast)]
+    for call in calls:
+        call()
+        call()
+    times = measure.turns(calls, seconds)
+    plain, ours = (statistics.median(t) for t in times)
+    return {"torch_ms": plain * 1e3, "ai3_ms": ours * 1e3, "ratio": plain / ours, "turns": len(times[0])}
+
+
+def form(name: str, which: str, seconds: float) -> dict[str, Any]:
+    """A form of the swapped model beside the swapped model run eagerly: float32, NCHW, batch 1."""
+    x = image(1, torch.float32, "nchw")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        swapped = ai3_ops.swap(build(name), "default")
+        other = _in_form(swapped, name, which, x)
+    calls = [inference(swapped, x, False), inference(other, x, False)]
+    for call in calls:
+        call()
+        call()
+    times = measure.turns(calls, seconds)
+    eager, ours = (statistics.median(t) for t in times)
+    return {"eager_ms": eager * 1e3, "form_ms": ours * 1e3, "ratio": eager / ours, "turns": len(times[0])}
+
+
+def _in_form(swapped: nn.Module, name: str, which: str, x: Tensor) -> Any:
+    match which:
+        case "compile":
+            torch._dynamo.reset()
+            return torch.compile(copy.deepcopy(swapped))
+        case "compile, frozen":
+            torch._dynamo.reset()
+            compiled = torch.compile(copy.deepcopy(swapped), options={"freezing": True})
+            with torch.inference_mode():
+                compiled(x)
+            return compiled
+        case "AOTInductor":
+            with torch.no_grad():
+                exported = torch.export.export(swapped, (x,))
+            with tempfile.TemporaryDirectory() as folder:
+                path = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "model.pt2"))
+                return torch._inductor.aoti_load_package(path)
+        case "swapped in inference_mode":
+            with torch.inference_mode():
+                return ai3_ops.swap(build(name), "default")
+        case "made in inference_mode":
+            with torch.inference_mode():
+                return ai3_ops.swap(build(name), "default")
+    raise ValueError(f"no form {which!r}")
+
+
+@contextlib.contextmanager
+def saved(path: Path) -> Iterator[dict[str, Any]]:
+    """The measurements so far; written when something was added."""
+    data = json.loads(path.read_text()) if path.exists() else {"cells": {}, "forms": {}}
+    try:
+        yield data
+    finally:
+        path.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
+
+
+def page(data: dict[str, Any]) -> Iterator[str]:
+    """The Markdown page."""
+    yield "# Whole networks in the ways that people run them"
+    yield ""
+    yield 'Written by `python -m benchmarks.ways`. How many times as long PyTorch\'s own model takes as `swap(model, "default")`,'
+    yield "run the same way (dtype, memory format of the input, mode, batch), 224x224 images, medians of turns that alternate;"
+    yield 'below 0.97 in bold. "autocast" is to bfloat16.'
+    yield ""
+    for key, value in data.get("machine", {}).items():
+        yield f"- {key}: {value}"
+    yield ""
+    for mode in MODES:
+        yield f"## {mode.capitalize()}"
+        columns = [(d, layout, b) for d in DTYPES for layout in LAYOUTS for b in BATCHES]
+        short = {"nchw": "NCHW", "channels_last": "NHWC"}
+        rows = []
+        for name in MODELS:
+            row = [name]
+            for dtype, layout, batch in columns:
+                found = data["cells"].get(f"{name} {dtype} {layout} {mode} {batch}")
+                row.append("" if found is None else _ratio(found["ratio"]))
+            rows.append(row)
+        head = ["network", *(f"{d} {short[layout]} {b}" for d, layout, b in columns)]
+        yield from measure.table(head, rows, " " + "r" * len(columns))
+        yield ""
+    yield "## Forms of the swapped model"
+    yield ""
+    yield "How many times as long the swapped model takes eagerly as in this form: float32, NCHW, batch 1, inference."
+    yield ""
+    rows = []
+    for name in MODELS:
+        found = [data["forms"].get(f"{name} {which}") for which in FORMS]
+        rows.append([name, *("" if f is None else _ratio(f["ratio"], 1 / 1.05) for f in found)])
+    yield from measure.table(["network", *FORMS], rows, " " + "r" * len(FORMS))
+
+
+def _ratio(value: float, least: float = REACHED) -> str:
+    return f"{value:.2f}" if value >= least else f"**{value:.2f}**"
+
+
+def main() -> int:
+    """Measures the cells that are asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ways", description=__doc__.splitlines()[0])
+    for what, known in (("models", MODELS), ("dtypes", DTYPES), ("layouts", LAYOUTS), ("modes", MODES)):
+        parser.add_argument(f"--{what}", default=",".join(known))
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--forms", action="store_true", help="forms of the swapped model instead of the cells")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of turns for each cell")
+    parser.add_argument("--output", type=Path, default=PAGE)
+    a = parser.parse_args()
+    console = Console(width=140)
+    load = measure.Load()
+    path = a.output.with_suffix(".json")
+    wanted: list[tuple[str, ...]] = []
+    for name in a.models.split(","):
+        if a.forms:
+            wanted += [(name, which) for which in FORMS]
+            continue
+        for dtype in a.dtypes.split(","):
+            for mode in a.modes.split(","):
+                for layout in a.layouts.split(","):
+                    wanted += [(name, dtype, layout, mode, batch) for batch in a.batches.split(",")]
+    with saved(path) as data:
+        for what in wanted:
+            gc.collect()
+            if a.forms:
+                result = data["forms"][" ".join(what)] = form(what[0], what[1], a.seconds)
+            else:
+                name, dtype, layout, mode, batch = what
+                result = data["cells"][" ".join(what)] = cell(name, dtype, layout, mode, int(batch), a.seconds)
+            times = " ".join(f"{k} {v:.4g}" for k, v in result.items())
+            console.print(f"{' '.join(what)}: {times}", highlight=False)
+        data["machine"] = measure.machine(torch.get_num_threads(), load)
+        a.output.write_text("\n".join(page(data)) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,44 @@
+// Packed weights that are kept between calls. A slot belongs to one layer: a swapped module (which frees it), or a call in a
+// compiled or exported program, which names it by a number that no other layer has. It holds a few packs of that layer's weight,
+// for the algorithms and dtypes that it was called with.
+#pragma once
+#include <functional>
+
+#include "tensors.h"
+
+namespace ai3::ops {
+
+// The slot of a call, and the version counter of its weight where the caller knows it.
+struct Slot {
+  static constexpr int64_t kNone = 0;                            // packs are not kept
+  static constexpr int64_t kUnversioned = -1, kAskVersion = -2;  // an inference tensor; ask PyTorch
+  int64_t id = kNone, version = kAskVersion;
+  explicit operator bool() const { return id != kNone; }
+};
+
+// What a pack is made for, besides the weight: the algorithm and everything that the pack's form may depend on.
+struct PackKey {
+  const AlgorithmInfo* algorithm;
+  uint64_t description;
+  ScalarType dtype;
+  bool operator==(const PackKey&) const = default;
+};
+inline uint64_t hash_of(const Sizes& numbers) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const int64_t n : numbers) {
+    hash = (hash ^ static_cast<uint64_t>(n)) * 0x100000001b3u;
+    hash ^= hash >> 32;
+  }
+  return hash;
+}
+
+// The pack of `weight` that the slot holds for `key`; made by `make(weight)`, which gets a contiguous weight of key.dtype, where
+// there is none or where the weight changed since: its address, strides, version or a fixed sample of its elements. Nothing where
+// it cannot be kept, because nothing tells a later change (a weight with gaps or overlaps) or because the slot's weight is
+// another one in every call (a parametrized weight).
+std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight,
+                           const std::function<Tensor(const Tensor&)>& make);
+
+inline int64_t bytes_of(const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); }
+
+}  // namespace ai3::ops
