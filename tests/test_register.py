@@ -387,17 +387,6 @@ def test_swapped_modules_see_what_is_registered_later(header, monkeypatch):
         assert torch.equal(model(X), 5 * X)
 
 
-def test_packs_are_made_again_after_a_registration():
-    model = ai3_ops.swap(torch.nn.Linear(3, 2), {"linear": "gemm"})
-    with torch.no_grad():
-        model(torch.randn(4, 3))
-        pack = model._ai3.pack
-        register_function("relu", "user_unrelated", torch.relu)
-        model(torch.randn(4, 3))
-    assert pack is not None
-    assert model._ai3.pack is not pack
-
-
 def test_python_callable():
     calls = []
 

@@ -182,6 +182,8 @@ class Call:
             "rule",
             "doubt",
             "gradients",
+            "slot",
+            "held",
         )
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
