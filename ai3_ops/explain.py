@@ -243,7 +243,8 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         used, why = _chosen(call)
     elif rule:
         why = _UNKNOWN
-    reasons = (call.missing, call.reason, trouble if swapped else "", why)
+    training = "training steps are PyTorch's, which is faster there" if call.left_training else ""
+    reasons = (call.missing, call.reason, trouble if swapped else "", why, training)
     memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
     return Layer(
         module + call.suffix,

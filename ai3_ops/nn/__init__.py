@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ai3_ops.nn.rewrite import Slow, Swapped, sites_class
+
+_grad_enabled = torch.is_grad_enabled
 
 
 def _weights(m: nn.Module) -> tuple[Any, Any]:
@@ -64,6 +67,8 @@ def _leaf_class(
     def forward(self: Any, input: Tensor) -> Tensor:
         call = self.__dict__.get("_ai3")
         if call is None:  # made by the user's code from type(self)
+            return original.forward(self, input)
+        if self.training and _grad_enabled() and call.leaves_training(input, self):
             return original.forward(self, input)
         return call(*arguments(self, input))
 

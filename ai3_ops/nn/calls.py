@@ -6,6 +6,7 @@ become the operator's. An instance is called with the PyTorch function's argumen
 
 from __future__ import annotations
 
+import functools
 import secrets
 import sys
 import warnings
@@ -167,6 +168,7 @@ class Call:
         self.generation = -1  # of the registry, for which the plans and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
         self.doubt = ""  # why it may not be taken after all
+        self.left_training = False  # whether PyTorch computed the last training step, as `default` has it
         self.mixed = False  # whether the gradients have algorithms of their own
         self.varies = False  # whether the algorithm is not deterministic
         self.gradients: dict[Any, str] = {}  # why the algorithms of the gradients cannot do a problem
@@ -184,6 +186,7 @@ class Call:
             "gradients",
             "slot",
             "held",
+            "left_training",
         )
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
@@ -461,6 +464,18 @@ class Call:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
         return self.options
 
+    def leaves_training(self, input: Tensor, module: nn.Module) -> bool:
+        """Whether `default` leaves a training step of this layer to PyTorch, where that is faster."""
+        if self.algorithm is None or self.algorithm.name != "default" or self.strict:
+            return False
+        left = not self.gains_in_training(input, module)
+        self.left_training = left
+        return left
+
+    def gains_in_training(self, input: Tensor, module: Any) -> bool:
+        """Whether `default` beats PyTorch in a training step; here: gradients by Python's rules cost more than it gains."""
+        return False
+
     @property
     def trouble(self) -> str:
         """The reason, and which layer it is about."""
@@ -624,6 +639,39 @@ class Conv2d(_Switched):
         return input, weight, bias, stride, padding, dilation, groups
 
 
+    def gains_in_training(self, input: Tensor, module: nn.Conv2d) -> bool:
+        """By the layer's shape; the measurements are in docs/decisions/backward.md."""
+        if input.device.type != "cpu" or input.ndim != 4:
+            return True
+        if module.groups == module.in_channels:  # depthwise
+            return True
+        pixels = input.shape[0]
+        for size, kernel, stride in zip(input.shape[2:], module.kernel_size, module.stride, strict=True):
+            pixels = pixels * ((size - 1) // stride + 1 if kernel > 1 or stride > 1 else size)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if fast_in(dtype):
+            return module.kernel_size == (3, 3) and module.stride == (1, 1) and pixels >= _PIXELS_16_BITS
+        if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
+            return True
+        if module.kernel_size == (1, 1):
+            return pixels * module.in_channels * module.out_channels // module.groups >= _PRODUCTS
+        return pixels >= _PIXELS
+
+
+# A training step packs the weight of every call, which takes so many output pixels to pay.
+_PIXELS, _PIXELS_16_BITS = 1024, 4096
+_PRODUCTS, _LINEAR_PRODUCTS = 2**21, 2**24  # below, autograd's rules in Python take longer than kernels gain
+
+
+@functools.cache
+def fast_in(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies pairs of 16 bits on this processor, through oneDNN."""
+    mkldnn: Any = torch.ops.mkldnn
+    if dtype == torch.bfloat16:
+        return bool(mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(mkldnn._is_mkldnn_fp16_supported())
+
+
 def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, dilation: Any) -> tuple[Tensor, Any]:
     if padding == "valid":
         return input, 0
@@ -655,6 +703,15 @@ class Linear(_Switched):
     def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
         """The same."""
         return input, weight, bias
+
+    def gains_in_training(self, input: Tensor, module: nn.Linear) -> bool:
+        """By the layer's size, as conv2d's."""
+        if input.device.type != "cpu":
+            return True
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if dtype.itemsize == 2:
+            return not fast_in(dtype)
+        return input.numel() * module.out_features >= _LINEAR_PRODUCTS
 
     def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None for a weight of one dimension, which is not packed."""

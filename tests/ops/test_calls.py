@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import gc
 import platform
 import subprocess
 import sys
@@ -214,3 +215,79 @@ def test_the_weights_memory_format_is_the_outputs(algorithm, kernel):
                 y, expected = swapped(x), module(x)
                 assert y.stride() == expected.stride()
                 torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)
+
+
+def packs(module):
+    return module._ai3.packs
+
+
+@pytest.mark.parametrize("made_in", [torch.no_grad, torch.inference_mode])
+def test_a_pack_is_made_once_in_every_way_of_running(made_in):
+    """Eager in each mode, autocast (a pack of its own), compiled and exported: nothing packs at every call."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 16, 12, 12)
+    with made_in():
+        swapped = ai3_ops.swap(nn.Conv2d(16, 16, 3, padding=1), "winograd_f2")
+    with torch.no_grad():
+        expected = swapped(x)
+        exported = torch.export.export(swapped, (x,)).module()
+        runs = [swapped, torch.compile(swapped, backend="eager", fullgraph=True), exported]
+        for run in runs:
+            for mode in (torch.no_grad, torch.inference_mode):
+                with mode():
+                    torch.testing.assert_close(run(x), expected, rtol=1e-5, atol=1e-5)
+        after = packs(swapped)
+        for run in runs:
+            run(x)
+        assert packs(swapped) == after
+        with torch.autocast("cpu", torch.bfloat16):
+            low = [swapped(x) for _ in range(3)]
+        assert packs(swapped).made == after.made + 1
+        assert low[0].dtype == torch.bfloat16
+        torch.testing.assert_close(low[2].float(), expected, rtol=0.05, atol=0.05)
+
+
+def test_slots_go_with_their_module_and_stop_keeping_what_changes():
+    torch.manual_seed(0)
+    module, x = nn.Conv2d(4, 4, 3), torch.randn(1, 4, 8, 8)
+    swapped = ai3_ops.swap(module, "direct")
+    slot = swapped._ai3.slot
+    with torch.no_grad():
+        for _ in range(40):
+            swapped.weight.add_(0.01)
+            torch.testing.assert_close(swapped(x), F.conv2d(x, swapped.weight, swapped.bias), rtol=1e-4, atol=1e-4)
+        assert not packs(swapped).kept
+        assert packs(swapped).made < 25
+        for _ in range(40):
+            swapped(x)
+        assert packs(swapped).kept
+    assert _library.packs(slot).bytes > 0
+    del swapped
+    gc.collect()
+    assert _library.packs(slot).bytes == 0
+
+
+def test_held_operators_have_gradients_vmap_and_refuse_what_the_others_refuse():
+    torch.manual_seed(0)
+    x, w, b = torch.randn(2, 3, 6, 6).double(), torch.randn(4, 3, 3, 3).double(), torch.randn(4).double()
+    inputs = [t.requires_grad_() for t in (x, w, b)]
+    held = ops._conv2d_direct_held
+    assert torch.autograd.gradcheck(lambda x, w, b: held(x, w, b, 1, 1, 1, 1, 5), inputs)
+    result = torch.func.vmap(lambda x: held(x, w, b, 1, 1, 1, 1, 5))(x.detach().unsqueeze(1))
+    torch.testing.assert_close(result.squeeze(1), F.conv2d(x, w, b, padding=1))
+    torch.library.opcheck(held.default, (x, w, b, [1, 1], [1, 1], [1, 1], 1, 5))
+    torch.library.opcheck(ops._linear_gemm_held.default, (torch.randn(3, 4), torch.randn(5, 4), None, 5))
+    with pytest.raises(RuntimeError, match="ai3::conv2d_direct: needs input and weight of one dtype"):
+        held(x.float(), w, b, 1, 1, 1, 1, 5)
+    _library.C.ai3_slot_free(5)
+
+
+def test_default_leaves_training_steps_that_it_would_slow_down_to_pytorch():
+    swapped = ai3_ops.swap(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=8)), "default")
+    x = torch.randn(1, 8, 8, 8)
+    swapped(x).sum().backward()
+    reasons = [layer.reason for layer in ai3_ops.explain(swapped).layers]
+    assert ["training steps" in reason for reason in reasons] == [True, True, False]
+    named = ai3_ops.swap(nn.Conv2d(8, 8, 3), "direct")
+    named(x).sum().backward()
+    assert named._ai3.calls == 1

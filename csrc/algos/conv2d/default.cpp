@@ -30,7 +30,7 @@ bool enough_channels(const Conv2dProblem& p) {
 bool vendor_multiplies_pairs(const Conv2dProblem& p) {
   if (size_of(p.dtype) != 2 || is_pointwise(p)) return false;
   Reason ignored;
-  if (!is_concrete(p) || !winograd_supports(p, ignored)) return true;
+  if (!is_concrete(p) || !enough_channels(p) || !winograd_supports(p, ignored)) return true;
   const double f2 = work(TransformDomainTraits<Winograd<2>>::cost(p)), f4 = work(TransformDomainTraits<Winograd<4>>::cost(p));
   return (f2 < f4 ? f2 : f4) > flops(p) / 2;
 }
