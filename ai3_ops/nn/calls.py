@@ -638,7 +638,6 @@ class Conv2d(_Switched):
             input, padding = _padding_of_word(input, weight, stride, padding, dilation)
         return input, weight, bias, stride, padding, dilation, groups
 
-
     def gains_in_training(self, input: Tensor, module: nn.Conv2d) -> bool:
         """By the layer's shape; the measurements are in docs/decisions/backward.md."""
         if input.device.type != "cpu" or input.ndim != 4:

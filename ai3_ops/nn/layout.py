@@ -54,9 +54,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def convert(
-    convolutions: list[nn.Module], to: torch.memory_format = torch.channels_last
-) -> Callable[[], None]:
+def convert(convolutions: list[nn.Module], to: torch.memory_format = torch.channels_last) -> Callable[[], None]:
     """Gives the weights of these convolutions a memory format, in place; returns what undoes it."""
     before: list[tuple[nn.Module, nn.Parameter, Tensor]] = []
     inference: dict[nn.Parameter, nn.Parameter] = {}
