@@ -29,6 +29,7 @@ from ai3_ops.selectors import Algorithm
 _any_autocast, _dispatch_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_dispatch_stack
 _transform_level, _tracing_state = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+_is_exporting = torch.compiler.is_exporting
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -534,8 +535,13 @@ class _Weighted(Call):
         self.held = base.operator_named(f"_{self.operation}_{algorithm.name}_held") if plain else None
 
     def forward(self, args: tuple[Any, ...]) -> Tensor:
-        """With a slot, except where the weight is no parameter: it may be computed anew for every call."""
-        if self.held is None or not (_is_compiling() or type(args[1]) is nn.Parameter):
+        """With a slot, but for a weight that is trained, or that is no parameter and may be computed for every call."""
+        weight = args[1]
+        if _is_compiling():
+            trained = _grad_enabled() and weight.requires_grad and not _is_exporting()
+        else:
+            trained = type(weight) is not nn.Parameter or (_grad_enabled() and weight.requires_grad)
+        if self.held is None or trained:
             return super().forward(args)
         return self.held(*args, self.slot, **self.switches(args[0]))
 

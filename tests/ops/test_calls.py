@@ -230,8 +230,9 @@ def test_a_pack_is_made_once_in_every_way_of_running(made_in):
         swapped = ai3_ops.swap(nn.Conv2d(16, 16, 3, padding=1), "winograd_f2")
     with torch.no_grad():
         expected = swapped(x)
-        exported = torch.export.export(swapped, (x,)).module()
-        runs = [swapped, torch.compile(swapped, backend="eager", fullgraph=True), exported]
+        runs = [swapped, torch.compile(swapped, backend="eager", fullgraph=True)]
+        if made_in is torch.no_grad:  # torch.export refuses inference tensors
+            runs.append(torch.export.export(swapped, (x,)).module())
         for run in runs:
             for mode in (torch.no_grad, torch.inference_mode):
                 with mode():
@@ -272,7 +273,9 @@ def test_held_operators_have_gradients_vmap_and_refuse_what_the_others_refuse():
     x, w, b = torch.randn(2, 3, 6, 6).double(), torch.randn(4, 3, 3, 3).double(), torch.randn(4).double()
     inputs = [t.requires_grad_() for t in (x, w, b)]
     held = ops._conv2d_direct_held
-    assert torch.autograd.gradcheck(lambda x, w, b: held(x, w, b, 1, 1, 1, 1, 5), inputs)
+    outputs = held(x, w, b, 1, 1, 1, 1, 5), ops.conv2d_direct(x, w, b, 1, 1)
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in outputs]
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
     result = torch.func.vmap(lambda x: held(x, w, b, 1, 1, 1, 1, 5))(x.detach().unsqueeze(1))
     torch.testing.assert_close(result.squeeze(1), F.conv2d(x, w, b, padding=1))
     torch.library.opcheck(held.default, (x, w, b, [1, 1], [1, 1], [1, 1], 1, 5))
