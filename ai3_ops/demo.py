@@ -33,6 +33,8 @@ from ai3_ops.registry import near
 
 CERTAIN_TURNS = 5  # of fewer, a median says little where the machine does other things too
 SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
+OPTIMIZED = "optimized"  # the row of ai3_ops.optimize
+OPTIMIZE_SECONDS = 5.0  # for its search
 
 
 class Network(NamedTuple):
@@ -244,6 +246,13 @@ def prepare(net: Network, digits: Digits, selectors: Any, x: Tensor) -> list[Run
         ),
     ]
     runs[2].layers = _share(runs[2].model, None)
+    if device.type == "cpu":
+
+        def fast(model: nn.Module, example: Tensor) -> nn.Module:
+            return ai3_ops.optimize(model, example, "default", budget_seconds=OPTIMIZE_SECONDS, progress=False)
+
+        models = fast(net.model, x[:1]), fast(digits.model, digit)
+        runs.append(Run(OPTIMIZED, *models, "all", channels_last=False))
     for a in registry.algorithms("conv2d", device):
         model = swapped(net.model, {"conv2d": a.name}, example)
         if share := _share(model, "conv2d"):
@@ -441,7 +450,8 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
     for heading in ("latency", "quartiles", "PyTorch's time / its", "error", "digits right", "agrees"):
         table.add_column(heading, justify="right")
     agreed = True
-    for i, run in enumerate(runs):
+    last = next((run.label for run in runs if run.label == OPTIMIZED), runs[2].label)  # before the single algorithms
+    for run in runs:
         agrees, error = _agrees(run, reference, tolerance), run.error(reference)
         agreed &= agrees or run.approximate
         accuracy = run.accuracy(digits)
@@ -452,7 +462,11 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
         doubt = "" if run.certain and runs[0].certain else "~"
         cells = (f"{run.latency * 1e3:.1f} ms", spread, f"{doubt}{speed:.2f}x", f"{error:.1e}", f"{accuracy:.2%}", word)
         table.add_row(
-            run.label, run.layers, *cells, end_section=i in (1, 2), style=None if agrees or run.approximate else "red"
+            run.label,
+            run.layers,
+            *cells,
+            end_section=run.label in (runs[1].label, last),
+            style=None if agrees or run.approximate else "red",
         )
     console.print(table)
     if not all(run.certain for run in runs):
@@ -463,8 +477,9 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
             markup=False,
         )
     console.print(
-        "Latency: the median. PyTorch: its own eager kernels. selected: what --selectors says. The others: that "
-        "algorithm (default: the project's choice by rules) in the conv2d layers that it can do, PyTorch in the rest. "
+        "Latency: the median. PyTorch: its own eager kernels. selected: what --selectors says. "
+        "optimized: ai3_ops.optimize. The others: that algorithm (default: the project's choice by rules) in the conv2d "
+        "layers that it can do, PyTorch in the rest. "
         "Error: largest difference of the output from PyTorch's in float64, over its largest value. Digits right: the "
         f"share that the small network, computed likewise, names rightly of {len(digits.labels)} digits that it has not "
         "seen.",
@@ -551,10 +566,11 @@ def _figure(
     axes.xaxis.set_visible(False)
     axes.set_title("selected: layers by algorithm", fontsize=10)
 
-    head, tail = runs[:3], sorted(runs[3:], key=lambda run: run.latency)
+    tail = sorted((r for r in runs[3:] if r.label != OPTIMIZED), key=lambda run: run.latency)
+    head = [run for run in runs if run not in tail]
     ordered = head + tail
     rows = range(len(ordered))
-    colors = [theirs if run in runs[:2] else chosen if run is runs[2] else ours for run in ordered]
+    colors = [theirs if run in runs[:2] else chosen if run in head else ours for run in ordered]
     latencies = [run.latency * 1e3 for run in ordered]
     doubts = ["" if run.certain and runs[0].certain else "~" for run in ordered]
     axes = figure.add_subplot(grid[:, 1])

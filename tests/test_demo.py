@@ -180,7 +180,9 @@ def test_demo(tmp_path, monkeypatch, capsys):
     table = out[out.index("Each algorithm beside the other") :]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     found = {label: cells for label, *cells in rows}
-    assert {"PyTorch", "PyTorch, channels last", "selected", "direct", "im2col", "winograd_f4"} <= set(found)
+    assert {"PyTorch", "PyTorch, channels last", "selected", "optimized", "direct", "im2col", "winograd_f4"} <= set(
+        found
+    )
     assert found["selected"][0].startswith("26 of ")
     for name, (_, latency, spread, speed, error, accuracy, agrees) in found.items():
         assert 1e-3 < float(latency.removesuffix(" ms")) < 1e5, name
