@@ -1,4 +1,4 @@
-"""The interfaces of PyTorch that are not public and that this package stands on; tests/test_private.py tries each."""
+"""The interfaces of PyTorch that are not public and that this package stands on; tests/test_edges.py tries each."""
 
 from __future__ import annotations
 

@@ -108,8 +108,6 @@ def cell(name: str, dtype: str, layout: str, mode: str, batch: int, seconds: flo
     if layout == "channels_last":
         model = model.to(memory_format=torch.channels_last)
     x = image(batch, kind, layout)
-    if mode == "training" and name in ("resnet18", "densenet121", "googlenet") and batch == 1:
-        pass  # batch norms of one image still have many pixels
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         swapped = ai3_ops.swap(model, "default")
@@ -161,7 +159,8 @@ def _in_form(swapped: nn.Module, name: str, which: str, x: Tensor) -> Any:
                 return ai3_ops.swap(build(name), "default")
         case "made in inference_mode":
             with torch.inference_mode():
-                return ai3_ops.swap(build(name), "default")
+                model = build(name)
+            return ai3_ops.swap(model, "default")
     raise ValueError(f"no form {which!r}")
 
 

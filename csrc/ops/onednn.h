@@ -12,6 +12,11 @@ inline bool mkldnn_says(const char* question) {
   return torch_call_dispatcher(question, "", &answer, TORCH_ABI_VERSION) == 0 && torch::stable::detail::to<bool>(answer);
 }
 
+// What oneDNN reorders a weight of `filters` rows into, its blocks of 16 filled up; PyTorch allocates it at each direct call.
+inline int64_t reordered_bytes(DType dtype, int64_t filters, int64_t channels, int64_t taps) {
+  return checked_product({round_up(filters, 16), round_up(channels, 16), taps, size_of(dtype)});
+}
+
 template <class P>
 bool onednn_supports(const P& p, Reason& reason) {
   static const bool bf16 = mkldnn_says("mkldnn::_is_mkldnn_bf16_supported"),

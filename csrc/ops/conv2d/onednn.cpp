@@ -29,8 +29,13 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
   c.output = dense(y, c.channels_last);
 }
 
+int64_t workspace(const Conv2dProblem& p) {
+  return p.groups *
+         reordered_bytes(p.dtype, p.out_channels / p.groups, p.in_channels / p.groups, p.kernel_height * p.kernel_width);
+}
+
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<Conv2dProblem>,
-                             .tensors = conv2d_onednn)
+                             .workspace = workspace, .tensors = conv2d_onednn)
 
 }  // namespace
 }  // namespace ai3::ops

@@ -19,8 +19,10 @@ void linear_onednn(const LinearProblem& p, void* call) {
   c.output = torch::stable::reshape(y, sizes);
 }
 
+int64_t workspace(const LinearProblem& p) { return reordered_bytes(p.dtype, p.out_features, p.in_features, 1); }
+
 AI3_ALGORITHM_WITHOUT_KERNEL(linear, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<LinearProblem>,
-                             .tensors = linear_onednn)
+                             .workspace = workspace, .tensors = linear_onednn)
 
 }  // namespace
 }  // namespace ai3::ops
