@@ -100,7 +100,9 @@ def _randomly(model: nn.Module) -> str:
     filled = []
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(module, (nn.Linear, nn.Conv2d)) and isinstance(weight, nn.Parameter) and not weight.any():
+        if not isinstance(module, (nn.Linear, nn.Conv2d)) or not isinstance(weight, nn.Parameter):
+            continue
+        if not weight.is_meta and not weight.any():
             nn.init.trunc_normal_(weight, std=0.02)
             filled.append(name)
     begin = "begins" if len(filled) == 1 else "begin"
