@@ -446,7 +446,8 @@ def test_activation_checkpointing(kind):
         for module in m.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-    close(step(swapped, swapped), step(model, model))
+    # Batch norms of a few pixels magnify how sums round, which channels_last changes.
+    close(step(swapped, swapped), step(model, model), 1e-8)
     assert sum(row.calls for row in used(swapped)) > 0
 
 
@@ -478,7 +479,7 @@ def test_compile(kind, pair):
         torch._dynamo.reset()
         close(run(torch.compile(swapped, backend=recording), kind), run(model, kind))
     torch._dynamo.reset()
-    assert any(target.startswith("ai3.conv2d_direct") for target in targets)
+    assert any("conv2d_direct" in target for target in targets)
     assert not any("conv2d" in target for target in targets if not target.startswith("ai3."))
 
 
@@ -497,7 +498,7 @@ def test_export(kind, pair):
         return
     program = export(swapped)
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert "ai3.conv2d_direct.default" in targets
+    assert "ai3._conv2d_direct_held.default" in targets
     assert not any("aten.conv2d" in target for target in targets)
     close(run(program.module(), kind), run(model, kind))
 

@@ -467,7 +467,7 @@ class Call:
 
     def leaves_training(self, input: Tensor, module: nn.Module) -> bool:
         """Whether `default` leaves a training step of this layer to PyTorch, where that is faster."""
-        if self.algorithm is None or self.algorithm.name != "default" or self.strict:
+        if self.algorithm is None or self.algorithm.name != "default" or self.strict or _is_exporting():
             return False
         left = not self.gains_in_training(input, module)
         self.left_training = left

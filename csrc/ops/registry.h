@@ -116,6 +116,21 @@ bool is_excluded(const P& p, const std::string& name) {
   return false;
 }
 
+// Whether an algorithm supports p. One that throws instead of answering does not, so that a user's cannot take the others away.
+template <class P>
+bool supported(const Traits<P>& traits, const P& p, Reason& reason) {
+  if (!traits.supports) return true;
+  try {
+    if (traits.supports(p, reason)) return true;
+    if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
+  } catch (const std::exception& e) {
+    refuse(reason, "%s", e.what());
+  } catch (...) {
+    refuse(reason, "an exception that is no std::exception came out of its `supports`");
+  }
+  return false;
+}
+
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
 // cannot. `depth` rules have asked; `why`, where given, gets why a rule chose.
 inline constexpr int kRulesAtMost = 8;
@@ -130,10 +145,7 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
       return refuse(reason, "is not deterministic, and a deterministic result was asked for"), nullptr;
   if constexpr (requires { p.has_prologue; })
     if (p.has_prologue && !a->traits.prologue) return refuse(reason, "applies no scale, shift or relu to its input"), nullptr;
-  if (a->traits.supports && !a->traits.supports(p, reason)) {
-    if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
-    return nullptr;
-  }
+  if (!supported(a->traits, p, reason)) return nullptr;
   if (!a->traits.choose) return &entry;
   if (depth == kRulesAtMost) return refuse(reason, "follows rules that name one another"), nullptr;
   struct Context {

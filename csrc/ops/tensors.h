@@ -300,7 +300,7 @@ bool has_backward(const Entry& entry, Device device, const P& p, size_t gradient
   const auto* algorithm = entry.algorithm<P>(device);
   if (!algorithm || !algorithm->traits.backward || !algorithm->traits.gradients) return false;
   Reason reason;
-  if (algorithm->traits.supports && !algorithm->traits.supports(p, reason)) return false;
+  if (!supported(algorithm->traits, p, reason)) return false;
   const GradientNames names = algorithm->traits.gradients(p);
   const char* name = gradient ? names.weight : names.input;
   return name && entry.name == name;
