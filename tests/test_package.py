@@ -35,8 +35,7 @@ def test_what_the_package_offers():
     later = {"attention_mask", "register_transformers"}
     assert not later & set(dir(ai3_ops))
     assert not later & set(ai3_ops.__all__)
-    assert not [name for name in ("optimize", "transformers") if (PACKAGE / f"{name}.py").exists()]
-    assert "ai3" not in torch._dynamo.list_backends(exclude_tags=())
+    assert "ai3" in torch._dynamo.list_backends(exclude_tags=())
     assert isinstance(ai3_ops.explain(torch.nn.ReLU()), ai3_ops.Report)
 
 

@@ -330,8 +330,9 @@ def test_a_rule_does_not_choose_what_is_excluded(net):
     operator = getattr(torch.ops.ai3, f"conv2d_{algorithm}")
     with torch.no_grad():  # to the bit what that algorithm gives, which winograd does not
         only = swapped[0](x)
-        assert torch.equal(only, operator(x, model[0].weight, model[0].bias, padding=1))
-        assert not torch.equal(only, torch.ops.ai3.conv2d_winograd(x, model[0].weight, model[0].bias, padding=1))
+        nhwc = x.contiguous(memory_format=torch.channels_last)  # as swapped networks compute
+        assert torch.equal(only, operator(nhwc, model[0].weight, model[0].bias, padding=1))
+        assert not torch.equal(only, torch.ops.ai3.conv2d_winograd(nhwc, model[0].weight, model[0].bias, padding=1))
     swapped.train()(x.clone().requires_grad_()).sum().backward()
     assert swapped[0].weight.grad is not None
     guess = swap(model, Algorithm("guess", exclude=("winograd*", "direct", "fft")), x)

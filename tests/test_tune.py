@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ai3_ops
-from ai3_ops import Plan, _cache, _timing
+from ai3_ops import Plan, _cache, _timing, registry
 from ai3_ops import plan as plans
 from ai3_ops._timing import Layer, Measured, Surroundings, measure, median, percentile
 from ai3_ops.nn.calls import Spec
@@ -55,6 +55,7 @@ def x():
 @pytest.fixture(autouse=True)
 def _cache_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(registry, "_python", {})  # while others' tests have callables registered, nothing is kept
 
 
 @pytest.fixture

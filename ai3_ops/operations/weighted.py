@@ -51,6 +51,7 @@ class Weighted(Operation):
             label = f"ai3::{self.name}_{algorithm}"
             base.check_dtype(label, weight)
             sizes = self.weight_sizes(label, weight, *window, *self.window[len(window) :])
+            sizes = {name: int(size) for name, size in sizes.items()}  # a traced weight's become constants
             ok, reason = registry.supports_problem(
                 self.name, algorithm, Problem(weight.device.type, weight.dtype, sizes, ())
             )

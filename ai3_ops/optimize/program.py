@@ -170,6 +170,8 @@ class Builder:
                 raise ValueError(f"{operation}_{name} is a Python callable, which a program cannot run")
             p = problem(Line(f"{operation}_{name}", (), options), [x.like()])
             known = dict(p.sizes)
+            if asked.rule and operation in ("conv2d", "linear"):  # it takes the best of those that a program can run
+                known["exclude"] = ",".join(a.name for a in registry.algorithms(operation, "cpu") if a.vendor)
             if "has_bias" in known:
                 known["has_bias"] = has_bias
             ok, reason = registry.supports_sizes(operation, name, "cpu", x.dtype, **known)
