@@ -290,7 +290,7 @@ def check_gradients(info: AlgorithmInfo, tally: Tally) -> None:
         why = "approximates" if "float64" in info.dtypes else "has no float64"
         tally.skip(f"gradcheck: {why}, ATen's gradients are compared")
     for name in info.dtypes:
-        # Not in 16 bits, where gradients that are PyTorch's own round more than the limit in large windows.
+        # Not in 16 bits: depthwise 7x7 in float16 misses the limit in NCHW (0.0021; in channels_last 0.0004): not understood.
         wide_enough = name in ("float32", "float64")
         large = [Call(info, case, DTYPES[name]) for case in search(info, name).realistic if wide_enough]
         for call in itertools.chain(calls(info, dtypes=(name,)), [c for c in large if c.products < 2e7][:3]):
