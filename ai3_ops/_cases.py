@@ -1,7 +1,8 @@
 """The calls that every algorithm must pass: the cases of each operation, their data, references and error bounds.
 
-What is tested is read from the registry: nothing here lists algorithms. The checks are in `_checks`. The cases listed here
-reach the branches of the methods that the project has; for one that does other shapes, `Search` looks for those.
+What is tested is read from the registry, and each operation's cases from its own file: nothing here lists algorithms. The
+checks are in `_checks`. Those cases reach the branches of the methods that the project has; for one that does other shapes,
+`Search` looks for those.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import functools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ai3_ops import registry
+from ai3_ops.operations.case import Case, Draw
+from ai3_ops.operations.conv2d import conv as conv
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
 
 DTYPES = {name: getattr(torch, name) for name in registry.DTYPE_NAMES}
@@ -38,122 +41,7 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call: the shapes of its tensors (None: an absent one), the arguments after them, and the tensors' layouts."""
-
-    shapes: tuple[tuple[int, ...] | None, ...]
-    arguments: tuple[Any, ...] = ()
-    layouts: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        layouts = " ".join(self.layouts)
-        return f"shapes {self.shapes}, arguments {self.arguments}" + (f", layouts {layouts}" if layouts else "")
-
-
-def conv(
-    x: tuple[int, ...],
-    weight: tuple[int, ...],
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-    bias: bool = True,
-    layouts: tuple[str, ...] = (),
-) -> Case:
-    """A conv2d call."""
-    return Case((x, weight, (weight[0],) if bias else None), (stride, padding, dilation, groups), layouts)
-
-
-# Every branch of the methods at the smallest sizes that reach it: tile edges, vector tails, groups, padding beyond the kernel.
-CASES: dict[str, list[Case]] = {
-    "conv2d": [
-        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1),
-        conv((1, 3, 7, 7), (4, 3, 3, 3), bias=False),
-        conv((2, 6, 8, 5), (4, 3, 3, 3), padding=(1, 0), groups=2),
-        conv((1, 33, 14, 13), (17, 33, 3, 3), padding=1),
-        conv((2, 16, 6, 6), (70, 16, 3, 3), padding=4),
-        conv((4, 10, 9), (3, 4, 3, 3), padding=1),
-        conv((0, 4, 6, 6), (2, 4, 3, 3)),
-        conv((1, 1, 3, 3), (1, 1, 3, 3)),
-        conv((2, 4, 9, 8), (8, 1, 3, 3), padding=1, groups=4),
-        conv((1, 18, 9, 8), (18, 1, 5, 5), 2, 3, 2, 18),
-        conv((2, 5, 12, 11), (7, 5, 5, 5), 2, 2),
-        conv((1, 3, 9, 10), (4, 3, 3, 2), (2, 1), (0, 2), (1, 2)),
-        conv((1, 4, 11, 11), (6, 2, 3, 3), 1, 3, 3, 2),
-        conv((2, 19, 5, 7), (34, 19, 1, 1)),
-        conv((2, 6, 7, 5), (9, 2, 1, 1), 2, 1, 1, 3),
-        conv((1, 3, 23, 25), (5, 3, 11, 11), 4, 2),
-        conv((1, 4, 5, 12), (3, 4, 1, 7), padding=(0, 3)),
-        conv((1, 2, 7, 7), (3, 2, 7, 7)),
-        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("channels_last", "contiguous")),
-        conv((2, 17, 9, 8), (6, 17, 3, 3), padding=1, layouts=("channels_last", "channels_last")),
-        conv((2, 4, 9, 8), (6, 4, 3, 3), (1,), (1,), (1,), layouts=("transposed", "transposed")),
-        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("sliced", "sliced", "sliced")),
-        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("expanded", "expanded", "expanded")),
-        conv((2, 8, 8, 9), (12, 4, 3, 2), 2, 1, 1, 2, layouts=("channels_last", "sliced")),
-        conv((1, 17, 6, 5), (17, 1, 3, 3), padding=4, groups=17, layouts=("channels_last",)),
-        conv((1, 5, 9, 8), (5, 1, 7, 7), 2, 8, 1, 5, layouts=("channels_last",)),
-        # Pixels a multiple of 4 KiB apart, which collide in the L1 cache (as linear's rows below); more channels than an edge
-        # tile of the transform algorithms is padded with in place.
-        conv((1, 2048, 3, 5), (5, 2048, 1, 1), layouts=("channels_last",)),
-        conv((1, 2064, 4, 5), (3, 2064, 3, 3), padding=1, layouts=("channels_last",)),
-    ],
-    "linear": [
-        Case(((3, 5), (4, 5), (4,))),
-        Case(((5,), (4, 5), (4,))),
-        Case(((2, 3, 4, 33), (17, 33), None)),
-        Case(((1, 130), (70, 130), (70,))),
-        Case(((37, 64), (33, 64), (33,))),
-        Case(((0, 5), (4, 5), (4,))),
-        Case(((15, 2048), (9, 2048), (9,))),
-        Case(((2, 7), (7,), None)),
-        Case(((2, 7), (3, 7), (1,))),
-        Case(((3, 5), (4, 5), (4,)), layouts=("transposed", "transposed")),
-        Case(((3, 2, 5), (4, 5), (4,)), layouts=("sliced", "sliced", "sliced")),
-        Case(((3, 2, 5), (4, 5), (4,)), layouts=("expanded", "expanded", "expanded")),
-    ],
-    "max_pool2d": [
-        Case(((2, 3, 9, 8),), (2,)),
-        Case(((1, 17, 9, 11),), (3, 2, 1, 1, True)),
-        Case(((3, 9, 8),), ((3, 2), (1, 2), (1, 0), (2, 1))),
-        Case(((0, 3, 9, 8),), (2,)),
-        Case(((2, 3, 9, 8),), ((2,), (), (1,), (1,), True), ("channels_last",)),
-        Case(((2, 3, 9, 8),), (3, (2,)), ("transposed",)),
-        Case(((2, 3, 9, 8),), (3, 1, 1), ("sliced",)),
-        Case(((2, 3, 9, 8),), (2, 3), ("expanded",)),
-    ],
-    "avg_pool2d": [
-        Case(((2, 3, 9, 8),), (2,)),
-        Case(((1, 17, 9, 11),), (3, 2, 1, True, False)),
-        Case(((3, 9, 8),), ((3, 2), (1, 2), (1, 0), True)),
-        Case(((0, 3, 9, 8),), (2,)),
-        Case(((2, 3, 9, 8),), (3, 2, 1, False, True, 5)),
-        Case(((2, 3, 9, 8),), ((2,), (), (1,), True), ("channels_last",)),
-        Case(((2, 3, 9, 8),), (3, (2,)), ("transposed",)),
-        Case(((2, 3, 9, 8),), (3, 1, 1), ("sliced",)),
-        Case(((2, 3, 9, 8),), (2, 3), ("expanded",)),
-    ],
-    "adaptive_avg_pool2d": [
-        Case(((2, 3, 9, 8),), (1,)),
-        Case(((1, 17, 9, 11),), ((4, 5),)),
-        Case(((3, 5, 4),), ((7, 3),)),
-        Case(((0, 3, 9, 8),), (2,)),
-        Case(((2, 3, 9, 8),), (4,), ("channels_last",)),
-        Case(((2, 3, 9, 8),), (3,), ("transposed",)),
-        Case(((2, 3, 9, 8),), (3,), ("sliced",)),
-        Case(((2, 3, 9, 8),), (3,), ("expanded",)),
-    ],
-    "relu": [
-        *(Case((shape,)) for shape in ((), (5,), (0, 3), (2, 3, 9, 8), (131,))),
-        *(Case(((2, 3, 9, 8),), layouts=(layout,)) for layout in list(LAYOUTS)[1:]),
-    ],
-    "flatten": [
-        *(Case((shape,)) for shape in ((), (5,), (0, 3), (2, 3, 9, 8))),
-        *(Case(((2, 3, 9, 8),), arguments) for arguments in ((1,), (1, 2), (-2, -1), (2, 2))),
-        *(Case(((2, 3, 9, 8),), (1,), (layout,)) for layout in list(LAYOUTS)[1:]),
-    ],
-}
+CASES: dict[str, list[Case]] = {name: [*rules.cases] for name, rules in OPERATIONS.items() if rules.cases}
 
 
 # Data and references -------------------------------------------------------------------------------------------------
@@ -161,11 +49,14 @@ def tensors(case: Case, dtype: torch.dtype, device: str, fill: str = "normal", s
     """The tensors of a call: "normal" (standard normal), "integers" (-2 … 2: products and sums do not round), "nothing"."""
     generator = torch.Generator().manual_seed(seed)
     made: list[Tensor | None] = []
-    layouts = (*case.layouts, *["contiguous"] * (len(case.shapes) - len(case.layouts)))
-    for shape, layout in zip(case.shapes, layouts, strict=True):
+    count, asked = len(case.shapes), dtype
+    layouts = (*case.layouts, *["contiguous"] * (count - len(case.layouts)))
+    dtypes = (*case.dtypes, *[""] * (count - len(case.dtypes)))
+    for shape, layout, own in zip(case.shapes, layouts, dtypes, strict=True):
         if shape is None:
             made.append(None)
             continue
+        dtype = getattr(torch, own) if own else asked
         if fill == "nothing":
             made.append(LAYOUTS[layout](torch.empty(shape, dtype=dtype, device=device)))
             continue
@@ -192,7 +83,8 @@ def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tup
     rules = OPERATIONS[operation]
     x = [None if v is None else v.contiguous() for v in widened(tensors(case, dtype, "cpu", fill))]
     magnitude = [None if v is None else v.abs() for v in x]
-    return rules.aten(*x, *case.arguments), rules.aten(*magnitude, *case.arguments)
+    exact, sums = (rules.aten(*arranged(operation, t, case.arguments)) for t in (x, magnitude))
+    return exact, sums
 
 
 _kept_reference = functools.lru_cache(maxsize=512)(_reference)
@@ -200,13 +92,19 @@ _kept_reference = functools.lru_cache(maxsize=512)(_reference)
 
 def terms(operation: str, case: Case) -> int:
     """How many products (or elements) one output sums, the bias included."""
-    if operation in ("conv2d", "linear"):
-        weight = case.shapes[1]
-        assert weight is not None
-        return math.prod(weight[1:] if len(weight) > 1 else weight) + (case.shapes[2] is not None)
-    x = case.shapes[0]
-    assert x is not None
-    return math.prod(x[-2:])
+    return OPERATIONS[operation].terms(case)
+
+
+def arranged(operation: str, tensors: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+    """Tensors and other arguments of a call in the order of the operation's schema, as far as they are given."""
+    schema = next(a.operator for a in registry.registered() if a.operation == operation)._schema.arguments
+    kinds, made = {True: [*tensors], False: [*arguments]}, []
+    for a in schema:
+        if not any(kinds.values()) or a.kwarg_only:
+            break
+        given = kinds["Tensor" in str(a.type)]
+        made.append(given.pop(0) if given else a.default_value)
+    return made
 
 
 def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: Tensor, magnitude: Tensor) -> Tensor:
@@ -215,14 +113,11 @@ def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: T
     unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps / 2
     largest = exact.abs().max() if exact.numel() else exact.new_zeros(())
     if info.accuracy == "exact":
-        if info.operation in ("max_pool2d", "relu", "flatten"):
+        rounding = OPERATIONS[info.operation].rounding
+        if rounding == "none" or (rounding == "products" and fill == "integers"):
             return torch.zeros_like(exact)
-        if info.operation in ("conv2d", "linear"):
-            if fill == "integers":
-                return torch.zeros_like(exact)
-            gamma = k * unit / (1 - k * unit)
-        else:
-            gamma = (k + 1) * unit / (1 - (k + 1) * unit)  # and the division
+        k += rounding == "means"  # and the division
+        gamma = k * unit / (1 - k * unit)
         reference_too = 2 if dtype == torch.float64 else 1
         return reference_too * gamma * magnitude + (0 if dtype == torch.float64 else stored)
     bound = info.error_bound or 2e-2
@@ -243,12 +138,14 @@ class Call:
     fill: str = "normal"
 
     def __str__(self) -> str:
-        names, case = [a.name for a in self.info.operator._schema.arguments], self.case
-        layouts = (*case.layouts, *[""] * len(case.shapes))
+        schema, case = self.info.operator._schema.arguments, self.case
+        names = {kind: [a.name for a in schema if ("Tensor" in str(a.type)) == kind] for kind in (True, False)}
+        layouts, dtypes = ((*words, *[""] * len(case.shapes)) for words in (case.layouts, case.dtypes))
         tensors = [
-            f"{n} {shape} {layout}".rstrip() for n, shape, layout in zip(names, case.shapes, layouts, strict=False)
+            " ".join(filter(None, (n, str(shape), layout, dtype)))
+            for n, shape, layout, dtype in zip(names[True], case.shapes, layouts, dtypes, strict=False)
         ]
-        others = [f"{n}={value}" for n, value in zip(names[len(tensors) :], case.arguments, strict=False)]
+        others = [f"{n}={value}" for n, value in zip(names[False], case.arguments, strict=False)]
         name = f"ai3::{self.info.operation}_{self.info.name}"
         return f"{name} on {self.info.device}, {self.dtype}, {self.fill} data, {', '.join([*tensors, *others])}"
 
@@ -262,7 +159,7 @@ class Call:
         rules = OPERATIONS[self.info.operation]
         meta = tensors(self.case, self.dtype, "meta", "nothing")
         try:
-            problem = rules.problem("", *meta, *self.case.arguments)
+            problem = rules.problem("", *arranged(self.info.operation, meta, self.case.arguments))
         except RuntimeError:
             return False
         return registry.supports_problem(
@@ -272,12 +169,28 @@ class Call:
     @property
     def products(self) -> int:
         """How many multiplications (or, where there are none, elements) the direct method takes."""
-        shape = OPERATIONS[self.info.operation].problem("", *_meta(self.case), *self.case.arguments).shape
+        meta = arranged(self.info.operation, _meta(self.case), self.case.arguments)
+        shape = OPERATIONS[self.info.operation].problem("", *meta).shape
         return math.prod(shape) * terms(self.info.operation, self.case)
 
     def operator(self, *tensors: Tensor | None) -> Tensor:
         """The operator with the case's arguments."""
-        return self.info.operator(*tensors, *operator_arguments(self.info, self.case.arguments))
+        return self.info.operator(*self.arranged(*tensors))
+
+    def arranged(self, *tensors: Tensor | None) -> list[Any]:
+        """The operator's arguments with these tensors."""
+        return arranged(self.info.operation, tensors, operator_arguments(self.info, self.case.arguments))
+
+    def aten(self, *tensors: Tensor | None) -> Tensor:
+        """The function that the operation replaces, with the case's arguments."""
+        made = arranged(self.info.operation, tensors, self.case.arguments)
+        return OPERATIONS[self.info.operation].aten(*made)
+
+    def grad(self) -> Tensor:
+        """Small integers of the output's sizes."""
+        y = self.operator(*self.tensors)
+        generator = torch.Generator(y.device).manual_seed(1)
+        return torch.randint(-2, 3, y.shape, generator=generator, device=y.device).to(y)
 
     def run(self) -> Tensor:
         """The output; the inputs must be as before, and the output must be memory of its own."""
@@ -364,13 +277,14 @@ def search(info: AlgorithmInfo, dtype: str) -> Search:
 @functools.lru_cache(maxsize=256)
 def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
     generator = random.Random(0)
-    layers = _LAYERS.get(info.operation, [])
+    rules = OPERATIONS[info.operation]
+    layers = rules.layers
     tried = supported = 0
     small: list[Case] = []
     realistic: list[Case] = []
     left = PRODUCTS if dtype == "float32" or "float32" not in info.dtypes else OTHER_PRODUCTS
     for i in range(_TRIED):
-        case = layers[i] if i < len(layers) else _made_up(info.operation, generator)
+        case = layers[i] if i < len(layers) else rules.made_up(Draw(generator))
         call = Call(info, case, DTYPES[dtype])
         try:
             products = call.products
@@ -392,90 +306,6 @@ def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
 
 def _meta(case: Case) -> list[Tensor | None]:
     return tensors(case, torch.float32, "meta", "nothing")
-
-
-# Layers of ResNet18, GoogLeNet, MobileNetV3, EfficientNet, AlexNet, InceptionV3, FCN, ConvNeXt, Swin and ViT.
-_LAYERS: dict[str, list[Case]] = {
-    "conv2d": [
-        conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1, bias=False),
-        conv((1, 192, 28, 28), (64, 192, 1, 1), layouts=("channels_last", "channels_last")),
-        conv((1, 16, 112, 112), (16, 1, 3, 3), 2, 1, groups=16),
-        conv((1, 256, 14, 14), (256, 256, 3, 3), padding=1, layouts=("channels_last", "channels_last")),
-        conv((1, 512, 7, 7), (512, 512, 3, 3), padding=1, bias=False),
-        conv((2, 3, 112, 112), (64, 3, 7, 7), 2, 3, bias=False),
-        conv((1, 64, 56, 56), (128, 64, 1, 1), 2, bias=False),
-        conv((1, 160, 7, 7), (960, 160, 1, 1)),
-        conv((1, 240, 28, 28), (240, 1, 5, 5), 2, 2, groups=240, layouts=("channels_last",)),
-        conv((1, 96, 56, 56), (96, 1, 7, 7), padding=3, groups=96),
-        conv((1, 64, 27, 27), (192, 64, 5, 5), padding=2, layouts=("channels_last",)),
-        conv((1, 3, 224, 224), (64, 3, 11, 11), 4, 2),
-        conv((1, 192, 17, 17), (192, 192, 1, 7), padding=(0, 3), bias=False),
-        conv((1, 128, 17, 17), (128, 128, 7, 1), padding=(3, 0), bias=False),
-        conv((1, 64, 28, 28), (64, 64, 3, 3), 1, 2, 2),
-        conv((1, 3, 224, 224), (96, 3, 4, 4), 4),
-        conv((1, 96, 56, 56), (192, 96, 2, 2), 2),
-        conv((1, 3, 224, 224), (192, 3, 16, 16), 16),
-        conv((8, 64, 16, 16), (32, 64, 3, 3), padding=1),
-        conv((1, 128, 28, 28), (128, 4, 3, 3), padding=1, groups=32, bias=False),
-    ],
-    "linear": [
-        Case(((1, 512), (1000, 512), (1000,))),
-        Case(((197, 768), (768, 768), (768,))),
-        Case(((1, 4096), (4096, 4096), (4096,))),
-        Case(((64, 49, 96), (288, 96), (288,))),
-        Case(((8, 1280), (1000, 1280), (1000,))),
-        Case(((16, 384), (1536, 384), None)),
-    ],
-    "max_pool2d": [Case(((1, 64, 112, 112),), (3, 2, 1)), Case(((8, 192, 28, 28),), (3, 1, 1), ("channels_last",))],
-    "avg_pool2d": [Case(((1, 128, 56, 56),), (2, 2)), Case(((8, 192, 17, 17),), (3, 1, 1), ("channels_last",))],
-    "adaptive_avg_pool2d": [Case(((8, 512, 7, 7),), (1,)), Case(((1, 256, 13, 13),), (6,), ("channels_last",))],
-    "relu": [Case(((1, 64, 112, 112),)), Case(((8, 256, 28, 28),), (), ("channels_last",))],
-    "flatten": [Case(((8, 512, 7, 7),), (1,)), Case(((8, 512, 7, 7),), (1,), ("channels_last",))],
-}
-_SIDES = (1, 2, 3, 4, 5, 7, 8, 12, 13, 14, 16, 17, 19, 24, 28, 31, 32, 33, 48, 56, 64, 65, 96, 112, 128, 224)
-_CHANNELS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32, 40, 48, 64, 65, 80, 96, 128, 160, 192, 256, 320, 512, 768, 1024)
-_KERNELS = (
-    *[(1, 1)] * 4,
-    *[(3, 3)] * 4,
-    *((5, 5), (7, 7), (2, 2), (4, 4), (11, 11), (1, 3), (3, 1), (1, 7), (7, 1), (3, 2), (6, 6)),
-)
-_BATCHES = (1, 1, 1, 2, 3, 4, 8, 16, 32)
-
-
-def _made_up(operation: str, generator: random.Random) -> Case:
-    """A call of any size that occurs in networks; its kernel may not fit."""
-    pick = generator.choice
-    height = pick(_SIDES)
-    width = height if generator.random() < 0.7 else pick(_SIDES)
-    image = (pick(_BATCHES), pick(_CHANNELS), height, width)
-    layout = pick(("contiguous", "channels_last"))
-    layouts = () if layout == "contiguous" else (layout,)
-    match operation:
-        case "conv2d":
-            kernel = pick(_KERNELS)
-            stride, dilation = pick((1, 1, 1, 1, 1, 2, 2, 4, kernel[0])), pick((1, 1, 1, 1, 1, 2, 3))
-            same = tuple(dilation * (k - 1) // 2 for k in kernel)
-            padding = pick((0, same, same, tuple(k - 1 for k in kernel), (1, 2)))
-            channels, filters, groups = pick(_CHANNELS), pick(_CHANNELS), pick((1, 1, 1, 1, 2, 4, 8, 32, 0))
-            if groups == 0:  # depthwise
-                groups, filters = channels, channels * pick((1, 1, 2))
-            else:
-                channels, filters = channels * groups, filters * groups
-            x = (image[0], channels, height, width)
-            bias = generator.random() < 0.5
-            return conv(x, (filters, channels // groups, *kernel), stride, padding, dilation, groups, bias, layouts * 2)
-        case "linear":
-            features, out = pick(_CHANNELS) * pick((1, 1, 3, 4)), pick(_CHANNELS) * pick((1, 1, 3, 4))
-            rows = pick(((), (1,), (2,), (7,), (16,), (37,), (64,), (197,), (2, 50), (3136,)))
-            return Case(((*rows, features), (out, features), (out,) if generator.random() < 0.5 else None))
-        case "max_pool2d" | "avg_pool2d":
-            return Case((image,), (pick((2, 3, (2, 3), 5)), pick((1, 2, 3)), pick((0, 1))), layouts)
-        case "adaptive_avg_pool2d":
-            return Case((image,), (pick((1, 2, 6, 7, (3, 5))),), layouts)
-        case "flatten":
-            return Case((image,), (pick((0, 1, 2)),), layouts)
-        case _:
-            return Case((image,), (), layouts)
 
 
 @dataclasses.dataclass
@@ -504,78 +334,8 @@ def bad_calls(info: AlgorithmInfo) -> Iterator[tuple[str, list[Any], list[Any]]]
     """Calls that no algorithm may accept: what is wrong, tensors, arguments."""
     dtype = DTYPES[info.dtypes[0]]
     other = torch.float32 if dtype != torch.float32 else torch.float64
-    largest, huge = 2**31 - 1, 2**62
 
     def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.ones(shape, dtype=dtype, device=info.device)
 
-    if info.operation == "conv2d":
-        x, w, b = new(1, 4, 6, 6), new(6, 4, 3, 3), new(6)
-        yield "too many input channels", [new(1, 5, 6, 6), w, b], []
-        yield "too few input channels", [new(1, 3, 6, 6), w, b], []
-        yield "input of rank 2", [new(6, 6), w, b], []
-        yield "input of rank 5", [new(1, 1, 4, 6, 6), w, b], []
-        yield "weight of rank 3", [x, new(6, 4, 3), b], []
-        yield "weight of another dtype", [x, new(6, 4, 3, 3, dtype=other), None], []
-        yield "bias of another dtype", [x, w, new(6, dtype=other)], []
-        yield "bias of wrong size", [x, w, new(5)], []
-        yield "bias of rank 2", [x, w, new(6, 1)], []
-        yield "integer tensors", [x.int(), w.int(), None], []
-        yield "kernel larger than the padded input", [x, new(6, 4, 7, 7), b], []
-        yield "empty kernel", [x, new(6, 4, 0, 3), b], []
-        yield "no output channels", [x, new(0, 4, 3, 3), None], []
-        yield "stride 0", [x, w, b], [[0]]
-        yield "negative stride", [x, w, b], [[1, -1]]
-        yield "stride of 3 elements", [x, w, b], [[1, 1, 1]]
-        yield "negative padding", [x, w, b], [[1], [-1]]
-        yield "dilation 0", [x, w, b], [[1], [0], [0]]
-        yield "dilation beyond 32 bits", [x, w, b], [[1], [0], [huge]]
-        yield "large dilation", [x, w, b], [[1], [0], [largest]]
-        yield "padding beyond 64 bits", [x, w, b], [[1], [huge]]
-        yield "an output too large to exist", [x, w, b], [[1], [largest]]
-        yield "groups 0", [x, w, b], [[1], [0], [1], 0]
-        yield "negative groups", [x, w, b], [[1], [0], [1], -1]
-        yield "groups that do not divide", [x, new(6, 1, 3, 3), b], [[1], [0], [1], 4]
-        yield "groups beyond 32 bits", [x, w, b], [[1], [0], [1], huge]
-    elif info.operation == "linear":
-        x, w, b = new(3, 5), new(4, 5), new(4)
-        yield "other number of features", [new(3, 6), w, b], []
-        yield "input without dimensions", [new(), w, b], []
-        yield "weight of rank 3", [x, new(1, 4, 5), b], []
-        yield "weight of another dtype", [x, new(4, 5, dtype=other), None], []
-        yield "bias of wrong size", [x, w, new(5)], []
-        yield "bias of another dtype", [x, w, new(4, dtype=other)], []
-        yield "integer tensors", [x.int(), w.int(), None], []
-    elif info.operation in ("max_pool2d", "avg_pool2d"):
-        x = new(1, 3, 6, 6)
-        yield "input of rank 2", [new(6, 6)], [[2]]
-        yield "input of rank 5", [new(1, 1, 3, 6, 6)], [[2]]
-        yield "integer input", [x.int()], [[2]]
-        yield "kernel_size 0", [x], [[0]]
-        yield "negative kernel_size", [x], [[-2]]
-        yield "kernel_size of 3 elements", [x], [[2, 2, 2]]
-        yield "no kernel_size", [x], [[]]
-        yield "kernel larger than the input", [x], [[7]]
-        yield "kernel beyond 64 bits", [x], [[huge]]
-        yield "stride 0", [x], [[2], [0]]
-        yield "negative padding", [x], [[2], [2], [-1]]
-        yield "padding above half the kernel", [x], [[2], [2], [2]]
-        if info.operation == "max_pool2d":
-            yield "dilation 0", [x], [[2], [2], [0], [0]]
-            yield "dilation beyond 64 bits", [x], [[2], [2], [0], [huge]]
-        else:
-            yield "divisor 0", [x], [[2], [2], [0], False, True, 0]
-    elif info.operation == "adaptive_avg_pool2d":
-        x = new(1, 3, 6, 6)
-        yield "input of rank 2", [new(6, 6)], [[2]]
-        yield "integer input", [x.int()], [[2]]
-        yield "negative output_size", [x], [[-1]]
-        yield "output_size of 3 elements", [x], [[1, 1, 1]]
-        yield "output too large to exist", [x], [[largest]]
-    elif info.operation == "relu":
-        yield "integer input", [new(3).int()], []
-    elif info.operation == "flatten":
-        yield "integer input", [new(3).int()], []
-        yield "start_dim out of range", [new(2, 3)], [2]
-        yield "end_dim out of range", [new(2, 3)], [0, -3]
-        yield "start_dim after end_dim", [new(2, 3)], [1, 0]
+    yield from OPERATIONS[info.operation].bad_calls(new, other)

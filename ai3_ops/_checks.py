@@ -29,6 +29,7 @@ from ai3_ops._cases import (
     Case,
     Tally,
     allowed,
+    arranged,
     bad_calls,
     calls,
     close,
@@ -85,7 +86,9 @@ def assert_near(call: Call, output: Tensor, exact: Tensor, bound: Tensor) -> Non
     require(output.shape == exact.shape, f"{call}: got shape {tuple(output.shape)}, needs {tuple(exact.shape)}")
     require(output.dtype == call.dtype, f"{call}: got dtype {output.dtype}")
     # Not on the meta device, where a tensor of one element gets other strides.
-    expected = OPERATIONS[call.info.operation].fake(call.info.name, *call.tensors, *call.case.arguments)
+    expected = OPERATIONS[call.info.operation].fake(
+        call.info.name, *arranged(call.info.operation, call.tensors, call.case.arguments)
+    )
     require(
         output.stride() == expected.stride() or not output.numel(),
         f"{call}: got strides {output.stride()}, needs {expected.stride()}",
@@ -113,9 +116,9 @@ def check_nonfinite(info: AlgorithmInfo, tally: Tally) -> None:
 
     In weight and bias only without padding: whether it is multiplied with the weights differs within ATen too.
     """
-    rules, dtype = OPERATIONS[info.operation], "float32" if "float32" in info.dtypes else None
+    dtype = "float32" if "float32" in info.dtypes else None
     places = [(call, 0) for call in few_calls(info, 3, dtype)]
-    if info.operation in ("conv2d", "linear"):
+    if OPERATIONS[info.operation].rounding == "products":
         unpadded = [c for c in few_calls(info, 100, dtype) if c.case.arguments[1:2] in ((), (0,))]
         places += [(c, i) for c in unpadded[:3] for i in (1, 2) if c.case.shapes[i] is not None]
     for (call, place), value in itertools.product(places, (math.nan, math.inf, -math.inf)):
@@ -125,7 +128,7 @@ def check_nonfinite(info: AlgorithmInfo, tally: Tally) -> None:
         inputs[place] = changed = changed.contiguous()
         changed.view(-1)[changed.numel() // 2] = value
         ours = call.operator(*inputs)
-        theirs = rules.aten(*inputs, *call.case.arguments)
+        theirs = call.aten(*inputs)
         what = f"{call}: with {value} in tensor {place}"
         hidden = torch.isfinite(ours) & ~torch.isfinite(theirs)
         require(not hidden.any(), f"{what}, {int(hidden.sum())} outputs that must not be finite are")
@@ -138,7 +141,8 @@ def check_nonfinite(info: AlgorithmInfo, tally: Tally) -> None:
 
 def check_zeros(info: AlgorithmInfo, tally: Tally) -> None:
     """Of zeros of either sign come zeros of the signs that ATen's have."""
-    rules = OPERATIONS[info.operation]
+    if not OPERATIONS[info.operation].signed_zeros:
+        return tally.skip("of zeros, the signs are not told")
     for call in few_calls(info, 6, "float32" if "float32" in info.dtypes else None):
         inputs = call.tensors
         assert inputs[0] is not None
@@ -151,7 +155,7 @@ def check_zeros(info: AlgorithmInfo, tally: Tally) -> None:
             if len(inputs) > 1 and step == 1:
                 continue  # the sign of a sum of -0 alone says whether it began with 0 or with the first product
             values = [zeros, *inputs[1:2], *[None] * len(inputs[2:])]
-            ours, theirs = call.operator(*values), rules.aten(*values, *call.case.arguments)
+            ours, theirs = call.operator(*values), call.aten(*values)
             require(same_bits(ours, theirs), f"{call}: of zeros come zeros of other signs than ATen's")
             tally.passed += 1
 
@@ -161,14 +165,17 @@ def check_support(info: AlgorithmInfo, tally: Tally) -> None:
     name = f"ai3::{info.operation}_{info.name}"
     for dtype, case in itertools.product(DTYPES.values(), CASES[info.operation]):
         call = Call(info, case, dtype)
+        if not case.is_of(str(dtype).removeprefix("torch.")):
+            continue
         inputs = call.tensors
-        ok, reason = registry.supports(info.operation, info.name, *inputs, *case.arguments)
+        ok, reason = registry.supports(info.operation, info.name, *arranged(info.operation, inputs, case.arguments))
         if ok:
             continue
         tally.passed += 1
         require(bool(reason), f"{call}: refused without a reason")
         meta = [None if t is None else t.to("meta") for t in inputs]
-        anywhere = registry.supports(info.operation, info.name, *meta, *case.arguments)[0]
+        given = arranged(info.operation, meta, case.arguments)
+        anywhere = registry.supports(info.operation, info.name, *given)[0]
         for device, moved in ((info.device, inputs), ("meta", meta))[: 1 if anywhere else 2]:
             error = raised(call.operator, *moved)
             require(
@@ -179,7 +186,7 @@ def check_support(info: AlgorithmInfo, tally: Tally) -> None:
         _, _, others = str(error).partition("; algorithms that support this case: ")
         require(bool(others), f"{call}: the refusal does not say what supports the case: {error}")
         for other in others.split(", ") if others != "none" else ():
-            can, why = registry.supports(info.operation, other, *inputs, *case.arguments)
+            can, why = registry.supports(info.operation, other, *arranged(info.operation, inputs, case.arguments))
             require(can, f"{call}: the refusal names {other}, which cannot: {why}")
     if not tally.passed:
         tally.skip("refuses none of the operation's cases")
@@ -200,7 +207,7 @@ def check_errors(info: AlgorithmInfo, tally: Tally) -> None:
     for what, inputs, arguments in bad_calls(info):
         for device in (info.device, "meta"):
             moved = [None if t is None else t.to(device) for t in inputs]
-            error = raised(info.operator, *moved, *arguments)
+            error = raised(info.operator, *arranged(info.operation, moved, arguments))
             require(
                 isinstance(error, RuntimeError) and name in str(error),
                 f"{name} on {device}, {what}: needs a RuntimeError that names the operator, got {error!r}",
@@ -263,7 +270,7 @@ def differentiable(call: Call) -> tuple[list[Tensor], Callable[..., Tensor], Cal
     return (
         leaves,
         lambda *values: call.operator(*arguments(values)),
-        lambda *values: OPERATIONS[call.info.operation].aten(*arguments(values), *call.case.arguments),
+        lambda *values: call.aten(*arguments(values)),
     )
 
 
@@ -326,9 +333,9 @@ def check_partial_gradients(info: AlgorithmInfo, tally: Tally) -> None:
             tally.passed += 1
 
 
-def opcheck(call: Call, operator: torch._ops.OpOverload, *args: Any) -> None:
+def opcheck(call: Call, operator: torch._ops.OpOverload, *args: Any, **options: Any) -> None:
     """`torch.library.opcheck`, whose error then names the case."""
-    error = raised(torch.library.opcheck, operator, args)
+    error = raised(torch.library.opcheck, operator, args, options)
     if error is None:
         return
     hint = ""
@@ -339,24 +346,19 @@ def opcheck(call: Call, operator: torch._ops.OpOverload, *args: Any) -> None:
 
 def check_backward_opcheck(info: AlgorithmInfo, tally: Tally) -> None:
     """opcheck of the backward operator, with every output and with one."""
+    rules = OPERATIONS[info.operation]
     backward = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_backward", None)
     if backward is None:
         return tally.skip("has no backward operator: PyTorch computes its gradients")
     # On integers, whose sums do not round: what is compared is one computation made in two ways.
     found = few_calls(info, 100, fill="integers")
-    some = [c for c in found if len(c.case.shapes[1] or ()) > 1 and not c.case.layouts]
+    some = [c for c in found if None not in c.case.shapes and not c.case.layouts and rules.backward_call(c)]
     last = [c for c in found if "channels_last" in c.case.layouts]
     for call, mask in [(c, m) for c in [*some[:1], *last[:1]] for m in ([True] * 3, [False, True, False])]:
-        x, w, _ = call.tensors
-        assert x is not None
-        assert w is not None
-        generator = torch.Generator(x.device).manual_seed(1)
-        y = call.operator(x, w, None)
-        y = torch.randint(-2, 3, y.shape, generator=generator, device=y.device).to(y)
-        if info.operation == "linear":
-            x, y = (t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in (x, y))
-        tensors = [t.detach().requires_grad_() for t in (y, x, w)]
-        opcheck(call, backward.default, *tensors, *operator_arguments(info, call.case.arguments), mask)
+        arguments = rules.backward_call(call)
+        assert arguments is not None
+        leaves = (a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in arguments)
+        opcheck(call, backward.default, *leaves, mask)
         tally.passed += 1
 
 
@@ -374,7 +376,7 @@ def check_opcheck(info: AlgorithmInfo, tally: Tally) -> None:
             None if t is None else LAYOUTS[layout](t.detach()).requires_grad_()
             for t, layout in zip(inputs, layouts, strict=True)
         ]
-        opcheck(call, info.operator, *inputs, *operator_arguments(info, call.case.arguments))
+        opcheck(call, info.operator, *call.arranged(*inputs))
         tally.passed += 1
 
 
@@ -391,7 +393,7 @@ def check_packed(info: AlgorithmInfo, tally: Tally) -> None:
         x, w, b = (None if t is None else t.contiguous() for t in call.tensors)
         assert x is not None
         assert w is not None
-        if info.operation == "linear" and w.ndim == 1:
+        if w.ndim == 1:
             continue
         window = operator_arguments(info, call.case.arguments)
         weight = pack(w, *window)
@@ -439,6 +441,155 @@ def check_prologue(info: AlgorithmInfo, tally: Tally) -> None:
                 torch.equal(y.isnan(), theirs.isnan()),
                 f"{call}: with NaN in a prologue's input, NaN elsewhere than in ATen",
             )
+
+
+# As the operators name them, each with the largest slope that it has.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
+    "none": (lambda t: t, 1.0),
+    "relu": (torch.nn.functional.relu, 1.0),
+    "relu6": (torch.nn.functional.relu6, 1.0),
+    "hardswish": (torch.nn.functional.hardswish, 1.5),
+    "silu": (torch.nn.functional.silu, 1.1),
+    "gelu": (torch.nn.functional.gelu, 1.13),
+}
+
+
+def epilogue(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A residual; activation(output + residual) in float64; the largest error allowed."""
+    info, dtype = call.info, call.dtype
+    exact, magnitude = reference(info.operation, call.case, dtype, call.fill)
+    (residual,) = tensors(Case((tuple(exact.shape),)), dtype, info.device, call.fill, 2)
+    assert residual is not None
+    k = terms(info.operation, call.case) + 1
+    bound = allowed(info, k, dtype, call.fill, exact, magnitude + residual.cpu().double().abs())
+    function, slope = ACTIVATIONS[name]
+    y = function(exact + residual.cpu().double())
+    if info.accuracy != "exact" or call.fill != "integers" or slope > 1:
+        unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+        bound = slope * bound + (4 * unit if slope > 1 else unit) * (1 + y.abs())
+        bound += torch.finfo(dtype).eps * y.abs() + torch.finfo(dtype).smallest_normal
+    return residual, y, bound
+
+
+def check_fused(info: AlgorithmInfo, tally: Tally) -> None:
+    """On a plain weight, activation(output + residual) within the bounds of the accuracy class; it passes opcheck."""
+    fused = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_fused", None)
+    if fused is None or not (info.epilogue or info.rule):
+        return tally.skip("fuses no residual and no activation")
+    names = itertools.cycle(ACTIVATIONS)
+    for call in itertools.chain(calls(info, "integers"), calls(info, "normal")):
+        inputs, arguments, name = call.tensors, operator_arguments(info, call.case.arguments), next(names)
+        residual, exact, bound = epilogue(call, name)
+        with_residual = {"residual": residual, "activation": name}
+        assert_near(call, fused(*inputs, *arguments, **with_residual), exact, bound)
+        if not tally.passed:
+            opcheck(call, fused.default, *inputs, *arguments, **with_residual)
+            for t in inputs[:2]:
+                assert t is not None
+                t.requires_grad_()
+            error = raised(fused(*inputs, *arguments, **with_residual).sum().backward)
+            words = "fused calls are for inference"
+            require(isinstance(error, RuntimeError) and words in str(error), f"{call}: fused backward: {error!r}")
+        tally.passed += 1
+
+
+def places(output: Tensor) -> Iterator[tuple[str, Tensor, Callable[[Tensor], Tensor]]]:
+    """Where an output like this one may be written: what that is, all of the memory, and the part of it."""
+
+    def new(*shape: int, **layout: Any) -> Tensor:
+        whole = torch.empty(shape, dtype=output.dtype, device=output.device, **layout)
+        return whole.copy_(torch.arange(whole.numel(), device=output.device).reshape(shape) % 7)
+
+    yield "dense", new(*output.shape), lambda t: t
+    if output.ndim == 0:
+        return
+    *lead, last = output.shape
+    yield "slice of rows", new(*lead, 2 * last + 1), lambda t: t[..., 1 : last + 1]
+    yield "every other element", new(*lead, 2 * last), lambda t: t[..., ::2]
+    if output.ndim == 4:
+        n, c, h, w = output.shape
+        yield "dense in channels_last", new(n, c, h, w, memory_format=torch.channels_last), lambda t: t
+        for name, layout in (("channels", torch.contiguous_format), ("channels in channels_last", torch.channels_last)):
+            yield f"slice of {name}", new(n, 2 * c + 1, h, w, memory_format=layout), lambda t: t[:, 1 : c + 1]
+
+
+def check_out(info: AlgorithmInfo, tally: Tally) -> None:
+    """`_out` writes the output, and nothing beside it, also with a residual, which may be `out` itself."""
+    form = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_out", None)
+    if form is None:
+        return tally.skip("is a Python callable")
+    first = "float32" if "float32" in info.dtypes else info.dtypes[0]
+    some = few_calls(info, 4, first) + few_calls(info, 2, first, large=True)
+    some += [c for d in info.dtypes if d != first for c in few_calls(info, 1, d, large=True)]
+    some += [c for case in search(info, first).realistic if (c := Call(info, case, DTYPES[first])).products < 4e6][:1]
+    for call in some:
+        given = call.arranged(*call.tensors)
+        exact, magnitude = reference(info.operation, call.case, call.dtype, call.fill)
+        bound = allowed(info, terms(info.operation, call.case), call.dtype, call.fill, exact, magnitude)
+        like = OPERATIONS[info.operation].fake(info.name, *given)
+        for what, whole, part in places(like):
+            before, out, version = whole.clone(), part(whole), whole._version
+            result = form(*given, out=out)
+            require(result is None, f"{call}: its _out returns {result}")
+            require(whole._version > version, f"{call}: out, {what}, has the version that it had")
+            assert_near(call, like.copy_(out), exact, bound)
+            tally.passed += 1
+            if info.epilogue:
+                residual, y, limit = epilogue(call, "relu")
+                for added in (residual, out, part(whole.clone())):
+                    added.copy_(residual)
+                    form(*given, residual=added, activation="relu", out=out)
+                    assert_near(call, like.copy_(out), y, limit)
+            out.copy_(part(before))
+            require(same_bits(whole, before), f"{call}: writes beside its out, {what}")
+    most_dimensions = max(some[:6], key=lambda c: len(c.case.shapes[0] or ()))
+    out_errors(info, form, most_dimensions)
+    if info.sliced and info.layout == "any" and info.device == "cpu":
+        slices_in_place(form, most_dimensions)
+
+
+def out_errors(info: AlgorithmInfo, form: Any, call: Call) -> None:
+    """What `_out` refuses, in words that name the operator; and opcheck."""
+    inputs = call.tensors
+    out, x = call.operator(*inputs), inputs[0]
+    assert x is not None
+    opcheck(call, form.default, *call.arranged(*inputs), out=out)
+    memory = torch.zeros(x.numel() + out.numel(), dtype=x.dtype, device=x.device)
+    overlapping = memory[: x.numel()].view(x.shape), memory[x.numel() - 1 :][: out.numel()].view(out.shape)
+    wrong = {
+        "another size": (x, out.new_empty(2, *out.shape)),
+        "another dtype": (x, out.to(torch.int32)),
+        "the input's memory": overlapping,
+        "a gradient": (x.clone().requires_grad_(), out),
+    }
+    for what, (given, to) in wrong.items():
+        for device in (info.device, "meta") if what.startswith("another") else (info.device,):
+            moved = [None if t is None else t.to(device) for t in (given, *inputs[1:])]
+            error = raised(form, *call.arranged(*moved), out=to.to(device))
+            named = isinstance(error, RuntimeError) and f"{info.operation}_{info.name}" in str(error)
+            require(
+                named, f"{call} on {device}: out of {what}: needs a RuntimeError that names the operator, got {error!r}"
+            )
+
+
+def slices_in_place(form: Any, call: Call) -> None:
+    """A sliced algorithm's `_out` reads and writes slices with no other operator, so none that allocates or copies."""
+    arguments = operator_arguments(call.info, call.case.arguments)
+    inputs = [None if t is None else t.contiguous() for t in call.tensors]
+    assert inputs[0] is not None
+    y = call.operator(*inputs)
+    images = inputs[0].ndim == y.ndim == 4
+    for layout in (torch.contiguous_format, torch.channels_last)[: 1 + images]:
+        slices = (
+            "slice of channels" + " in channels_last" * (layout == torch.channels_last) if images else "slice of rows"
+        )
+        (source, out) = (part(whole) for t in (inputs[0], y) for name, whole, part in places(t) if name == slices)
+        source.copy_(inputs[0])
+        with torch.inference_mode(), profiled() as profile:
+            form(source, *inputs[1:], *arguments, out=out)
+        others = {event.name for event in profile.events()} - {form.default.name(), "aten::transpose_"}
+        require(not others, f"{call}: from and into a {slices}: runs {', '.join(sorted(others))} besides")
+        close(out, y, 1e-4 + 4 * call.info.error_bound, f"{call}: from and into a {slices}")
 
 
 def check_autocast(info: AlgorithmInfo, tally: Tally) -> None:
@@ -531,7 +682,8 @@ def check_flops(info: AlgorithmInfo, tally: Tally) -> None:
         if not counted[1] and counted[0]:
             tally.skip("ATen's function has no formula")
             continue  # ATen's function has no formula here, as for a matrix times a vector
-        if info.operation == "conv2d" and call.case.arguments[-1] > 1:
+        names = [a.name for a in info.operator._schema.arguments if "Tensor" not in str(a.type)]
+        if dict(zip(names, call.case.arguments, strict=False)).get("groups", 1) > 1:
             tally.skip("ATen's formula leaves groups out")
             continue  # ATen's formula leaves groups out of the weight's gradient
         require(counted[0] == counted[1], f"{call}: counted {counted[0]} FLOPs, ATen's function {counted[1]}")
@@ -557,7 +709,7 @@ def check_workspace(info: AlgorithmInfo, tally: Tally) -> None:
         inputs = call.tensors
         if not all(t is None or t.is_contiguous() for t in inputs):
             continue
-        p = rules.problem(name, *inputs, *call.case.arguments)
+        p = rules.problem(name, *arranged(info.operation, inputs, call.case.arguments))
         stated = registry.workspace_sizes(info.operation, info.name, p.device, p.dtype, **p.sizes)
         _library.release_workspace()
         with torch.inference_mode(), profiled(profile_memory=True) as profile:

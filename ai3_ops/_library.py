@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,8 @@ C.ai3_packed_bytes.restype = ctypes.c_int64
 C.ai3_release_workspace.restype = ctypes.c_int64
 C.ai3_slot_free.argtypes = (ctypes.c_int64,)
 C.ai3_slot_free.restype = None
+C.ai3_sample.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64), ctypes.c_int64)
+C.ai3_sample.restype = ctypes.c_uint64
 C.ai3_slot_bytes.argtypes = (ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_bool))
 C.ai3_slot_bytes.restype = ctypes.c_int64
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
@@ -82,12 +84,17 @@ C.ai3_machine.argtypes = (
 )
 
 
-def registry() -> dict[str, Any]:
-    """The registry as it is now: instruction-set level, operations, their algorithms per device with all properties."""
+def registry_text() -> bytes:
+    """The registry as it is now, in JSON."""
     error = ctypes.create_string_buffer(_ERROR_SIZE)
     if (text := C.ai3_registry(error, _ERROR_SIZE)) is None:
         raise RuntimeError(f"ai3: {error.value.decode()}")
-    return json.loads(text)
+    return text
+
+
+def registry() -> dict[str, Any]:
+    """The registry as it is now: instruction-set level, operations, their algorithms per device with all properties."""
+    return json.loads(registry_text())
 
 
 @functools.cache
@@ -180,6 +187,14 @@ def packs(slot: int) -> Packs:
     made, kept = ctypes.c_int64(), ctypes.c_bool()
     size = C.ai3_slot_bytes(slot, ctypes.byref(made), ctypes.byref(kept))
     return Packs(size, made.value, kept.value)
+
+
+def sampler(memory: Sequence[tuple[int, int]]) -> Callable[[], int]:
+    """A function that hashes a fixed sample of pieces of memory, given by their addresses and bytes."""
+    count = len(memory)
+    addresses = (ctypes.c_void_p * count)(*[address for address, _ in memory])
+    sizes = (ctypes.c_int64 * count)(*[size for _, size in memory])
+    return lambda: int(C.ai3_sample(addresses, sizes, count))
 
 
 def machine(threads: int, again: bool = False) -> tuple[float, float]:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ai3_ops import registry
-from ai3_ops.nn.calls import Call, Spec
+from ai3_ops import _library, registry
 from ai3_ops.operations import base
+from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS
 from ai3_ops.selectors import Algorithm
 
@@ -123,7 +123,7 @@ class Layer:
 
     def default(self, layout: str) -> str:
         """What `default` runs; "torch" where it leaves the layer to PyTorch."""
-        if self.in_place or self.operation == "flatten":  # as swap does
+        if self.in_place or Call.by_name[self.operation].returns_view:  # as swap does
             return "torch"
         p = self.problem(layout)
         try:
@@ -134,7 +134,7 @@ class Layer:
     def candidates(self, layout: str, approximate: bool) -> list[str]:
         """The default, PyTorch, and all other algorithms that support the layer, in alphabetical order."""
         found = [self.default(layout), "torch"]
-        if self.operation != "flatten":  # a view there, a copy here
+        if not Call.by_name[self.operation].returns_view:  # a view there, a copy here
             problem = self.problem(layout)
             for info in registry.algorithms(self.operation, self.device):
                 if info.rule or (info.accuracy == "approximate" and not approximate):
@@ -271,6 +271,7 @@ def measure(
         results[name] = Measured(
             round(seconds * 1e6, 2), round(noise * 1e6, 3), error[name], workspace, packed, rough
         )  # fmt: skip
+    _library.release_workspace()  # some algorithm's may be gigabytes, and would be kept
     return results
 
 

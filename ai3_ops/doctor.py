@@ -10,13 +10,13 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from ai3_ops import _library, registry
+from ai3_ops._cases import CASES, Call
 from ai3_ops.register import find_compiler
 
 # What the extra `demo` of pyproject.toml installs, by the modules' names.
@@ -123,37 +123,19 @@ def problems() -> list[str]:
     return found
 
 
-def _integers(*shape: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randint(-3, 4, shape, generator=generator).float()
-
-
-_ATEN = torch.ops.aten
-# Of each operation: ATen's operator, and arguments whose exact result small integers hold.
-CASES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "conv2d": (_ATEN.conv2d, (_integers(2, 8, 9, 11), _integers(8, 8, 3, 3), _integers(8), [1, 1], [1, 1])),
-    "linear": (_ATEN.linear, (_integers(5, 16), _integers(7, 16), _integers(7))),
-    "max_pool2d": (_ATEN.max_pool2d, (_integers(2, 8, 9, 11), [2, 2])),
-    "avg_pool2d": (_ATEN.avg_pool2d, (_integers(2, 8, 9, 11), [2, 2])),
-    "adaptive_avg_pool2d": (_ATEN.adaptive_avg_pool2d, (_integers(2, 8, 9, 11), [2, 3])),
-    "relu": (_ATEN.relu, (_integers(2, 8, 9, 11),)),
-    "flatten": (_ATEN.flatten, (_integers(2, 8, 9, 11), 1)),
-}
-
-
 def self_test() -> list[tuple[str, str]]:
-    """Runs every CPU operator on a small problem; those that fail, with the reason."""
+    """Runs every CPU operator on the first of its operation's test cases that it supports; those that fail, with the reason."""
     failures = []
     for a in registry.algorithms(device="cpu"):
-        if a.operation not in CASES or a.python:
+        calls = (Call(a, case, torch.float32, "integers") for case in CASES[a.operation])
+        call = next((call for call in calls if call.supported()), None)
+        if call is None or a.python:
             continue
-        reference, arguments = CASES[a.operation]
-        if not registry.supports(a.operation, a.name, *arguments)[0]:
-            continue
-        expected = reference(*arguments)
+        tensors = call.tensors
+        expected = call.aten(*tensors)
         allowed = {"exact": 1e-6, "bounded": max(a.error_bound, 1e-5)}.get(a.accuracy, 0.05)
         try:
-            error = ((a.operator(*arguments) - expected).abs().max() / expected.abs().max()).item()
+            error = ((call.operator(*tensors) - expected).abs().max() / expected.abs().max()).item()
         except RuntimeError as cause:
             failures.append((f"ai3::{a.operation}_{a.name}", str(cause)))
             continue

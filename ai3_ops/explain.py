@@ -6,7 +6,7 @@ import fnmatch
 import html
 import io
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.nn import leaf_class, original_class
-from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.nn.rewrite import Sites
+from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.optimize.report import OptimizeReport
+from ai3_ops.registry import near
 from ai3_ops.selectors import listed
+from ai3_ops.steps.discover import is_optimized, reachable
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,10 @@ class Layer:
     calls: int | None  # since the swap, compiled ones not counted; None for layers that are PyTorch's
     torch_calls: int  # those of them that PyTorch computed
     layout: str = ""  # of the first input, where it has four dimensions: "NCHW" or "NHWC", and whether it is copied
-    packs: str = ""  # of an algorithm that packs its weight: "kept", made "each call" or "not yet" made
-    packed_bytes: int = 0  # of the packed weight
+    # Of an algorithm that packs its weight: "kept", made "each call" or "not yet" made; of another one "kept", where it keeps a
+    # copy of its weight in the order that it reads.
+    packs: str = ""
+    packed_bytes: int = 0  # of all that is kept; of the pack that is made where nothing is
     workspace: int | None = (
         None  # bytes that a call like the first one allocates beside its output and kept packs; None: unknown
     )
@@ -58,6 +62,9 @@ class Report:
     layers: list[Layer]
     unreached: list[Unreached]
     optimization: OptimizeReport | None = None  # of a module that `optimize` returned: its steps, rewrites and gain
+    optimized: dict[str, OptimizeReport] = field(
+        default_factory=dict
+    )  # the same of such modules inside of the model, by name
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, fit for JSON."""
@@ -66,13 +73,21 @@ class Report:
     def filter(self, name: str = "*", *, operation: str = "*", used: str = "*") -> Report:
         """The layers whose name, operation and algorithm match these patterns, in which * stands for any characters.
 
-        `used="torch"` finds what PyTorch computes, `name="layer4*"` a part of the model, which of the unreached modules, too.
+        `used="torch"` finds what PyTorch computes, `name="layer4*"` a part of the model, which of the unreached and the
+        optimized modules, too. The report on a module that is itself optimized keeps that. ValueError for a name
+        that no layer has, and for what is no operation.
         """
         match = fnmatch.fnmatchcase
+        names = [layer.name for layer in self.layers] + [m.name for m in self.unreached] + list(self.optimized)
+        for pattern, known in ((name, names), (operation, registry.operations())):
+            if names and not any(match(one, pattern) for one in known):
+                raise ValueError(f"explain: nothing is called {pattern!r}{near(pattern, known)}")
         layers = [
             a for a in self.layers if match(a.name, name) and match(a.operation, operation) and match(a.used, used)
         ]
-        return Report(layers, [module for module in self.unreached if match(module.name, name)])
+        unreached = [module for module in self.unreached if match(module.name, name)]
+        optimized = {of: report for of, report in self.optimized.items() if match(of, name)}
+        return Report(layers, unreached, self.optimization, optimized)
 
     @property
     def summary(self) -> list[str]:
@@ -108,6 +123,7 @@ class Report:
             f"copies its input: {listed(copied)}" if copied else "",
             f"computed by PyTorch although an algorithm was chosen: {torch_calls} calls" if torch_calls else "",
             f"not reached: {len(self.unreached)} modules with calls of their own" if self.unreached else "",
+            f"optimized, as explain of each lists: {listed(list(self.optimized))}" if self.optimized else "",
         ]
         return [line for line in found if line]
 
@@ -212,9 +228,16 @@ def explain(model: nn.Module) -> Report:
     optimization = vars(model).get("_ai3_report")
     if optimization is not None:
         return Report([], [], optimization)
-    layers, unreached = [], []
+    layers, unreached, optimized = [], [], {}
     operations = registry.operations()
-    for name, module in model.named_modules():
+    seen: set[nn.Module] = set()
+    for name, module in reachable(model):
+        if module in seen:
+            continue
+        seen.add(module)
+        if is_optimized(module):
+            optimized[name] = vars(module)["_ai3_report"]
+            continue
         mark = vars(module).get("_ai3")
         leaf = leaf_class(original_class(module))
         lost = vars(module).get("_ai3_lost")
@@ -229,7 +252,7 @@ def explain(model: nn.Module) -> Report:
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
             layers.append(Layer(name, leaf._ai3_operation, None, "torch", "", None, None, 0))
-    return Report(layers, unreached)
+    return Report(layers, unreached, None, optimized)
 
 
 def _layer(module: str, call: Call, trouble: str) -> Layer:
@@ -295,10 +318,11 @@ def _memory(call: Call, used: str) -> dict[str, Any]:
     computes = {"any": layout, "nchw": "NCHW", "nhwc": "NHWC"}[info.layout]
     if layout and (computes != layout or (layout == "strided" and not (info.sliced and _is_slice(call)))):
         layout += ", copied" if computes in (layout, "strided") else f", copied to {computes}"
-    packs = call.pack_state() if packed else ""
-    if packs == "kept":
+    held = call.held_bytes()
+    packs = call.pack_state() if packed or held else ""
+    if packs == "kept" and packed:
         workspace = max(0, workspace - packed + _TAG)
-    return {"layout": layout, "packs": packs, "packed_bytes": packed, "workspace": workspace}
+    return {"layout": layout, "packs": packs, "packed_bytes": held or packed, "workspace": workspace}
 
 
 _TAG = 64  # bytes of a packed tensor that say what it was made for

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import json
 import os
 import threading
 import warnings
@@ -42,14 +44,16 @@ class AlgorithmInfo:
     dtypes: tuple[str, ...]
     layout: str = "any"  # the memory layout it computes in; tensors in another one are converted: "any", "nchw", "nhwc"
     packs: bool = False  # has weights in a form of its own, made once by ai3::_<operation>_<name>_pack
-    epilogue: bool = False  # its packed operator adds a residual and applies an activation
-    prologue: bool = False  # its packed operator applies scale, shift and relu to the input
+    epilogue: bool = False  # its fused operators, of plain and packed weights, add a residual and apply an activation
+    prologue: bool = False  # they apply scale, shift and relu to the input
     rule: bool = False  # no method of its own: names another algorithm for each problem
     vendor: bool = False  # calls PyTorch's own operators
     backward: str = (
         "aten"  # who computes its gradients: PyTorch ("aten"), or the project's kernels where they do so well ("own")
     )
-    sliced: bool = False  # reads, and its packed operator writes, slices of channels of larger tensors without a copy
+    sliced: bool = (
+        False  # reads, and its _out operators write, slices of channels or rows of larger tensors without a copy
+    )
     python: bool = dataclasses.field(default=False, compare=False)  # a Python callable
 
     @property
@@ -137,15 +141,20 @@ def algorithms(operation: str | None = None, device: str | torch.device | None =
 
 def registered() -> list[AlgorithmInfo]:
     """As `algorithms`, without those that packages only offer until they are asked."""
-    found = [
-        AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"])})
-        for o, record in _library.registry()["operations"].items()
-        for name, devices in record["algorithms"].items()
-        for d, traits in devices.items()
-    ]
+    found = list(_of_text(_library.registry_text()))
     devices = [d for d in _library.DEVICES if d == "cpu" or torch.cuda.is_available()]
     found += [dataclasses.replace(info, device=d) for info in _python.values() for d in devices]
     return sorted(found, key=lambda a: (a.operation, a.name, a.device))
+
+
+@functools.lru_cache(maxsize=1)  # it is asked for at every swap of a layer, and changes with registrations only
+def _of_text(text: bytes) -> list[AlgorithmInfo]:
+    return [
+        AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"])})
+        for o, record in json.loads(text)["operations"].items()
+        for name, devices in record["algorithms"].items()
+        for d, traits in devices.items()
+    ]
 
 
 def approximate_default(operation: str, rule: str) -> str | None:
@@ -349,6 +358,10 @@ def near(word: str, words: Iterable[str], cutoff: float = 0.5) -> str:
 
 def _known(word: str, words: Iterable[str], what: str, more: str = "") -> None:
     words = sorted(set(words))
+    if not isinstance(word, str):
+        raise TypeError(f"{what}: a name is needed, got {word!r}")
+    if word.endswith(".json"):
+        more = f"{more}; a plan's file is read by ai3_ops.Plan.load({word!r})"
     if word in words:
         return
     hint = near(word, words, _CUTOFF) or f"; there are: {', '.join(words)}"

@@ -200,7 +200,7 @@ def assign(
     """
     if isinstance(selectors, Plan):
         return _planned(selectors, places)
-    chosen = _assigned(selectors, places, modules, lost)
+    chosen = assigned(selectors, places, modules, lost)
     automatic = {index for index, choice in chosen.items() if choice.requested == "auto"}
     if automatic:
         if tune is None:
@@ -229,7 +229,7 @@ def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
     return chosen
 
 
-def _assigned(
+def assigned(
     selectors: Selector, places: Sequence[Place], modules: Mapping[str, nn.Module], lost: Mapping[str, str]
 ) -> dict[int, Choice]:
     """As `assign`, where "auto" is still a word."""
@@ -319,7 +319,14 @@ def _check_reached(key: str, modules: Mapping[str, nn.Module], lost: Mapping[str
         if matches(name):
             raise ValueError(f"selector {key!r}: the calls that {name!r} makes cannot be replaced: {reason}")
     what = type(modules[key]).__name__ if key in modules else "what it matches"
-    raise ValueError(f"selector {key!r}: {what} makes no call that ai3_ops swaps; it swaps {', '.join(operations)}")
+    inside = (
+        "; a plain name reaches what lies inside, a regular expression as in 're:layer1\\..*'"
+        if key.startswith("re:")
+        else ""
+    )
+    raise ValueError(
+        f"selector {key!r}: {what} makes no call that ai3_ops swaps; it swaps {', '.join(operations)}{inside}"
+    )
 
 
 def _choices(

@@ -6,7 +6,7 @@ import copy
 import warnings
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ai3_ops.plan import Plan
 from ai3_ops.selectors import Selector, Tuner, listed
@@ -46,6 +46,10 @@ def swap(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.swap needs an nn.Module, got {type(model).__name__}")
+    if isinstance(selectors, Tensor):
+        raise TypeError(
+            "ai3_ops.swap: selectors is a tensor; example inputs come third: swap(model, selectors, example_inputs)"
+        )
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     if not inplace:

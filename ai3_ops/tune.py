@@ -18,8 +18,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops import _cache, _pbqp, _timing, registry
 from ai3_ops._timing import Layer, Measured, Surroundings
-from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.operations import base
+from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.registry import near
 from ai3_ops.steps.apply import unswap
@@ -34,7 +34,7 @@ TOLERANCE = (
 TOLERANCE_APPROXIMATE = 2e-2  # likewise of algorithms that approximate, where the user allows them
 _SEARCH_STEPS = 24  # halvings of the price of memory
 _NEVER = 1e9  # microseconds: of what is not done
-_BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
+BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
 
 
 class Interrupted(KeyboardInterrupt):
@@ -90,7 +90,8 @@ def tune(
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, in the layout that they will come in.
         objective: what is small in the end: "latency", the median time; "p99", the time that 99 of 100 calls keep; "memory",
             the bytes of packed weights and workspaces, and among equals the time.
-        budget_seconds: no further layer is measured after so long, and the rest keeps `default`; those with most work come first.
+        budget_seconds: no further layer is measured after so long; those with most work come first. The rest keeps `default`
+            where the other settings allow it by what its algorithm states, else PyTorch's implementation.
         memory_limit: bytes that all packed weights and the largest workspace may take together. PyTorch's
             own implementations, which do not tell what they take, count as 0.
         tolerance: the largest error of a layer, max|y - y64| / max|y64| with y64 in float64, measured on seeded normal numbers.
@@ -323,8 +324,8 @@ def _within(seconds: float | None, layers: Iterable[Layer], count: int) -> Itera
     start = _timing.clock()
     for i, layer in enumerate(layers):
         if seconds is not None and _timing.clock() - start >= seconds:
-            left = f"{count - i} distinct layers were not measured within the budget and keep `default`"
-            warnings.warn(f"ai3_ops.tune: {left}", stacklevel=6)
+            left = f"{count - i} distinct layers were not measured within the budget"
+            warnings.warn(f"ai3_ops.tune: {left} and keep `default` where the settings allow it", stacklevel=6)
             return
         yield layer
 
@@ -342,7 +343,7 @@ def _shown(layers: list[Layer], progress: bool) -> Iterator[Layer]:
 
 
 # Choosing -------------------------------------------------------------------------------------------------------------
-def _ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings: Settings) -> str:
+def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings: Settings) -> str:
     """Why the settings forbid an algorithm, "" where they do not. PyTorch's own is always left."""
     if name == "torch":
         return ""
@@ -368,7 +369,7 @@ def select(
     The first named is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more than GAIN of
     its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first.
     """
-    forbidden = {name: _ineligible(layer, name, found, settings) for name in found}
+    forbidden = {name: ineligible(layer, name, found, settings) for name in found}
     first = next(iter(found))
     allowed = [name for name in found if not forbidden[name]]
     base_name = first if first in allowed else "torch" if "torch" in allowed else allowed[0]
@@ -385,6 +386,27 @@ def select(
     best = min(better, key=cost.__getitem__)
     chosen = next(name for name in better if not clearly(best, name))
     return chosen, cost[chosen], f"{found[base_name].time_us / found[chosen].time_us:.2f}x {base_name}"
+
+
+def unmeasured(layer: Layer, layout: str, settings: Settings, price: float = 0.0) -> tuple[str, float, str]:
+    """As `select`, of a layer that was not measured: `default`, unless what is known without measuring forbids it; no cost.
+
+    Where memory has a price, only what takes none is left: nothing tells what time it would be worth.
+    """
+    name = layer.default(layout)
+    if name == "torch":
+        return name, 0.0, "not measured"
+    info, limit = registry.algorithm(layer.operation, name, layer.device), settings.tolerance
+    bound = {"exact": TOLERANCE, "bounded": info.error_bound}.get(info.accuracy, math.inf)  # in float32
+    bound *= torch.finfo(layer.dtype).eps / torch.finfo(torch.float32).eps
+    why = ""
+    if settings.deterministic and not info.deterministic:
+        why = "is not deterministic"
+    elif limit is not None and not bound <= limit:
+        why = f"may have an error above {limit:.0e}"
+    elif price > 0 and (needed := sum(layer.memory(name, layout))):
+        why = f"needs {needed} bytes"
+    return ("torch", 0.0, f"not measured; {name} {why}") if why else (name, 0.0, "not measured")
 
 
 class _Solution(NamedTuple):
@@ -430,7 +452,7 @@ class _Choice:
         solved = {node for node in self.weighs if layouts[node][numbers[node]] == CHANNELS_LAST}
         # Beyond series-parallel graphs the solver guesses: what all weights alike would give is looked at, too.
         tried = [self._followed(some) for some in (solved, self.weighs, set[int]())]
-        return self._solution(min(tried, key=lambda found: self._total(found, costs)), picked)
+        return self._solution(min(tried, key=lambda found: self._total(found, costs)), picked, price)
 
     def _followed(self, chosen: set[int]) -> list[str]:
         """The layout of every node where the weights of these are in channels_last."""
@@ -447,11 +469,13 @@ class _Choice:
             us for edge, us in self.edges if found[edge.first] != found[edge.second] and edge.second in self.weighs
         )
 
-    def _solution(self, found: list[str], picked: Mapping[tuple[Layer, str], tuple[str, float, str]]) -> _Solution:
+    def _solution(
+        self, found: list[str], picked: Mapping[tuple[Layer, str], tuple[str, float, str]], price: float
+    ) -> _Solution:
         algorithms, packed, workspace = [], 0, 0
         for site in self.network.sites:
             layer, layout = site.layer, found[site.nodes[0]]
-            name, _, why = picked.get((layer, layout)) or (layer.default(layout), 0.0, "not measured")
+            name, _, why = picked.get((layer, layout)) or unmeasured(layer, layout, self.settings, price)
             algorithms.append((name, why))
             extra, pack = layer.memory(name, layout)
             packed, workspace = packed + pack, max(workspace, extra)
@@ -461,12 +485,12 @@ class _Choice:
         """Within the limit of memory: the lowest price that keeps it, found by halving (Lagrangian relaxation, Everett 1963)."""
         limit = self.settings.memory_limit
         if self.settings.objective == "memory":
-            return self.at(_BYTE)
+            return self.at(BYTE)
         found = self.at(0.0)
         if limit is None or found.bytes <= limit:
             return found
-        found = self.at(_BYTE)
-        low, high = -9.0, math.log10(_BYTE)
+        found = self.at(BYTE)
+        low, high = -9.0, math.log10(BYTE)
         for _ in range(_SEARCH_STEPS):
             middle = (low + high) / 2
             tried = self.at(10**middle)
@@ -493,6 +517,7 @@ def _choose(network: Network, times: Times, settings: Settings, meter: Meter) ->
 def _planned(site: _Site, name: str, layout: str, why: str, times: Times) -> PlannedLayer:
     layer = site.layer
     found = times.get((layer, layout), {}).get(name)
+    workspace, packed = layer.memory(name, layout) if found is None else (found.workspace_bytes, found.packed_bytes)
     candidates = {}
     for each in layer.layouts:
         for other, m in times.get((layer, each), {}).items():
@@ -503,8 +528,8 @@ def _planned(site: _Site, name: str, layout: str, why: str, times: Times) -> Pla
         layout if len(layer.layouts) > 1 else None,
         None if found is None else found.time_us,
         None if found is None else found.error,
-        None if found is None else found.workspace_bytes,
-        None if found is None else found.packed_bytes,
+        workspace,
+        packed,
         why,
         [list(shape) for shape in layer.shapes],
         candidates,

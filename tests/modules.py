@@ -53,12 +53,17 @@ class Layer(nn.Module):
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.operator = call.info.operator
-        self.arguments = _cases.operator_arguments(call.info, call.case.arguments)
+        count, names = len(call.tensors), [f"tensor_{i}" for i in range(len(call.tensors))]
+        arguments = _cases.operator_arguments(call.info, call.case.arguments)
+        self.order = _cases.arranged(call.info.operation, names, arguments)
+        self.places = {i: names.index(a) for i, a in enumerate(self.order) if isinstance(a, str)}
+        assert len(self.places) == count
         for i, tensor in enumerate(call.tensors[1:]):
             self.register_parameter(f"tensor_{i + 1}", None if tensor is None else nn.Parameter(tensor))
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.operator(input, *self._parameters.values(), *self.arguments)
+        tensors = [input, *self._parameters.values()]
+        return self.operator(*(tensors[self.places[i]] if i in self.places else a for i, a in enumerate(self.order)))
 
 
 class EveryOperator(nn.Module):

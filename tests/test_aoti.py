@@ -9,6 +9,7 @@ from modules import EveryOperator, each_device, swapped_net
 from torch.export import Dim
 
 import ai3_ops
+from ai3_ops import _models, bench
 from ai3_ops._cases import DTYPES
 
 PACKAGE = pathlib.Path(ai3_ops.__file__).parent
@@ -56,12 +57,31 @@ def test_every_operator(device, dtype, runner, tmp_path):
             expected, actual = model(*inputs), loaded(*inputs)
         for a, e in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, e, rtol=0, atol=TOLERANCE[e.element_size()] * float(e.abs().max()))
+    without_python(runner, path, inputs, expected, tmp_path)
+
+
+def without_python(runner, path, inputs, expected, folder):
+    """The C++ program gets the same from a package."""
     files = []
     for name, values in (("inputs", inputs), ("expected", expected)):
-        files.append(str(tmp_path / f"{name}.pt"))
+        files.append(str(folder / f"{name}.pt"))
         torch.save(values, files[-1])
     done = subprocess.run([runner, path, *files, *LIBRARIES], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", bench.MODELS)
+def test_networks_without_python(name, runner, tmp_path):
+    named = _models.named(name)
+    _models.settle(named.model, named.inputs)
+    swapped = ai3_ops.swap(named.model, {"*": "default"})
+    with torch.no_grad():
+        expected = named.model(named.inputs)
+    exported = torch.export.export(swapped, (named.inputs,))
+    assert [n for n in exported.graph.nodes if str(n.target).startswith("ai3.")]
+    path = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "model.pt2"))
+    without_python(runner, path, (named.inputs,), (expected,), tmp_path)
 
 
 @each_device

@@ -34,7 +34,7 @@ def test_mistakes_are_one_sentence(capsys):
         main(["list", "covn2d"])
     assert stopped.value.code == 2
     message = capsys.readouterr().err
-    assert message == "ai3_ops list: no operation 'covn2d'; did you mean 'conv2d'?\n"
+    assert message == "ai3_ops list: no operation 'covn2d'; did you mean 'conv2d' or 'conv1d'?\n"
 
 
 def test_selectors_are_json_a_file_or_a_word(tmp_path):

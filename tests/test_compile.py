@@ -26,14 +26,13 @@ def test_every_case_is_one_graph(info):
     calls = [
         c for c in _cases.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)
     ]
-    arguments = [_cases.operator_arguments(info, c.case.arguments) for c in calls]
-    inputs = [[None if t is None else t.requires_grad_() for t in c.tensors] for c in calls]
+    inputs = [c.arranged(*(None if t is None else t.requires_grad_() for t in c.tensors)) for c in calls]
 
     def run(inputs):
-        return [info.operator(*tensors, *rest) for tensors, rest in zip(inputs, arguments, strict=True)]
+        return [info.operator(*arguments) for arguments in inputs]
 
     def grads(outputs):
-        leaves = [t for tensors in inputs for t in tensors if t is not None]
+        leaves = [t for arguments in inputs for t in arguments if isinstance(t, torch.Tensor)]
         return torch.autograd.grad(sum(y.square().sum() for y in outputs), leaves)
 
     backend = CompileCounterWithBackend("aot_eager")
@@ -48,11 +47,14 @@ def test_any_size_is_one_graph(device):
     model = EveryOperator(device, "float32")
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
+    counts = []
     with torch.no_grad():
         for batch, larger in ((31, 16), (2, 16), (3, 17), (7, 1)):  # the first: no sizes are equal by chance
             inputs = model.inputs(batch, larger)
             assert_equal(compiled(*inputs), model(*inputs))
-    assert backend.frame_count == 1
+            counts.append(backend.frame_count)
+    # 2: layer_norm's normalized sizes become constants while they are traced, for which Dynamo starts again.
+    assert counts in ([1] * 4, [2] * 4)
 
 
 @each_device

@@ -136,9 +136,9 @@ def test_parameters_of_a_class_of_their_own_are_tensors():
 def test_tf32_is_read_however_it_was_set(setting, conv2d, linear):
     """Reading the old switches raises once the new ones are set."""
     code = (
-        f"import torch\n{setting}\nfrom ai3_ops.nn import calls\n"
-        "print(calls.Conv2d.allow_tf32(), calls.Linear.allow_tf32())\n"
-        "f = torch.compile(lambda x: x + calls.Conv2d.allow_tf32(), fullgraph=True, backend='eager')\n"
+        f"import torch\n{setting}\nfrom ai3_ops.operations.calls import Call\n"
+        "print(Call.by_name['conv2d'].allow_tf32(), Call.by_name['linear'].allow_tf32())\n"
+        "f = torch.compile(lambda x: x + Call.by_name['conv2d'].allow_tf32(), fullgraph=True, backend='eager')\n"
         "print(bool(f(torch.zeros(1))))\n"
     )
     assert run(code, PYTHONPATH=ROOT).split() == [str(conv2d), str(linear), str(conv2d)]

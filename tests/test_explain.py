@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import explain, swap
+from ai3_ops.optimize import pipeline
 
 
 class Block(nn.Module):
@@ -84,7 +86,7 @@ def test_a_part_of_a_report():
         "linear",
     }
     assert report.filter("1*", operation="conv2d", used="dir*").summary[0] == "1 calls: conv2d 1 (direct 1)"
-    assert report.filter("no such").summary == ["0 calls: "]
+    assert report.filter(used="no such").summary == ["0 calls: "]
 
 
 def test_long_reasons_are_notes_and_a_layer_is_one_line():
@@ -112,3 +114,82 @@ def test_notebooks_show_html():
     assert html.escape("prefer('direct', 'torch')") in text
     assert "prefer('direct'" not in text
     assert all(f"<li>{html.escape(line)}</li>" in text for line in report.summary)
+
+
+@pytest.fixture
+def holder(monkeypatch):
+    """A model that holds an optimized one, whatever gains."""
+    monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (2.0, 2e-3, 1e-3))
+    monkeypatch.setattr(pipeline, "_gain", lambda *_: 2.0)
+    inner = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+    fast = ai3_ops.optimize(inner, X, "default", budget_seconds=0.2, progress=False)
+    assert fast._ai3_first.body is not None
+    return nn.Sequential(OrderedDict(neck=fast, head=nn.Conv2d(8, 4, 1)))
+
+
+@pytest.mark.parametrize("examples", [None, X])
+def test_swap_and_explain_stop_at_an_optimized_module(holder, examples):
+    swapped = swap(holder, "direct", examples)
+    inside = swapped.neck.get_submodule("0")
+    assert type(inside) is nn.Conv2d
+    assert inside.weight.is_contiguous()
+    for found in (swapped, holder):
+        report = explain(found)
+        assert [layer.name for layer in report.layers] == ["head"]
+        assert report.unreached == []
+        assert list(report.optimized) == ["neck"]
+        assert "optimized, as explain of each lists: neck" in str(report)
+        assert report.to_dict()["optimized"]["neck"]["parts"][0]["steps"]
+        assert list(report.filter("ne*").optimized) == ["neck"]
+        assert report.filter("head").optimized == {}
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(X), holder(X), rtol=1e-4, atol=1e-4)
+    assert layers(swapped)["head"].calls == 1
+    with pytest.raises(ValueError, match=r"neck\.0.*is inside of an optimized module"):
+        swap(holder, {"neck.0": "direct"}, examples)
+
+
+def test_a_filtered_report_on_an_optimized_module_keeps_its_optimization(holder):
+    report = explain(holder.neck)
+    assert report.optimization is not None
+    assert report.filter("0").optimization is report.optimization
+    assert str(report.filter("0")) == str(report)
+    swapped = swap(holder.neck, "direct")  # has no layer that can be chosen for
+    assert type(swapped) is type(holder.neck)
+    assert str(explain(swapped)) == str(report)
+
+
+def test_a_copy_of_the_weight_in_another_order_is_counted():
+    """smm packs nothing, but reads a contiguous weight where swap made it channels_last."""
+    swapped = swap(nn.Sequential(nn.Conv2d(3, 4, 3)), "smm", X)
+    assert layers(swapped)["0"].packed_bytes == 0
+    with torch.no_grad():
+        swapped(X)
+    row = layers(swapped)["0"]
+    assert (row.packs, row.packed_bytes) == ("kept", swapped[0]._ai3.packs.bytes)
+    assert row.packed_bytes == swapped[0].weight.nbytes
+    assert f"{row.packed_bytes} B of packed weights kept" in "\n".join(explain(swapped).summary)
+
+
+def test_filters_that_nothing_matches_are_errors():
+    report = ai3_ops.explain(ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 3, 3)), "direct"))
+    assert not report.filter(used="torch").layers
+    for wrong, words in (({"name": "9*"}, "nothing is called '9"), ({"operation": "conv"}, "did you mean 'conv2d'")):
+        with pytest.raises(ValueError, match=words):
+            report.filter(**wrong)
+
+
+def test_layouts_and_choices_are_those_of_the_calls():
+    """Not of the run with example inputs, before weights were in channels_last, nor of an earlier size or dtype."""
+    model, x = (
+        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)).eval(),
+        torch.randn(1, 64, 28, 28),
+    )
+    swapped = ai3_ops.swap(model, "default", x)
+    with torch.inference_mode():
+        swapped(x)
+        assert [layer.layout for layer in ai3_ops.explain(swapped).layers] == ["NCHW", "NHWC"]
+        swapped(torch.randn(1, 64, 2, 2))
+        small = [layer.used for layer in ai3_ops.explain(swapped).layers]
+    expected = ai3_ops.resolve("conv2d", "default", torch.randn(1, 64, 2, 2), model[0].weight, model[0].bias, 1, 1)
+    assert small[0] == expected

@@ -1,12 +1,16 @@
 """Swapped networks run in channels_last, unless their code may need NCHW activations."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
 
 import ai3_ops
+from ai3_ops import Plan, _cache
 from ai3_ops.nn import layout
 from ai3_ops.operations.base import is_channels_last
+from ai3_ops.plan import PlannedLayer
 
 
 def flat(x):
@@ -52,7 +56,7 @@ def test_nchw_images_become_channels_last_at_the_first_convolution():
 @pytest.mark.parametrize("examples", [None, X])
 def test_code_that_views_activations_goes_on_working(examples):
     model = Views(None)
-    assert layout.viewers(model) == ["Views"]
+    assert layout.naming(model, layout.VIEWS) == ["Views"]
     swapped = ai3_ops.swap(model, "direct", examples)
     assert not is_channels_last(swapped.conv.weight)
     torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
@@ -76,3 +80,98 @@ def test_inference_tensors_and_shared_weights():
         assert is_channels_last(swapped[0].weight)
         x = torch.randn(1, 4, 8, 8)
         torch.testing.assert_close(swapped(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def strided(y):
+    return y.as_strided((y.shape[0], 4 * 6 * 6), (4 * 6 * 6, 1))
+
+
+def resized(y):
+    return y.clone().resize_(y.shape[0], 4 * 6 * 6)
+
+
+@pytest.mark.parametrize("function", [strided, resized])
+@pytest.mark.parametrize("planned", [False, True])
+def test_code_that_reads_memory_by_its_own_strides_keeps_nchw(function, planned):
+    """It never raises on channels_last, where it reads other elements."""
+
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 4, 3), nn.Linear(4 * 6 * 6, 2)
+
+        def forward(self, x):
+            return self.head(strided(self.conv(x)) if function is strided else resized(self.conv(x)))
+
+    model = Strided()
+    assert layout.naming(model, layout.MEMORY) == [Strided.__qualname__]
+    swapped = ai3_ops.swap(model, of_plan("channels_last") if planned else "direct", X)
+    assert not is_channels_last(swapped.conv.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+class Asks(nn.Module):
+    """Views where that works and else does something else, so that nothing is ever raised."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        try:
+            return {"y": y.view(y.shape[0], -1)}
+        except RuntimeError:
+            return {"y": y.permute(0, 2, 3, 1).flatten(1)}
+
+
+def test_outputs_are_compared_not_exceptions_alone():
+    model = Asks().eval()
+    swapped = ai3_ops.swap(model, "smm", X)
+    assert not is_channels_last(swapped.conv.weight)
+    layer = ai3_ops.explain(swapped).filter("conv").layers[0]
+    assert (layer.calls, layer.packed_bytes) == (0, 0)
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (X, X * (1 + 1e-6), True),
+        (X, X + 0.1, False),
+        (X, X[:1], False),
+        (X, X.double(), False),
+        ({"a": (X, 1.0, None)}, {"a": (X, 1.0, None)}, True),
+        ({"a": X}, {"b": X}, False),
+        (X.double(), X.double() * (1 + 1e-6), False),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), False),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, torch.nan]), True),
+        (torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]), False),
+        (object(), object(), False),
+        (torch.zeros(0), torch.zeros(0), True),
+    ],
+)
+def test_what_counts_as_the_same_output(one, other, expected):
+    assert layout.same(one, other) is expected
+
+
+def of_plan(form):
+    """A plan for a model whose one layer is `conv`."""
+    entry = PlannedLayer("conv2d", "direct", form, None, None, None, None, "", [], {})
+    return Plan({"conv": entry}, _cache.machine(), {})
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("form", ["contiguous", "channels_last"])
+def test_a_plans_layout_is_followed_from_the_other_one(form, kernel):
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, kernel)))
+    other = torch.channels_last if form == "contiguous" else torch.contiguous_format
+    model.conv.weight.data = torch.empty_like(model.conv.weight, memory_format=other).copy_(model.conv.weight.data)
+    swapped = ai3_ops.swap(model, of_plan(form))
+    assert is_channels_last(swapped.conv.weight) == (form == "channels_last")
+    with torch.no_grad():
+        y = swapped(X)
+    assert is_channels_last(y) == (form == "channels_last")
+    torch.testing.assert_close(y, model(X), rtol=1e-4, atol=1e-4)

@@ -59,6 +59,7 @@ LEVELS = list(_flags.levels())  # best first
 
 # Which of PyTorch's operators a call runs; allocating is what every operator does.
 ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided"}
+VIEWS = {"aten::unsqueeze", "aten::squeeze", "aten::as_strided"}  # which compute nothing: conv1d's images of height 1
 VENDORS = {
     ("conv2d", "gemm"): "aten::bmm",
     ("conv2d", "onednn"): "aten::mkldnn_convolution",
@@ -74,7 +75,7 @@ def test_own_methods_call_none_of_pytorch_s_operators(info):
     inputs = call.tensors
     with torch.inference_mode(), profiled() as profile:
         call.operator(*inputs)
-    called = {event.name for event in profile.events()} - ALLOCATES
+    called = {event.name for event in profile.events()} - ALLOCATES - VIEWS
     if info.vendor:
         assert any(name.startswith(VENDORS[info.operation, info.name]) for name in called), called
     else:

@@ -12,7 +12,7 @@ from tester import ALGORITHMS, STRATEGIES, each_algorithm
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops._cases import CASES, DTYPES, Call
+from ai3_ops._cases import CASES, DTYPES, Call, arranged
 from ai3_ops._checks import CHECKS, assert_within
 
 
@@ -54,10 +54,15 @@ def test_nothing_more_is_refused(info):
     one_dtype = info.name.endswith("_bf16")  # computes in bfloat16 what float32 tensors hold
     for dtype in info.dtypes if info.vendor or info.device == "cuda" or one_dtype else DTYPES:
         for case in CASES[info.operation]:
+            if not case.is_of(dtype):
+                continue
             tensors = Call(info, case, DTYPES[dtype]).tensors
-            sizes = registry.OPERATIONS[info.operation].problem("test", *tensors, *case.arguments).sizes
-            ok, reason = ai3_ops.supports(info.operation, info.name, *tensors, *case.arguments)
+            call = arranged(info.operation, tensors, case.arguments)
+            sizes = registry.OPERATIONS[info.operation].problem("test", *call).sizes
+            ok, reason = ai3_ops.supports(info.operation, info.name, *call)
             if info.vendor and not ok and dtype in reason:  # a vendor's may lack a dtype on this processor
+                continue
+            if info.device == "cuda" and reason.startswith("cuDNN refuses"):
                 continue
             assert ok or not all(rule(sizes) for rule in rules), f"{case} in {dtype}: {reason}"
 

@@ -20,6 +20,7 @@ from ai3_ops import register as register_function
 from ai3_ops import registry
 from ai3_ops._cases import CASES, Call, conv
 from ai3_ops._checks import CHECKS
+from ai3_ops.optimize.program import Builder
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/your-own-algorithm.md"
@@ -569,6 +570,7 @@ def test_check_passes_a_correct_algorithm_of_one_dtype_and_few_shapes(header, mo
     assert by["sizes"].passed >= 5
     for name, words in {
         "packed": "keeps no packed weights",
+        "fused": "fuses no residual",
         "prologue": "applies no scale, shift or relu",
         "autocast": "needs float32 and bfloat16",
     }.items():
@@ -577,6 +579,7 @@ def test_check_passes_a_correct_algorithm_of_one_dtype_and_few_shapes(header, mo
     assert "gradcheck: has no float64" in str(by["gradients"])
     assert {name for name, result in by.items() if result.status == "skipped"} <= {
         "packed",
+        "fused",
         "prologue",
         "autocast",
         "zeros",
@@ -597,6 +600,19 @@ def test_too_little_stated_workspace_is_an_error_with_both_numbers(header):
         RuntimeError, match=r"^ai3::conv2d_user_glutton: not enough memory for 4611686018427387904 bytes"
     ):
         op(X, W)
+
+
+def test_too_little_stated_workspace_is_an_error_in_programs_too(header):
+    """A program's arena has what was stated; the rest is borrowed there as well."""
+    register_function("conv2d", "user_greedy_step", header(naive("user_greedy_step", stated="0")))
+    builder = Builder()
+    image = builder.input(X.shape)
+    program = builder.build([builder.conv2d(image, W, algorithm="user_greedy_step")])
+    words = r"^ai3::conv2d_user_greedy_step: states 0 bytes of workspace and takes 64$"
+    with pytest.raises(RuntimeError, match=words):
+        program(X)
+    with pytest.raises(RuntimeError, match=words):
+        program.time(X, repeats=1)
 
 
 def test_what_is_no_exception_is_an_error_that_names_the_operator(header):

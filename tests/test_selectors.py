@@ -188,7 +188,7 @@ def test_mistakes(net, selectors, words):
         swap(net, selectors)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 3, 3), nn.Conv1d(3, 3, 3), nn.Identity()])
+@pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 3, 3), nn.Conv3d(3, 3, 3), nn.Identity()])
 def test_a_layer_of_no_operation(layer):
     model = nn.Sequential(layer, nn.ReLU())
     for value in ("direct", ["direct"], lambda m: "direct"):
@@ -338,6 +338,26 @@ def test_a_rule_does_not_choose_what_is_excluded(net):
     guess = swap(model, Algorithm("guess", exclude=("winograd*", "direct", "fft")), x)
     assert not {"winograd", "direct", "fft"} & {name.partition("_")[0] for name in used(guess).values()}
     assert used(swap(model, {"0": Algorithm("winograd", exclude=("winograd_f4",))}, x)) == {"0": "winograd_f2"}
+
+
+def test_choices_of_more_than_a_name_keep_their_packs_in_programs():
+    x = torch.randn(1, 32, 28, 28)
+    for choice in (Algorithm("default", exclude=("direct",)), Algorithm("winograd", backward_input="im2col")):
+        swapped = swap(nn.Conv2d(32, 32, 3, padding=1), choice, x)
+        exported = torch.export.export(swapped, (x,)).module()
+        for form in (torch.compile(swapped, backend="aot_eager", fullgraph=True), exported):
+            with torch.no_grad():
+                form(x)
+                made = swapped._ai3.packs.made
+                assert made > 0
+                for _ in range(3):
+                    form(x)
+            assert swapped._ai3.packs.made == made
+        batches = torch.func.vmap(swapped)(x.expand(2, 1, 32, 28, 28))
+        torch.testing.assert_close(
+            batches[0], F.conv2d(x, swapped.weight, swapped.bias, padding=1), rtol=1e-4, atol=1e-5
+        )
+        assert swapped._ai3.packs.made == made
 
 
 def test_exclude_is_checked():

@@ -442,11 +442,11 @@ def test_a_child_that_torch_jit_compiled(compiled):
 class Scripted(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.relu, self.line = nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv1d(1, 1, 1)
+        self.conv, self.relu, self.line = nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Conv3d(1, 1, 1)
 
     def forward(self, x):
         x = F.conv2d(self.relu(self.conv(x)), self.conv.weight.transpose(0, 1))
-        return F.conv1d(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)[:, None], self.line.weight)
+        return F.conv3d(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1)[:, None, :, None, None], self.line.weight)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -16,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import ai3_ops
-from ai3_ops import Plan, _cache, _timing, registry
+from ai3_ops import Plan, _cache, _library, _timing, registry
 from ai3_ops import plan as plans
 from ai3_ops._timing import Layer, Measured, Surroundings, measure, median, percentile
-from ai3_ops.nn.calls import Spec
+from ai3_ops.operations.calls import Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
 from ai3_ops.tune import Interrupted, Network, Settings, select
 
@@ -91,6 +92,7 @@ def test_measured_for_real(model, x, monkeypatch):
     monkeypatch.setattr(_timing, "SECONDS", 0.0)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     plan = tuned(model, x)
+    assert _library.release_workspace() == 0  # what the largest algorithm took is not kept
     assert set(plan.layers) == {"first", "relu", "twice", "side", ":relu_0", "pool", "fc"}
     for name, layer in plan.layers.items():
         assert layer.time_us > 0, name
@@ -252,6 +254,44 @@ def test_budget_and_interrupt(model, x, given, monkeypatch):
     tuned(model, x)  # goes on where that stopped
     whole = {(layer, layout) for layer, layout, _ in given["asked"]}
     assert len(whole) == 2 * 6 + 1 - 4  # six layers with two layouts, linear with one
+
+
+def test_settings_hold_for_layers_that_were_not_measured(x):
+    """A spent budget: what their algorithms state decides."""
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1), nn.Conv2d(32, 8, 1))
+
+    def unmeasured(**settings):
+        with pytest.warns(UserWarning, match="not measured within the budget"):
+            plan = tuned(model, x, budget_seconds=0, cache=False, **settings)
+        assert all(layer.time_us is None and layer.reason.startswith("not measured") for layer in plan.layers.values())
+        return plan
+
+    free = unmeasured()
+    assert "torch" not in algorithms(free).values()
+    needed = free.packed_bytes + free.workspace_bytes
+    assert needed > 0
+    assert algorithms(unmeasured(memory_limit=needed)) == algorithms(free)
+    for least in (
+        unmeasured(memory_limit=needed - 1),
+        unmeasured(memory_limit=0),
+        unmeasured(objective="memory"),
+    ):
+        assert least.packed_bytes + least.workspace_bytes == 0
+    assert re.search(r"needs \d+ bytes", unmeasured(memory_limit=0).layers["1"].reason)
+    assert algorithms(unmeasured(tolerance=1.0)) == algorithms(free)
+    strict = unmeasured(tolerance=1e-7)
+    assert set(algorithms(strict).values()) == {"torch"}
+    assert "may have an error above 1e-07" in strict.layers["1"].reason
+
+
+def test_layers_that_were_not_measured_keep_determinism(x, monkeypatch):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1))
+    real = registry.algorithm
+    monkeypatch.setattr(registry, "algorithm", lambda *args: replace(real(*args), deterministic=False))
+    with pytest.warns(UserWarning, match="not measured within the budget"):
+        plan = tuned(model, x, budget_seconds=0, cache=False, deterministic=True)
+    assert algorithms(plan) == {"0": "torch"}
+    assert "is not deterministic" in plan.layers["0"].reason
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 import ai3_ops
 from ai3_ops import _cases
 from ai3_ops._cases import Case, conv
+from ai3_ops.registry import OPERATIONS
 
 # Other examples every time; a failure prints the line that makes it happen again (@reproduce_failure).
 settings.register_profile(
@@ -114,7 +116,14 @@ def flatten_cases(draw: st.DrawFn) -> Case:
     return Case((shape,), (start, draw(st.integers(start, len(shape) - 1))), (draw(_layouts),))
 
 
-STRATEGIES = {
+def _made_up(operation: str) -> st.SearchStrategy[Case]:
+    """Sizes as in networks, but of few elements."""
+    draw = st.randoms(use_true_random=False).map(lambda r: OPERATIONS[operation].made_up(_cases.Draw(r)))
+    return draw.filter(lambda case: all(math.prod(s) < 20_000 for s in case.shapes if s is not None))
+
+
+# Of an operation without one of its own: `made_up` in its file.
+STRATEGIES = {name: _made_up(name) for name in OPERATIONS} | {
     "conv2d": conv2d_cases(),
     "linear": linear_cases(),
     "max_pool2d": pool2d_cases("max_pool2d"),

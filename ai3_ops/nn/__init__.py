@@ -6,50 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ai3_ops.nn.rewrite import Slow, Swapped, sites_class
+from ai3_ops.operations.calls import Call
 
 _grad_enabled = torch.is_grad_enabled
 
 
-def _weights(m: nn.Module) -> tuple[Any, Any]:
-    """Weight and bias; from where they are kept, because nn.Module finds an attribute there only after it looked elsewhere."""
-    parameters = m._parameters
-    if "weight" in parameters and "bias" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return m.weight, m.bias
-
-
-def _conv2d(m: nn.Conv2d, x: Tensor) -> tuple[Any, ...]:
-    if m.padding_mode == "zeros":
-        return x, *_weights(m), m.stride, m.padding, m.dilation, m.groups
-    x = F.pad(x, m._reversed_padding_repeated_twice, mode=m.padding_mode)
-    return x, *_weights(m), m.stride, 0, m.dilation, m.groups
-
-
 # PyTorch's class, the operation that its forward is one call of, and that call's arguments (as of PyTorch's function).
 LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
-    (nn.Conv2d, "conv2d", _conv2d),
-    (nn.Linear, "linear", lambda m, x: (x, *_weights(m))),
-    (
-        nn.MaxPool2d,
-        "max_pool2d",
-        lambda m, x: (x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, m.return_indices),
-    ),
-    (
-        nn.AvgPool2d,
-        "avg_pool2d",
-        lambda m, x: (
-            x, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, m.divisor_override
-        ),
-    ),
-    (nn.AdaptiveAvgPool2d, "adaptive_avg_pool2d", lambda m, x: (x, m.output_size)),
-    (nn.ReLU, "relu", lambda m, x: (x, m.inplace)),
-    (nn.Flatten, "flatten", lambda m, x: (x, m.start_dim, m.end_dim)),
-]  # fmt: skip
+    (module, name, arguments) for name, call in Call.by_name.items() for module, arguments in call.modules.items()
+]
 
 
 class Leaf(Swapped):

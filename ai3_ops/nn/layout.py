@@ -12,38 +12,44 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ai3_ops.operations.base import is_channels_last
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}  # by the words of plans
 
-# Methods that raise, or show another order, for a tensor in channels_last where they work for the same one in NCHW.
-_SENSITIVE = frozenset({"view", "view_as", "as_strided"})
+# Methods that raise for a tensor in channels_last where they work for the same one in NCHW, and those that never raise: they
+# take elements as they lie in memory, so that on the same tensor in channels_last they give others.
+VIEWS = frozenset({"view", "view_as"})
+MEMORY = frozenset(
+    {"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "untyped_storage", "data_ptr"}
+)
 
 
-def viewers(model: nn.Module) -> list[str]:
-    """The classes of the model whose methods, or functions of their files that these call, name one of those methods."""
+def naming(model: nn.Module, methods: frozenset[str]) -> list[str]:
+    """The classes of the model whose methods, or functions of their files that these call, name one of `methods`."""
     seen: set[Any] = set()
     found = []
     for cls in dict.fromkeys(c for module in model.modules() for c in type(module).__mro__):
         if f"{cls.__module__}.".startswith(("torch.", "ai3_ops.", "builtins.")) or "_ai3_original" in vars(cls):
             continue
         functions = [f for name, f in vars(cls).items() if isinstance(f, FunctionType) and name != "__init__"]
-        if any(_sensitive(f, seen) for f in functions):
+        if any(_names_one(f, methods, seen) for f in functions):
             found.append(cls.__qualname__)
     return found
 
 
-def _sensitive(function: FunctionType, seen: set[Any]) -> bool:
+def _names_one(function: FunctionType, methods: frozenset[str], seen: set[Any]) -> bool:
     if function.__code__ in seen:
         return False
     seen.add(function.__code__)
     names = set(_names(function.__code__))
-    if names & _SENSITIVE:
+    if names & methods:
         return True
     called = (function.__globals__.get(name) for name in names)
     return any(
-        isinstance(f, FunctionType) and not f.__module__.startswith("torch.") and _sensitive(f, seen) for f in called
+        isinstance(f, FunctionType) and not f.__module__.startswith("torch.") and _names_one(f, methods, seen)
+        for f in called
     )
 
 
@@ -54,18 +60,19 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
+def _is_in(weight: Tensor, format: torch.memory_format) -> bool:
+    """Also where its sizes fit both formats: the strides decide in which one the convolution answers."""
+    last = format == torch.channels_last
+    return weight.is_contiguous(memory_format=format) and is_channels_last(weight) == last
+
+
 def convert(convolutions: list[nn.Module], to: torch.memory_format = torch.channels_last) -> Callable[[], None]:
     """Gives the weights of these convolutions a memory format, in place; returns what undoes it."""
     before: list[tuple[nn.Module, nn.Parameter, Tensor]] = []
     inference: dict[nn.Parameter, nn.Parameter] = {}
     for module in convolutions:
         weight = module._parameters.get("weight")
-        if (
-            type(weight) is not nn.Parameter
-            or weight.device.type != "cpu"
-            or weight.ndim != 4
-            or is_channels_last(weight)
-        ):
+        if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.ndim != 4 or _is_in(weight, to):
             continue
         with torch.no_grad():
             formatted = torch.empty_like(weight, memory_format=to).copy_(weight)
@@ -85,3 +92,32 @@ def convert(convolutions: list[nn.Module], to: torch.memory_format = torch.chann
                 weight.data = data
 
     return undo
+
+
+# Largest difference, as max|a - b| / max|a|, of outputs that are the same but for rounding, by bytes of an element.
+_ROUNDING = {2: 5e-2, 4: 1e-3, 8: 1e-9}
+
+
+def same(output: Any, other: Any) -> bool:
+    """Whether two outputs of a model agree but for rounding; False for what cannot be compared."""
+    (leaves, spec), (others, other_spec) = tree_flatten(output), tree_flatten(other)
+    return bool(spec == other_spec) and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, (int, float, complex)) and isinstance(b, (int, float, complex)):
+        a, b = torch.tensor(a), torch.tensor(b)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return type(a) is type(b) and isinstance(a, (str, bytes, type(None)))
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided or a.is_nested:
+        return False
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    limit = _ROUNDING.get(torch.finfo(a.dtype).bits // 8, 0.0)
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.detach().to(kind), b.detach().to(kind)
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()):
+        return False
+    a, b = a[finite], b[finite]
+    return a.numel() == 0 or bool((a - b).abs().max() <= limit * a.abs().max())

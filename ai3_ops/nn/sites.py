@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ai3_ops.nn.calls import Call
+from ai3_ops.operations.calls import Call
 
 Position = tuple[int, int]  # line and column where the callee's name ends: no two calls of a file have the same
 _MISSING: Any = object()
@@ -455,7 +455,9 @@ def find(module: nn.Module, cls: type[nn.Module], operations: list[str], leaves:
             _lose(found, f"{name}: {reason}", operations_in(function, module, operations))
             continue
         calls = list(_calls(source, function, module, kinds))
-        if owner is nn.Conv2d and name == "_conv_forward":  # which has one call for each padding mode
+        if (
+            owner.__module__ == "torch.nn.modules.conv" and name == "_conv_forward"
+        ):  # which has one call for each padding mode
             calls = [c for c in calls if ("pad" in ast.dump(c[0].args[0])) == (module.padding_mode != "zeros")]
         if calls and (not source.self_name or source.rebinds_self):
             _lose(found, f"{name} has no name for its module", [kind.operation for _, kind, _ in calls])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Problem, check
+from ai3_ops.operations.calls import Call
+from ai3_ops.operations.case import LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.pooling import Pooling, batch_of
 
 
@@ -37,3 +41,55 @@ class AdaptiveAvgPool2d(Pooling):
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """ATen's."""
         return (torch.ops.aten._adaptive_avg_pool2d_backward(grad, *ctx.saved_tensors),)
+
+    rounding = "means"
+    cases = (
+        Case(((2, 3, 9, 8),), (1,)),
+        Case(((1, 17, 9, 11),), ((4, 5),)),
+        Case(((3, 5, 4),), ((7, 3),)),
+        Case(((0, 3, 9, 8),), (2,)),
+        Case(((2, 3, 9, 8),), (4,), ("channels_last",)),
+        Case(((2, 3, 9, 8),), (3,), ("transposed",)),
+        Case(((2, 3, 9, 8),), (3,), ("sliced",)),
+        Case(((2, 3, 9, 8),), (3,), ("expanded",)),
+    )
+    layers = (
+        Case(((8, 512, 7, 7),), (1,)),
+        Case(((1, 256, 13, 13),), (6,), ("channels_last",)),
+    )
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        return f"adaptive_avg_pool2d {image(x)} out={pair(y.shape[-2:])}"
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        return nn.AdaptiveAvgPool2d(sizes["out"])
+
+    def made_up(self, draw: Draw) -> Case:
+        """As `Tested.made_up`."""
+        return Case((draw.image,), (draw.pick((1, 2, 6, 7, (3, 5))),), draw.layouts)
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        x = new(1, 3, 6, 6)
+        yield "input of rank 2", [new(6, 6)], [[2]]
+        yield "integer input", [x.int()], [[2]]
+        yield "negative output_size", [x], [[-1]]
+        yield "output_size of 3 elements", [x], [[1, 1, 1]]
+        yield "output too large to exist", [x], [[LARGEST]]
+
+
+class AdaptiveAvgPool2dCall(Call):
+    """torch.nn.functional.adaptive_avg_pool2d."""
+
+    operation = "adaptive_avg_pool2d"
+    functions = (F.adaptive_avg_pool2d,)
+    function = F.adaptive_avg_pool2d
+    modules: ClassVar = {nn.AdaptiveAvgPool2d: lambda m, x: (x, m.output_size)}
+
+    def arguments(self, input: Tensor, output_size: Any) -> tuple[Any, ...]:
+        """An output size of None is the input's."""
+        if isinstance(output_size, (tuple, list)) and None in output_size:
+            output_size = tuple(i if o is None else o for i, o in zip(input.shape[-2:], output_size, strict=True))
+        return input, output_size

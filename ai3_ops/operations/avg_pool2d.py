@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ai3_ops.operations.base import Problem
+from ai3_ops.operations.calls import Call
+from ai3_ops.operations.case import BadCall, Case
 from ai3_ops.operations.pooling import Pooling, window_problem
 
 
@@ -37,3 +41,64 @@ class AvgPool2d(Pooling):
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """ATen's."""
         return (torch.ops.aten.avg_pool2d_backward(grad, *ctx.saved_tensors, *ctx.arguments),)
+
+    rounding = "means"
+    cases = (
+        Case(((2, 3, 9, 8),), (2,)),
+        Case(((1, 17, 9, 11),), (3, 2, 1, True, False)),
+        Case(((3, 9, 8),), ((3, 2), (1, 2), (1, 0), True)),
+        Case(((0, 3, 9, 8),), (2,)),
+        Case(((2, 3, 9, 8),), (3, 2, 1, False, True, 5)),
+        Case(((2, 3, 9, 8),), ((2,), (), (1,), True), ("channels_last",)),
+        Case(((2, 3, 9, 8),), (3, (2,)), ("transposed",)),
+        Case(((2, 3, 9, 8),), (3, 1, 1), ("sliced",)),
+        Case(((2, 3, 9, 8),), (2, 3), ("expanded",)),
+    )
+    layers = (
+        Case(((1, 128, 56, 56),), (2, 2)),
+        Case(((8, 192, 17, 17),), (3, 1, 1), ("channels_last",)),
+    )
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        kernel, stride, padding, ceil, *rest = args
+        if rest != [True, None]:
+            raise ValueError(f"no line says avg_pool2d with {args}")
+        return self.window_line(x, kernel, stride, padding, ceil)
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        return self.windows(nn.AvgPool2d, sizes)
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        yield from super().bad_calls(new, other)
+        yield "divisor 0", [new(1, 3, 6, 6)], [[2], [2], [0], False, True, 0]
+
+
+class AvgPool2dCall(Call):
+    """torch.nn.functional.avg_pool2d."""
+
+    operation = "avg_pool2d"
+    functions = (F.avg_pool2d,)
+    function = F.avg_pool2d
+    modules: ClassVar = {
+        nn.AvgPool2d: lambda m, x: (
+            x, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, m.divisor_override
+        )
+    }  # fmt: skip
+    inside = (nn.LPPool2d,)
+
+    def arguments(
+        self,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: int | None = None,
+    ) -> tuple[Any, ...]:
+        """No stride is the kernel's size."""
+        stride = kernel_size if stride is None else stride
+        return input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override

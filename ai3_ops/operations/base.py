@@ -19,6 +19,7 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ai3_ops import _library, registry
+from ai3_ops.operations.case import Tested
 
 LIBRARY = torch.library.Library("ai3", "FRAGMENT")
 AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
@@ -70,6 +71,13 @@ def check_same(label: str, input: Tensor, other: Tensor, name: str) -> None:
     )
 
 
+def check_place(label: str, output: Tensor, tensor: Tensor, name: str) -> None:
+    """`tensor`, an `out` or a residual, has the output's sizes, dtype and device."""
+    fits = tensor.shape == output.shape
+    check(fits, label, f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}")
+    check_same(label, output, tensor, name)
+
+
 def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
     """A list argument for `count` dimensions: an int or one element speaks of all of them, as in ATen."""
     check(not isinstance(value, str), label, f"{name} needs numbers, got {value!r}")
@@ -111,11 +119,12 @@ def operator_named(name: str) -> torch._ops.OpOverload | None:
 def algorithm_operators(operation: str, algorithm: str) -> dict[str, torch._ops.OpOverload]:
     """The operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
     names = {"": f"{operation}_{algorithm}"}
-    names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in ("backward", "pack", "packed", "packed_out", "held")}
+    kinds = ("backward", "pack", "packed", "packed_out", "fused", "out", "held")
+    names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in kinds}
     return {kind: op for kind, name in names.items() if (op := operator_named(name))}
 
 
-class Operation:
+class Operation(Tested):
     """The rules of one operation, for all of its algorithms.
 
     A subclass gives `name`, `problem`, and `save` / `backward`; what it has in addition (`vmap`, `flops`, rules of its
@@ -216,12 +225,23 @@ class Operation:
             self.rules["backward"](self, operator_named(f"_{self.name}_mixed_backward"), "mixed")
         operators = algorithm_operators(self.name, algorithm)
         self.register_forward(operators.pop(""), algorithm)
-        for op in filter(None, (operator_named(f"{self.name}_{algorithm}"), operators.get("held"))):
+        others = (operators.get(kind) for kind in ("held", "fused", "out"))
+        for op in filter(None, (operator_named(f"{self.name}_{algorithm}"), *others)):
             register_determinism(op, self.name, algorithm)
         for kind, op in operators.items():
             self.rules[kind](self, op, algorithm)
         if infer := operator_named(f"_{self.name}_{algorithm}_infer"):  # as if autograd were not there: it is off
             LIBRARY.impl(infer, torch.library.fallthrough_kernel, "AutogradCPU")
+
+    def register_out(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """ai3::_<operation>_<algorithm>_out: the output goes to `out`."""
+
+        def fake(*args: Any, out: Tensor, **options: Any) -> None:
+            output = self.fake(algorithm, *args, **options)
+            check_place(f"ai3::{self.name}_{algorithm}", output, out, "out")
+
+        register_fake(op, fake)
+        register_writes(op)
 
     def saver(self, algorithm: str) -> Callable[..., None]:
         """`save`, and which operator computes the gradients with which options."""
@@ -245,11 +265,15 @@ class Operation:
 
         register_fake(op, fake)
         register_autograd(op, self.backward, self.saver(algorithm))
-        register_vmap(op, self.vmap)
+        call = without_slot(op) if algorithm == "mixed" else op
+        register_vmap(op, lambda _, *args, **options: self.vmap(call, *args, **options))
         if self.autocast:
-            register_autocast(op)
+            register_autocast(op, cast_before(call))
         if self.flops:
             register_flops(op, self.flops)
+
+
+Operation.rules = {"out": Operation.register_out}
 
 
 # Registration with the dispatcher -------------------------------------------------------------------------------------
@@ -313,12 +337,25 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
 
 
 def register_inference_only(op: torch._ops.OpOverload) -> None:
-    """Packed weights have no gradients: asking for one is an error, never silently zero."""
+    """Packed weights and fused calls have no gradients: asking for one is an error, never silently zero."""
+    what = "fused calls" if op._opname.endswith("_fused") else "packed weights"
 
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(f"{op.name()}: packed weights are for inference; ai3::{op._opname} has no gradient")
+        raise RuntimeError(f"{op.name()}: {what} are for inference; ai3::{op._opname} has no gradient")
 
     register_autograd(op, backward, lambda ctx, inputs, options, output: None)
+
+
+def register_writes(op: torch._ops.OpOverload) -> None:
+    """An operator that writes to `out`, as ATen's do, refuses tensors that need a gradient. C++ raises `out`'s version."""
+
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, options["out"]):
+            raise RuntimeError(f"{op.name()}: writes to out, which has no gradient; call it under torch.no_grad()")
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+    LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
 
 def register_vmap(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
@@ -341,6 +378,24 @@ def autocast(value: Any, device: str) -> Any:
     return value.to(torch.get_autocast_dtype(device)) if eligible else value
 
 
+def without_slot(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator for weights that are not the layer's own, which its slot must not keep."""
+
+    def call(*args: Any, slot: int = 0, **options: Any) -> Any:
+        return op(*args, **options)
+
+    return call
+
+
+def cast_before(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The autocast rule that casts all tensors and calls the operator."""
+
+    def rule(device: str, *args: Any, **options: Any) -> Any:
+        return op(*(autocast(value, device) for value in args), **options)
+
+    return rule
+
+
 def register_autocast(op: torch._ops.OpOverload, rule: Callable[..., Any] | None = None) -> None:
     """Tensors are cast to the autocast dtype, as ATen does for convolutions and linear.
 
@@ -350,14 +405,12 @@ def register_autocast(op: torch._ops.OpOverload, rule: Callable[..., Any] | None
         torch._C.DispatchKey.AutocastCUDA
     )
 
-    def cast_all(device: str, *args: Any, **options: Any) -> Any:
-        return op(*(autocast(value, device) for value in args), **options)
-
+    cast = rule or cast_before(op)
     for device, key in AUTOCAST.items():
 
         def kernel(*args: Any, _device: str = device, **options: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(keys):
-                return (rule or cast_all)(_device, *args, **options)
+                return cast(_device, *args, **options)
 
         LIBRARY.impl(op, kernel, key)
 

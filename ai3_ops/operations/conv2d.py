@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils.flop_counter import conv_flop_count
 
+from ai3_ops import _torch
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
+from ai3_ops.operations.calls import SwitchedCall, fast_in, weights_of
+from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.weighted import Weighted
+
+
+def conv(
+    x: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+    bias: bool = True,
+    layouts: tuple[str, ...] = (),
+) -> Case:
+    """A conv2d call."""
+    return Case((x, weight, (weight[0],) if bias else None), (stride, padding, dilation, groups), layouts)
+
+
+_KERNELS = (
+    *[(1, 1)] * 4,
+    *[(3, 3)] * 4,
+    *((5, 5), (7, 7), (2, 2), (4, 4), (11, 11), (1, 3), (3, 1), (1, 7), (7, 1), (3, 2), (6, 6)),
+)
 
 
 class Conv2d(Weighted):
@@ -21,31 +46,51 @@ class Conv2d(Weighted):
     aten = staticmethod(torch.nn.functional.conv2d)
     window = (1, 0, 1, 1)  # stride, padding, dilation, groups
 
-    @staticmethod
-    def pairs(label: str, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]]:
-        """Each as two numbers."""
-        named = (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
-        return [base.spread(label, value, 2, name, least) for name, value, least in named]
+    # Names of the query's sizes, for each dimension beside batch and channels: input, kernel, stride, padding, dilation.
+    names: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("in_height", "in_width"), ("kernel_height", "kernel_width"), ("stride_h", "stride_w"), ("pad_h", "pad_w"),
+        ("dilation_h", "dilation_w"),
+    )  # fmt: skip
+    shapes: ClassVar[tuple[str, str, str]] = ("(N, C, H, W)", "(C, H, W)", "kernel_height, kernel_width")
 
-    @staticmethod
-    def checked_weight(label: str, weight: Tensor, groups: int) -> tuple[Any, Any, int, int]:
+    @property
+    def space(self) -> int:
+        """How many dimensions there are beside batch and channels."""
+        return len(self.names[0])
+
+    def windows(self, label: str, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]]:
+        """Each as one number for each dimension."""
+        named = (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
+        return [base.spread(label, value, self.space, name, least) for name, value, least in named]
+
+    def batched(self, input: Tensor) -> Tensor:
+        """With a batch of 1 where the input has none."""
+        return input.unsqueeze(0) if input.ndim == self.space + 1 else input
+
+    def checked_weight(self, label: str, weight: Tensor, groups: int) -> tuple[Any, Any, list[int]]:
         """Its sizes; RuntimeError for what no input fits."""
+        rank = self.space + 2
         check(
-            weight.ndim == 4,
+            weight.ndim == rank,
             label,
-            "needs a 4-D weight (out_channels, in_channels/groups, kernel_height, kernel_width), got "
-            f"{tuple(weight.shape)}",
+            f"needs a {rank}-D weight (out_channels, in_channels/groups, {self.shapes[2]}), got {tuple(weight.shape)}",
         )
-        k, cg, *kernel = weight.shape
-        r, s = map(int, kernel)  # a kernel of unknown size has no algorithm: a traced one becomes constant
+        k, cg, *traced = weight.shape
+        kernel = [*map(int, traced)]  # a kernel of unknown size has no algorithm: a traced one becomes constant
         check(groups > 0, label, f"needs groups of at least 1, got {groups}")
         check(
             (k > 0) & (k % groups == 0),
             label,
             f"needs a number of output channels that groups divides, got {k} and groups {groups}",
         )
-        check((r > 0) & (s > 0), label, f"needs a kernel of at least 1x1, got {tuple(weight.shape)}")
-        return k, cg, r, s
+        smallest = "x".join(["1"] * self.space)
+        check(all(r > 0 for r in kernel), label, f"needs a kernel of at least {smallest}, got {tuple(weight.shape)}")
+        return k, cg, kernel
+
+    def named(self, *values: Sequence[Any]) -> dict[str, Any]:
+        """Sizes for each dimension, by the query's names; as many of `names` as there are values, the last ones."""
+        names = self.names[len(self.names) - len(values) :]
+        return {n: v for of, given in zip(names, values, strict=True) for n, v in zip(of, given, strict=True)}
 
     def problem(
         self,
@@ -64,12 +109,13 @@ class Conv2d(Weighted):
     ) -> Problem:
         """Input (N, C, H, W) or (C, H, W), weight (K, C/groups, R, S), bias (K); RuntimeError for what does not fit."""
         base.check_same(label, input, weight, "weight")
-        k, cg, r, s = self.checked_weight(label, weight, groups)
-        check(input.ndim in (3, 4), label, f"needs input (N, C, H, W) or (C, H, W), got {tuple(input.shape)}")
+        k, cg, kernel = self.checked_weight(label, weight, groups)
+        fits = input.ndim in (self.space + 1, self.space + 2)
+        check(fits, label, f"needs input {self.shapes[0]} or {self.shapes[1]}, got {tuple(input.shape)}")
         base.check_dtype(label, input)
-        stride, padding, dilation = self.pairs(label, stride, padding, dilation)
-        x = base.batched(input)
-        n, c, h, w = x.shape
+        stride, padding, dilation = self.windows(label, stride, padding, dilation)
+        x = self.batched(input)
+        n, c, *image = x.shape
         check(
             (c > 0) & (c == cg * groups),
             label,
@@ -77,7 +123,7 @@ class Conv2d(Weighted):
             f"{tuple(input.shape)}",
         )
         outputs = []
-        for size, taps, step, pad, spacing in zip((h, w), (r, s), stride, padding, dilation, strict=True):
+        for size, taps, step, pad, spacing in zip(image, kernel, stride, padding, dilation, strict=True):
             padded, extent = size + 2 * pad, spacing * (taps - 1) + 1
             check(
                 padded >= extent,
@@ -92,29 +138,24 @@ class Conv2d(Weighted):
                 f"needs a bias of {k} elements, got {tuple(bias.shape)}",
             )
             base.check_same(label, input, bias, "bias")
-        channels_last = base.is_channels_last(x, weight)
+        channels_last = self.space == 2 and base.is_channels_last(x, weight)
         sizes = {
-            "batch": n, "in_channels": c, "in_height": h, "in_width": w,
-            "out_channels": k, "kernel_height": r, "kernel_width": s,
-            "stride_h": stride[0], "stride_w": stride[1], "pad_h": padding[0], "pad_w": padding[1],
-            "dilation_h": dilation[0], "dilation_w": dilation[1],
-            "groups": groups, "has_bias": bias is not None, "channels_last": channels_last,
-            "deterministic": deterministic,
+            "batch": n, "in_channels": c, "out_channels": k, **self.named(image, kernel, stride, padding, dilation),
+            "groups": groups, "has_bias": bias is not None, "deterministic": deterministic,
         }  # fmt: skip
+        if self.space == 2:
+            sizes["channels_last"] = channels_last
         if exclude:
             sizes["exclude"] = exclude
-        return Problem(input.device.type, input.dtype, sizes, (n, k, *outputs), channels_last, input.ndim == 3)
+        return Problem(input.device.type, input.dtype, sizes, (n, k, *outputs), channels_last, x is not input)
 
     def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:
         """Nothing about the input."""
-        (sh, sw), (ph, pw), (dh, dw) = self.pairs(label, *window[:3])
         groups = window[3]
-        k, cg, r, s = self.checked_weight(label, weight, groups)
-        return {
-            "in_channels": cg * groups, "out_channels": k, "kernel_height": r, "kernel_width": s, "stride_h": sh,
-            "stride_w": sw, "pad_h": ph, "pad_w": pw, "dilation_h": dh, "dilation_w": dw, "groups": groups, "has_bias": 0,
-            "channels_last": 0,
-        }  # fmt: skip
+        k, cg, kernel = self.checked_weight(label, weight, groups)
+        sizes = {"in_channels": cg * groups, "out_channels": k, "groups": groups, "has_bias": 0}
+        more = {"channels_last": 0} if self.space == 2 else {}
+        return sizes | self.named(kernel, *self.windows(label, *window[:3])) | more
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
         """The backward convolutions read input and weight."""
@@ -128,9 +169,10 @@ class Conv2d(Weighted):
         if ctx.operator is not None:
             grads = ctx.operator(grad, input, weight, *window, ctx.groups, needs, **ctx.options)
         else:  # a Python callable
-            lists = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in window]
-            y, x, bias = base.batched(grad), base.batched(input), [weight.shape[0]]
-            grads = torch.ops.aten.convolution_backward(y, x, weight, bias, *lists, False, [0, 0], ctx.groups, needs)
+            lists = [base.spread(f"ai3::{self.name}", v, self.space, "size", 0) for v in window]
+            y, x, bias = self.batched(grad), self.batched(input), [weight.shape[0]]
+            zeros = [0] * self.space
+            grads = torch.ops.aten.convolution_backward(y, x, weight, bias, *lists, False, zeros, ctx.groups, needs)
             if needs[0]:
                 grads = (grads[0].reshape(input.shape), *grads[1:])
         return tuple(g if wanted else None for g, wanted in zip(grads, needs, strict=True))
@@ -152,7 +194,7 @@ class Conv2d(Weighted):
         groups = window.pop()
         if dims[1] is None and dims[2] is None:
             assert dims[0] is not None
-            if input.ndim == 4:  # unbatched samples: the new dimension is the batch
+            if input.ndim == self.space + 2:  # unbatched samples: the new dimension is the batch
                 return op(input.movedim(dims[0], 0), weight, bias, *window, groups, **options), 0
             y = op(base.fold(input, dims[0], 0, size), weight, bias, *window, groups, **options)
             return y.unflatten(0, (size, -1)), 0
@@ -160,7 +202,7 @@ class Conv2d(Weighted):
             bias = base.fold(bias, dims[2], 0, size)
         weight = base.fold(weight, dims[1], 0, size)  # (size * K, C/groups, R, S)
         if dims[0] is not None:
-            channels = input.ndim - 4  # of a sample: dimension 0 or 1
+            channels = input.ndim - self.space - 2  # of a sample: dimension 0 or 1
             x = base.fold(input, dims[0], channels, size)
             y = op(x, weight, bias, *window, size * groups, **options)
             return y.unflatten(channels, (size, -1)), channels
@@ -169,15 +211,129 @@ class Conv2d(Weighted):
         weight = weight.unflatten(0, order).transpose(0, 1).flatten(0, 2)
         if bias is not None:
             bias = bias.unflatten(0, order).transpose(0, 1).flatten()
-        channels = input.ndim - 3
+        channels = input.ndim - self.space - 1
         y = op(input, weight, bias, *window, groups, **options).unflatten(channels, (groups, size, -1))
         return y.movedim(channels + 1, 0).flatten(channels + 1, channels + 2), 0
 
     @staticmethod
     def flops(input: Any, weight: Any, *_: Any, out_shape: Any = None, **options: Any) -> int:
         """Two for each product."""
-        lead = (1,) * (4 - len(input))
+        lead = (1,) * (len(weight) - len(input))
         return conv_flop_count([*lead, *input], list(weight), [*lead, *out_shape])
+
+    cases: ClassVar[tuple[Case, ...]] = (
+        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1),
+        conv((1, 3, 7, 7), (4, 3, 3, 3), bias=False),
+        conv((2, 6, 8, 5), (4, 3, 3, 3), padding=(1, 0), groups=2),
+        conv((1, 33, 14, 13), (17, 33, 3, 3), padding=1),
+        conv((2, 16, 6, 6), (70, 16, 3, 3), padding=4),
+        conv((4, 10, 9), (3, 4, 3, 3), padding=1),
+        conv((0, 4, 6, 6), (2, 4, 3, 3)),
+        conv((1, 1, 3, 3), (1, 1, 3, 3)),
+        conv((2, 4, 9, 8), (8, 1, 3, 3), padding=1, groups=4),
+        conv((1, 18, 9, 8), (18, 1, 5, 5), 2, 3, 2, 18),
+        conv((2, 5, 12, 11), (7, 5, 5, 5), 2, 2),
+        conv((1, 3, 9, 10), (4, 3, 3, 2), (2, 1), (0, 2), (1, 2)),
+        conv((1, 4, 11, 11), (6, 2, 3, 3), 1, 3, 3, 2),
+        conv((2, 19, 5, 7), (34, 19, 1, 1)),
+        conv((2, 6, 7, 5), (9, 2, 1, 1), 2, 1, 1, 3),
+        conv((1, 3, 23, 25), (5, 3, 11, 11), 4, 2),
+        conv((1, 4, 5, 12), (3, 4, 1, 7), padding=(0, 3)),
+        conv((1, 2, 7, 7), (3, 2, 7, 7)),
+        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("channels_last", "contiguous")),
+        conv((2, 17, 9, 8), (6, 17, 3, 3), padding=1, layouts=("channels_last", "channels_last")),
+        conv((2, 4, 9, 8), (6, 4, 3, 3), (1,), (1,), (1,), layouts=("transposed", "transposed")),
+        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("sliced", "sliced", "sliced")),
+        conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("expanded", "expanded", "expanded")),
+        conv((2, 8, 8, 9), (12, 4, 3, 2), 2, 1, 1, 2, layouts=("channels_last", "sliced")),
+        conv((1, 17, 6, 5), (17, 1, 3, 3), padding=4, groups=17, layouts=("channels_last",)),
+        conv((1, 5, 9, 8), (5, 1, 7, 7), 2, 8, 1, 5, layouts=("channels_last",)),
+        # Pixels a multiple of 4 KiB apart, which collide in the L1 cache (as linear's rows below); more channels than an edge
+        # tile of the transform algorithms is padded with in place.
+        conv((1, 2048, 3, 5), (5, 2048, 1, 1), layouts=("channels_last",)),
+        conv((1, 2064, 4, 5), (3, 2064, 3, 3), padding=1, layouts=("channels_last",)),
+    )
+    layers: ClassVar[tuple[Case, ...]] = (
+        conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1, bias=False),
+        conv((1, 192, 28, 28), (64, 192, 1, 1), layouts=("channels_last", "channels_last")),
+        conv((1, 16, 112, 112), (16, 1, 3, 3), 2, 1, groups=16),
+        conv((1, 256, 14, 14), (256, 256, 3, 3), padding=1, layouts=("channels_last", "channels_last")),
+        conv((1, 512, 7, 7), (512, 512, 3, 3), padding=1, bias=False),
+        conv((2, 3, 112, 112), (64, 3, 7, 7), 2, 3, bias=False),
+        conv((1, 64, 56, 56), (128, 64, 1, 1), 2, bias=False),
+        conv((1, 160, 7, 7), (960, 160, 1, 1)),
+        conv((1, 240, 28, 28), (240, 1, 5, 5), 2, 2, groups=240, layouts=("channels_last",)),
+        conv((1, 96, 56, 56), (96, 1, 7, 7), padding=3, groups=96),
+        conv((1, 64, 27, 27), (192, 64, 5, 5), padding=2, layouts=("channels_last",)),
+        conv((1, 3, 224, 224), (64, 3, 11, 11), 4, 2),
+        conv((1, 192, 17, 17), (192, 192, 1, 7), padding=(0, 3), bias=False),
+        conv((1, 128, 17, 17), (128, 128, 7, 1), padding=(3, 0), bias=False),
+        conv((1, 64, 28, 28), (64, 64, 3, 3), 1, 2, 2),
+        conv((1, 3, 224, 224), (96, 3, 4, 4), 4),
+        conv((1, 96, 56, 56), (192, 96, 2, 2), 2),
+        conv((1, 3, 224, 224), (192, 3, 16, 16), 16),
+        conv((8, 64, 16, 16), (32, 64, 3, 3), padding=1),
+        conv((1, 128, 28, 28), (128, 4, 3, 3), padding=1, groups=32, bias=False),
+    )
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        weight, _, stride, padding, dilation, groups = args
+        return (
+            f"conv2d {image(x)} K={weight.shape[0]} kernel={pair(weight.shape[2:])} stride={pair(stride)} "
+            f"pad={pair(padding)} dilation={pair(dilation)} groups={groups}"
+        )
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        s = sizes
+        return nn.Conv2d(s["C"], s["K"], s["kernel"], s["stride"], s["pad"], s["dilation"], groups=s["groups"])
+
+    def made_up(self, draw: Draw) -> Case:
+        """As `Tested.made_up`."""
+        pick = draw.pick
+        kernel = pick(_KERNELS)
+        stride, dilation = pick((1, 1, 1, 1, 1, 2, 2, 4, kernel[0])), pick((1, 1, 1, 1, 1, 2, 3))
+        same = tuple(dilation * (k - 1) // 2 for k in kernel)
+        padding = pick((0, same, same, tuple(k - 1 for k in kernel), (1, 2)))
+        channels, filters, groups = pick(CHANNELS), pick(CHANNELS), pick((1, 1, 1, 1, 2, 4, 8, 32, 0))
+        if groups == 0:  # depthwise
+            groups, filters = channels, channels * pick((1, 1, 2))
+        else:
+            channels, filters = channels * groups, filters * groups
+        x = (draw.image[0], channels, *draw.image[2:])
+        weight = (filters, channels // groups, *kernel)
+        return conv(x, weight, stride, padding, dilation, groups, draw.chance(0.5), draw.layouts * 2)
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        x, w, b = new(1, 4, 6, 6), new(6, 4, 3, 3), new(6)
+        yield "too many input channels", [new(1, 5, 6, 6), w, b], []
+        yield "too few input channels", [new(1, 3, 6, 6), w, b], []
+        yield "input of rank 2", [new(6, 6), w, b], []
+        yield "input of rank 5", [new(1, 1, 4, 6, 6), w, b], []
+        yield "weight of rank 3", [x, new(6, 4, 3), b], []
+        yield "weight of another dtype", [x, new(6, 4, 3, 3, dtype=other), None], []
+        yield "bias of another dtype", [x, w, new(6, dtype=other)], []
+        yield "bias of wrong size", [x, w, new(5)], []
+        yield "bias of rank 2", [x, w, new(6, 1)], []
+        yield "integer tensors", [x.int(), w.int(), None], []
+        yield "kernel larger than the padded input", [x, new(6, 4, 7, 7), b], []
+        yield "empty kernel", [x, new(6, 4, 0, 3), b], []
+        yield "no output channels", [x, new(0, 4, 3, 3), None], []
+        yield "stride 0", [x, w, b], [[0]]
+        yield "negative stride", [x, w, b], [[1, -1]]
+        yield "stride of 3 elements", [x, w, b], [[1, 1, 1]]
+        yield "negative padding", [x, w, b], [[1], [-1]]
+        yield "dilation 0", [x, w, b], [[1], [0], [0]]
+        yield "dilation beyond 32 bits", [x, w, b], [[1], [0], [HUGE]]
+        yield "large dilation", [x, w, b], [[1], [0], [LARGEST]]
+        yield "padding beyond 64 bits", [x, w, b], [[1], [HUGE]]
+        yield "an output too large to exist", [x, w, b], [[1], [LARGEST]]
+        yield "groups 0", [x, w, b], [[1], [0], [1], 0]
+        yield "negative groups", [x, w, b], [[1], [0], [1], -1]
+        yield "groups that do not divide", [x, new(6, 1, 3, 3), b], [[1], [0], [1], 4]
+        yield "groups beyond 32 bits", [x, w, b], [[1], [0], [1], HUGE]
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -196,14 +352,16 @@ def register_backward(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) 
         forward: str = algorithm,
         **_: Any,
     ) -> tuple[Tensor, ...]:
-        label = f"ai3::conv2d_{forward}"
+        label = f"ai3::{rules.name}_{forward}"
         problem = rules.problem(label, input, weight, None, stride, padding, dilation, groups)
         shape = problem.shape[1:] if problem.unbatched else problem.shape
         fits = tuple(grad.shape) == tuple(shape)
         check(fits, label, f"needs grad_output of the output's sizes {tuple(shape)}, got {tuple(grad.shape)}")
         grads = (
-            problem._replace(shape=base.batched(input).shape),
-            problem._replace(shape=weight.shape, channels_last=base.is_channels_last(weight), unbatched=False),
+            problem._replace(shape=rules.batched(input).shape),
+            problem._replace(
+                shape=weight.shape, channels_last=rules.space == 2 and base.is_channels_last(weight), unbatched=False
+            ),
         )
         return (
             *(g.empty(input.device) if wanted else input.new_empty(0) for g, wanted in zip(grads, mask, strict=False)),
@@ -226,15 +384,16 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """By convolutions of ATen's: the output is bilinear in input and weight, and so is each second derivative."""
     grad, input, weight = ctx.saved_tensors
     ggx, ggw, ggb = (g if wanted else None for g, wanted in zip(grads, ctx.mask, strict=True))
-    unbatched = input.ndim == 3
+    space = weight.ndim - 2
+    unbatched = input.ndim == space + 1
     if unbatched:
         grad, input, ggx = (None if t is None else t.unsqueeze(0) for t in (grad, input, ggx))
-    lists = [base.spread("ai3::conv2d", v, 2, "size", 0) for v in ctx.window]
-    window = (*lists, False, [0, 0], ctx.groups)
+    lists = [base.spread("a convolution", v, space, "size", 0) for v in ctx.window]
+    window = (*lists, False, [0] * space, ctx.groups)
     backward = torch.ops.aten.convolution_backward
     of_grad = of_input = of_weight = None
     if ctx.needs[0]:
-        terms = [] if ggb is None else [ggb.reshape(-1, 1, 1)]
+        terms = [] if ggb is None else [ggb.reshape(-1, *[1] * space)]
         terms += [
             torch.ops.aten.convolution(x, w, None, *window)
             for x, w in ((ggx, weight), (input, ggw))
@@ -265,7 +424,8 @@ def vmap_backward(
     **options: Any,
 ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
     """Samples become groups, so that each has weight gradients of its own."""
-    channels = input.ndim - (dims[1] is not None) - 3  # of a sample: dimension 0 or 1
+    rank = weight.ndim - (dims[2] is not None)
+    channels = input.ndim - (dims[1] is not None) - rank + 1  # of a sample: dimension 0 or 1
     y, x = base.fold(grad, dims[0], channels, size), base.fold(input, dims[1], channels, size)
     w = base.fold(weight, dims[2], 0, size)
     grads = op(y, x, w, stride, padding, dilation, size * groups, mask, **options)
@@ -283,7 +443,83 @@ def backward_flops(grad: Any, input: Any, weight: Any, *rest: Any, out_shape: An
 Conv2d.rules = {
     "backward": register_backward,
     "pack": Conv2d.register_pack,
-    "packed": Conv2d.register_packed,
-    "packed_out": Conv2d.register_packed,
+    **dict.fromkeys(("packed", "packed_out", "fused", "out"), Conv2d.register_fused),
     "held": Conv2d.register_held,
 }
+
+
+# Calls in models ------------------------------------------------------------------------------------------------------
+# A training step packs the weight of every call, which takes so many output pixels to pay.
+_PIXELS, _PIXELS_16_BITS = 1024, 4096
+_PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
+
+
+def of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
+    """Arguments of the function for a module and its input, which is padded here in modes that the function lacks."""
+    if m.padding_mode == "zeros":
+        return x, *weights_of(m), m.stride, m.padding, m.dilation, m.groups
+    x = F.pad(x, m._reversed_padding_repeated_twice, mode=m.padding_mode)
+    return x, *weights_of(m), m.stride, 0, m.dilation, m.groups
+
+
+class Conv2dCall(SwitchedCall):
+    """torch.nn.functional.conv2d."""
+
+    operation = "conv2d"
+    functions = (F.conv2d,)
+    function = torch.conv2d
+    modules: ClassVar = {nn.Conv2d: of_module}
+
+    @staticmethod
+    @_torch.constant_when_compiled
+    def allow_tf32() -> bool:
+        """Convolutions have a switch of their own; read where the old and the new way to set it both show."""
+        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
+
+    def arguments(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> tuple[Any, ...]:
+        """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
+        if isinstance(padding, str):
+            input, padding = _padding_of_word(input, weight, stride, padding, dilation)
+        return input, weight, bias, stride, padding, dilation, groups
+
+    def gains_in_training(self, input: Tensor, module: nn.Conv2d) -> bool:
+        """By the layer's shape; the measurements are in docs/decisions/backward.md."""
+        if input.device.type != "cpu" or input.ndim != 4:
+            return True
+        if module.groups == module.in_channels:  # depthwise
+            return True
+        pixels = input.shape[0]
+        for size, kernel, stride in zip(input.shape[2:], module.kernel_size, module.stride, strict=True):
+            pixels = pixels * ((size - 1) // stride + 1 if kernel > 1 or stride > 1 else size)
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if fast_in(dtype):
+            return module.kernel_size == (3, 3) and module.stride == (1, 1) and pixels >= _PIXELS_16_BITS
+        if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
+            return True
+        if module.kernel_size == (1, 1):
+            return pixels * module.in_channels * module.out_channels // module.groups >= _PRODUCTS
+        return pixels >= _PIXELS
+
+
+def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, dilation: Any) -> tuple[Tensor, Any]:
+    if padding == "valid":
+        return input, 0
+    if padding != "same":
+        raise RuntimeError(f"conv{weight.ndim - 2}d: padding is 'valid', 'same' or numbers, got {padding!r}")
+    space = weight.ndim - 2
+    if any(s != 1 for s in ([stride] if isinstance(stride, int) else stride)):
+        raise RuntimeError(f"conv{space}d: padding='same' needs stride 1, got {stride}")
+    dilation = [dilation] * space if isinstance(dilation, int) else list(dilation) * (space // len(dilation))
+    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    if any(t % 2 for t in total):  # the odd one goes to the right and to the bottom
+        return F.pad(input, [n for t in reversed(total) for n in (t // 2, t - t // 2)]), 0
+    return input, tuple(t // 2 for t in total)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.calls import Call
+from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
 
 
 class Flatten(Operation):
@@ -59,3 +61,47 @@ class Flatten(Operation):
         rank = input.ndim - 1
         start, end = (d + 1 if d >= 0 else d + 1 + rank for d in (start_dim, end_dim))
         return op(input, start, end, **options), 0
+
+    cases = (
+        *(Case((shape,)) for shape in ((), (5,), (0, 3), (2, 3, 9, 8))),
+        *(Case(((2, 3, 9, 8),), arguments) for arguments in ((1,), (1, 2), (-2, -1), (2, 2))),
+        *(Case(((2, 3, 9, 8),), (1,), (layout,)) for layout in STRANGE),
+    )
+    layers = (
+        Case(((8, 512, 7, 7),), (1,)),
+        Case(((8, 512, 7, 7),), (1,), ("channels_last",)),
+    )
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        return f"flatten count={x.numel()}"
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        return nn.Flatten(0)
+
+    def made_up(self, draw: Draw) -> Case:
+        """As `Tested.made_up`."""
+        return Case((draw.image,), (draw.pick((0, 1, 2)),), draw.layouts)
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        yield "integer input", [new(3).int()], []
+        yield "start_dim out of range", [new(2, 3)], [2]
+        yield "end_dim out of range", [new(2, 3)], [0, -3]
+        yield "start_dim after end_dim", [new(2, 3)], [1, 0]
+
+
+class FlattenCall(Call):
+    """torch.flatten; the result is a copy."""
+
+    operation = "flatten"
+    functions = (torch.flatten,)
+    methods = ("flatten",)
+    function = torch.flatten
+    modules: ClassVar = {nn.Flatten: lambda m, x: (x, m.start_dim, m.end_dim)}
+    returns_view = True
+
+    def arguments(self, input: Tensor, start_dim: int = 0, end_dim: int = -1) -> tuple[Any, ...]:
+        """The same."""
+        return input, start_dim, end_dim

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from ai3_ops import _torch
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
+from ai3_ops.operations.calls import CallPlan, SwitchedCall, fast_in, weights_of
+from ai3_ops.operations.case import CHANNELS, BadCall, Case, Draw
 from ai3_ops.operations.weighted import Weighted
 
 
@@ -129,6 +133,66 @@ class Linear(Weighted):
             count *= size
         return count
 
+    cases = (
+        Case(((3, 5), (4, 5), (4,))),
+        Case(((5,), (4, 5), (4,))),
+        Case(((2, 3, 4, 33), (17, 33), None)),
+        Case(((1, 130), (70, 130), (70,))),
+        Case(((37, 64), (33, 64), (33,))),
+        Case(((0, 5), (4, 5), (4,))),
+        Case(((15, 2048), (9, 2048), (9,))),
+        Case(((2, 7), (7,), None)),
+        Case(((2, 7), (3, 7), (1,))),
+        Case(((3, 5), (4, 5), (4,)), layouts=("transposed", "transposed")),
+        Case(((3, 2, 5), (4, 5), (4,)), layouts=("sliced", "sliced", "sliced")),
+        Case(((3, 2, 5), (4, 5), (4,)), layouts=("expanded", "expanded", "expanded")),
+    )
+    layers = (
+        Case(((1, 512), (1000, 512), (1000,))),
+        Case(((197, 768), (768, 768), (768,))),
+        Case(((1, 4096), (4096, 4096), (4096,))),
+        Case(((64, 49, 96), (288, 96), (288,))),
+        Case(((8, 1280), (1000, 1280), (1000,))),
+        Case(((16, 384), (1536, 384), None)),
+    )
+
+    def backward_call(self, call: Any) -> list[Any] | None:
+        """Of matrices."""
+        x, w, *_ = call.tensors
+        if w.ndim == 1:
+            return None
+        return [*(t.flatten(0, -2) if t.ndim > 1 else t.unsqueeze(0) for t in (call.grad(), x)), w]
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        return f"linear M={x.numel() // x.shape[-1]} K={x.shape[-1]} N={y.shape[-1]}"
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        return nn.Linear(sizes["K"], sizes["N"])
+
+    def input_of(self, sizes: dict[str, Any]) -> tuple[int, ...]:
+        """Rows and features."""
+        return sizes["M"], sizes["K"]
+
+    def made_up(self, draw: Draw) -> Case:
+        """As `Tested.made_up`."""
+        pick = draw.pick
+        features, out = pick(CHANNELS) * pick((1, 1, 3, 4)), pick(CHANNELS) * pick((1, 1, 3, 4))
+        rows = pick(((), (1,), (2,), (7,), (16,), (37,), (64,), (197,), (2, 50), (3136,)))
+        return Case(((*rows, features), (out, features), (out,) if draw.chance(0.5) else None))
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        x, w, b = new(3, 5), new(4, 5), new(4)
+        yield "other number of features", [new(3, 6), w, b], []
+        yield "input without dimensions", [new(), w, b], []
+        yield "weight of rank 3", [x, new(1, 4, 5), b], []
+        yield "weight of another dtype", [x, new(4, 5, dtype=other), None], []
+        yield "bias of wrong size", [x, w, new(5)], []
+        yield "bias of another dtype", [x, w, new(4, dtype=other)], []
+        yield "integer tensors", [x.int(), w.int(), None], []
+
 
 # Gradients ------------------------------------------------------------------------------------------------------------
 def register_backward(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
@@ -193,7 +257,43 @@ def backward_flops(
 Linear.rules = {
     "backward": register_backward,
     "pack": Linear.register_pack,
-    "packed": Linear.register_packed,
-    "packed_out": Linear.register_packed,
+    **dict.fromkeys(("packed", "packed_out", "fused", "out"), Linear.register_fused),
     "held": Linear.register_held,
 }
+
+
+# Calls in models ------------------------------------------------------------------------------------------------------
+_PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels gain
+
+
+class LinearCall(SwitchedCall):
+    """torch.nn.functional.linear."""
+
+    operation = "linear"
+    functions = (F.linear,)
+    function = F.linear
+    modules: ClassVar = {nn.Linear: lambda m, x: (x, *weights_of(m))}
+    inside = (nn.MultiheadAttention,)
+
+    @staticmethod
+    @_torch.constant_when_compiled
+    def allow_tf32() -> bool:
+        """That of matrix products; read as conv2d's is."""
+        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+    def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
+        """The same."""
+        return input, weight, bias
+
+    def gains_in_training(self, input: Tensor, module: nn.Linear) -> bool:
+        """By the layer's size, as conv2d's."""
+        if input.device.type != "cpu":
+            return True
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if dtype.itemsize == 2:
+            return not fast_in(dtype)
+        return input.numel() * module.out_features >= _PRODUCTS
+
+    def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
+        """None for a weight of one dimension, which is not packed."""
+        return super().new_plan(args) if args[1].ndim == 2 else None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ai3_ops.operations.base import Problem
+from ai3_ops.operations.calls import Call
+from ai3_ops.operations.case import HUGE, BadCall, Case
 from ai3_ops.operations.pooling import Pooling, window_problem
 
 
@@ -36,3 +40,66 @@ class MaxPool2d(Pooling):
         (input,) = ctx.saved_tensors
         _, indices = torch.ops.aten.max_pool2d_with_indices(input.detach(), *ctx.arguments)
         return (torch.ops.aten.max_pool2d_with_indices_backward(grad, input, *ctx.arguments, indices),)
+
+    cases = (
+        Case(((2, 3, 9, 8),), (2,)),
+        Case(((1, 17, 9, 11),), (3, 2, 1, 1, True)),
+        Case(((3, 9, 8),), ((3, 2), (1, 2), (1, 0), (2, 1))),
+        Case(((0, 3, 9, 8),), (2,)),
+        Case(((2, 3, 9, 8),), ((2,), (), (1,), (1,), True), ("channels_last",)),
+        Case(((2, 3, 9, 8),), (3, (2,)), ("transposed",)),
+        Case(((2, 3, 9, 8),), (3, 1, 1), ("sliced",)),
+        Case(((2, 3, 9, 8),), (2, 3), ("expanded",)),
+    )
+    layers = (
+        Case(((1, 64, 112, 112),), (3, 2, 1)),
+        Case(((8, 192, 28, 28),), (3, 1, 1), ("channels_last",)),
+    )
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        kernel, stride, padding, dilation, ceil = args
+        if dilation != 1:
+            raise ValueError(f"no line says max_pool2d with {args}")
+        return self.window_line(x, kernel, stride, padding, ceil)
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        return self.windows(nn.MaxPool2d, sizes)
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        yield from super().bad_calls(new, other)
+        x = new(1, 3, 6, 6)
+        yield "dilation 0", [x], [[2], [2], [0], [0]]
+        yield "dilation beyond 64 bits", [x], [[2], [2], [0], [HUGE]]
+
+
+class MaxPool2dCall(Call):
+    """torch.nn.functional.max_pool2d without indices."""
+
+    operation = "max_pool2d"
+    functions = (F.max_pool2d, torch.max_pool2d)
+    function = torch.max_pool2d
+    modules: ClassVar = {
+        nn.MaxPool2d: lambda m, x: (x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, m.return_indices)
+    }
+
+    def __call__(self, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
+        """As torch.nn.functional.max_pool2d."""
+        if return_indices or (len(args) > 6 and args[6]):  # set on the module after the swap
+            return F.max_pool2d(*args[:6], **kwargs, return_indices=True)
+        return self.run(*self.arguments(*args[:6], **kwargs))
+
+    def arguments(
+        self,
+        input: Tensor,
+        kernel_size: Any,
+        stride: Any = None,
+        padding: Any = 0,
+        dilation: Any = 1,
+        ceil_mode: bool = False,
+        return_indices: bool = False,
+    ) -> tuple[Any, ...]:
+        """No stride is the kernel's size (an empty one, as ATen has it, torch 2.11's AOTInductor packages cannot pass)."""
+        return input, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.case import HUGE, BadCall, Case, Draw, image, pair
 
 
 class Pooling(Operation):
@@ -28,6 +29,38 @@ class Pooling(Operation):
         if input.ndim == 4:
             return op(input.movedim(dim, 0), *args, **options), 0
         return op(base.fold(input, dim, 0, size), *args, **options).unflatten(0, (size, -1)), 0
+
+    def window_line(self, x: Tensor, kernel: Any, stride: Any, padding: Any, ceil: bool) -> str:
+        """The line of benchmarks/shapes for windows of these sizes, see `Tested.line`."""
+        window = f"kernel={pair(kernel)} stride={pair(stride)} pad={pair(padding)}"
+        return f"{self.name} {image(x)} {window} ceil={int(ceil)}"
+
+    @staticmethod
+    def windows(kind: Callable[..., nn.Module], sizes: dict[str, Any]) -> nn.Module:
+        """PyTorch's module for the sizes of such a line, see `Tested.module_of`."""
+        return kind(sizes["kernel"], sizes["stride"], sizes["pad"], ceil_mode=bool(sizes["ceil"]))
+
+    def made_up(self, draw: Draw) -> Case:
+        """As `Tested.made_up`."""
+        return Case(
+            (draw.image,), (draw.pick((2, 3, (2, 3), 5)), draw.pick((1, 2, 3)), draw.pick((0, 1))), draw.layouts
+        )
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        x = new(1, 3, 6, 6)
+        yield "input of rank 2", [new(6, 6)], [[2]]
+        yield "input of rank 5", [new(1, 1, 3, 6, 6)], [[2]]
+        yield "integer input", [x.int()], [[2]]
+        yield "kernel_size 0", [x], [[0]]
+        yield "negative kernel_size", [x], [[-2]]
+        yield "kernel_size of 3 elements", [x], [[2, 2, 2]]
+        yield "no kernel_size", [x], [[]]
+        yield "kernel larger than the input", [x], [[7]]
+        yield "kernel beyond 64 bits", [x], [[HUGE]]
+        yield "stride 0", [x], [[2], [0]]
+        yield "negative padding", [x], [[2], [2], [-1]]
+        yield "padding above half the kernel", [x], [[2], [2], [2]]
 
 
 def batch_of(label: str, input: Tensor) -> Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem
+from ai3_ops.operations.calls import Call
+from ai3_ops.operations.case import STRANGE, BadCall, Case
 
 
 class Relu(Operation):
@@ -42,3 +45,51 @@ class Relu(Operation):
         """Elementwise."""
         assert dims[0] is not None
         return op(input, *args, **options), dims[0]
+
+    cases = (
+        *(Case((shape,)) for shape in ((), (5,), (0, 3), (2, 3, 9, 8), (131,))),
+        *(Case(((2, 3, 9, 8),), layouts=(layout,)) for layout in STRANGE),
+    )
+    layers = (
+        Case(((1, 64, 112, 112),)),
+        Case(((8, 256, 28, 28),), (), ("channels_last",)),
+    )
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        return f"relu count={x.numel()}"
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        return nn.ReLU()
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        yield "integer input", [new(3).int()], []
+
+
+class ReluCall(Call):
+    """torch.nn.functional.relu, also in place: the result is then written back."""
+
+    operation = "relu"
+    functions = (F.relu, torch.relu, F.relu_)
+    methods = ("relu", "relu_")
+    function = torch.relu
+    modules: ClassVar = {nn.ReLU: lambda m, x: (x, m.inplace)}
+    inside = (nn.LPPool2d,)
+    in_place_argument = True
+
+    def __call__(self, input: Tensor, inplace: bool = False) -> Tensor:
+        """As torch.nn.functional.relu."""
+        output = self.run(input)
+        return input.copy_(output) if inplace else output
+
+    def arguments(self, input: Tensor, inplace: bool = False) -> tuple[Any, ...]:
+        """The same."""
+        return (input,)
+
+    @classmethod
+    def computed_by(cls, module: nn.Module) -> bool:
+        """Also layers of transformers with this activation."""
+        layers = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+        return super().computed_by(module) or (isinstance(module, layers) and module.activation in (F.relu, torch.relu))

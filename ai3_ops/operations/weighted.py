@@ -1,7 +1,8 @@
-"""What the rules of operations with a weight share: packed weights."""
+"""What the rules of operations with a weight share: packed weights, fused calls."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -10,17 +11,25 @@ from torch import Tensor
 from ai3_ops import registry
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Operation, Problem, check
+from ai3_ops.operations.case import Case
 
 
 class Weighted(Operation):
     """Rules of an operation whose first arguments are input, weight and bias."""
 
     autocast = True
+    rounding = "products"
     window: ClassVar[tuple[Any, ...]] = ()  # defaults of the arguments between bias and the keyword-only ones
 
     def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:
         """The sizes of a problem, as the registry names them, that a packed weight hangs on."""
         raise NotImplementedError
+
+    def terms(self, case: Case) -> int:
+        """Those of a row of the weight."""
+        weight = case.shapes[1]
+        assert weight is not None
+        return math.prod(weight[1:] if len(weight) > 1 else weight) + (case.shapes[2] is not None)
 
     def check_prologue(
         self,
@@ -34,9 +43,11 @@ class Weighted(Operation):
         """What a packed operator does to its input: whether the algorithm can, and one number for each channel."""
         if scale is None and shift is None and not relu:
             return
-        able = {a.name for a in registry.algorithms(self.name) if a.prologue}
+        infos = registry.algorithms(self.name)
+        able = {a.name for a in infos if a.prologue}
         needs = "applies no scale, shift or relu to its input; algorithms that support this case: "
-        check(algorithm in able, label, needs + (", ".join(sorted(able)) or "none"))
+        rules = {a.name for a in infos if a.rule}
+        check(algorithm in able | rules, label, needs + (", ".join(sorted(able)) or "none"))
         dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
         for tensor, name in ((scale, "input_scale"), (shift, "input_shift")):
             if tensor is not None:
@@ -62,32 +73,37 @@ class Weighted(Operation):
         base.register_fake(op, fake)
         base.register_inference_only(op)
 
-    def register_packed(self, op: torch._ops.OpOverload, algorithm: str) -> None:
-        """ai3::_<operation>_<algorithm>_packed and _packed_out: the output as that of the algorithm itself."""
+    def check_epilogue(
+        self, label: str, algorithm: str, residual: Tensor | None = None, activation: str = "none"
+    ) -> None:
+        """What a fused operator does to its output: whether the algorithm, or one that a rule chooses, can."""
+        if residual is None and activation == "none":
+            return
+        infos = [a for a in registry.algorithms(self.name) if a.name == algorithm]
+        check(any(a.epilogue or a.rule for a in infos), label, "fuses no residual and no activation")
 
-        def fake(
-            input: Tensor,
-            packed: Tensor,
-            weight_size: list[int],
-            bias: Tensor | None = None,
-            *rest: Any,
-            out: Tensor | None = None,
-            **options: Any,
-        ) -> Tensor | None:
-            count = len(self.window)
-            output = self.fake(algorithm, input, input.new_empty(weight_size), bias, *rest[:count], **options)
-            label, residual = f"ai3::{self.name}_{algorithm}", next(iter(rest[count:]), None)
-            for tensor, name in ((residual, "residual"), (out, "out")):
+    def register_fused(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+        """ai3::_<operation>_<algorithm>_fused, _out, _packed and _packed_out: the output as that of the algorithm itself."""
+        packed = op._schema.arguments[1].name == "packed"
+
+        def fake(input: Tensor, weight: Tensor, *args: Any, out: Tensor | None = None, **options: Any) -> Tensor | None:
+            if packed:
+                weight, args = input.new_empty(args[0]), args[1:]
+            count = 1 + len(self.window)  # the bias, too
+            output = self.fake(algorithm, input, weight, *args[:count], **options)
+            label, epilogue = f"ai3::{self.name}_{algorithm}", args[count : count + 2]
+            for tensor, name in ((next(iter(epilogue), None), "residual"), (out, "out")):
                 if tensor is not None:
-                    fits = tensor.shape == output.shape
-                    check(fits, label, f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}")
-                    base.check_same(label, output, tensor, name)
-            self.check_prologue(label, algorithm, input, *rest[count + 2 :])
+                    base.check_place(label, output, tensor, name)
+            self.check_epilogue(label, algorithm, *epilogue)
+            self.check_prologue(label, algorithm, input, *args[count + 2 :])
             return output if out is None else None
 
         base.register_fake(op, fake)
         if op._schema.returns:
             base.register_inference_only(op)
+        else:
+            base.register_writes(op)
 
     def register_held(self, op: torch._ops.OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_held: the algorithm, with a slot in which C++ keeps the packed weight.

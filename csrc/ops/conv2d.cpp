@@ -36,6 +36,10 @@ Conv2dProblem conv2d_from(const Query& q) {
   for (int i = 0; i < 17; i++) s[i] = std::max<int64_t>(q.sizes[i], -1);
   for (int i : {5, 6, 7, 8, 11, 12, 13})
     if (s[i] == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
+  for (int i : {1, 4})
+    if (s[i] >= 0 && s[13] > 0 && s[i] % s[13] != 0)
+      throw std::runtime_error("needs channels that groups divides, got " + std::to_string(s[i]) + " and " +
+                               std::to_string(s[13]));
   Conv2dProblem p{};
   p.dtype = q.dtype, p.exclude = q.exclude;
   p.batch = s[0], p.in_channels = s[1], p.in_height = s[2], p.in_width = s[3];
@@ -74,10 +78,8 @@ Sizes pack_description(const Conv2dProblem& p) {
           p.groups};
 }
 
-namespace {
-
 // The problem of a weight whose input is not known yet.
-Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
+Conv2dProblem Conv2dOperation::problem_of_weight(const Entry& entry, Conv2dCall& c) {
   const Sizes weight = sizes_of(c.weight);
   check_window(entry, c, weight);
   const int64_t sizes[] = {-1,
@@ -99,7 +101,6 @@ Conv2dProblem problem_of_weight(const Entry& entry, Conv2dCall& c) {
                            0};
   return conv2d_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
 }
-}  // namespace
 
 Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
   check_window(entry, c, weight);
@@ -157,20 +158,19 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   const bool packed = !c.weight_size.empty();
   Conv2dProblem p = conv2d_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight));
   const Device device = device_of(asked, c.input);
+  const DeviceGuard guard = on_device_of(c.input);  // what supports and workspace ask a vendor's library about
   bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
   if (c.unbatched && c.output) c.output = torch::stable::unsqueeze(*c.output, 0);
   if (c.unbatched && c.residual && c.residual->dim() == 3) c.residual = torch::stable::unsqueeze(*c.residual, 0);
-  if (c.output && sizes_of(*c.output) == sizes) {
-    Strides4 ignored;
-    channels_last = slice_strides(*c.output, true, ignored) && !slice_strides(*c.output, false, ignored);
-  }
+  check_places(asked, c, sizes);
+  if (c.output) channels_last = takes_channels_last(*c.output);
   p.activation = c.activation, p.has_residual = c.residual.has_value();
   p.has_prologue = c.has_prologue(), p.input_relu = c.input_relu;
   set_strides(p, channels_last);
   const Chosen<Conv2dProblem> chosen(asked, device, p);
   const Traits<Conv2dProblem>& traits = chosen.algorithm->traits;
-  if (packed) check_packed(asked, c, traits, p, sizes, pack_description(p));
+  if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
   Tensor scale, shift;
   if (p.has_prologue) {
     scale = of_channels(asked, c.input_scale, c.input, 1, "input_scale");
@@ -178,57 +178,35 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
     if (c.output) check_apart(asked, *c.output, scale, "input_scale"), check_apart(asked, *c.output, shift, "input_shift");
   }
 
-  Tensor output;
   if (traits.tensors && p.batch > 0) {
     c.channels_last = channels_last, c.algorithm = &chosen.algorithm->info;
     if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(chosen, p, c, pack_description(p)).tensor;
-    const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
-    output = with_dense_strides(*c.output, channels_last);
-  } else {
-    Strides4 slice{};
-    // Kernels read the residual with the output's strides, and it is made dense.
-    const bool sliced = c.output && traits.sliced && !p.has_residual;
-    const bool direct =
-        c.output && (is_dense(*c.output, channels_last) || (sliced && slice_strides(*c.output, channels_last, slice)));
-    output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input, channels_last);
-    if (p.batch > 0) {
-      const ReadyWeight weight =
-          packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
-      const Tensor &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w;
-      run_dense(chosen, p, set_strides, c.input, output, channels_last, [&](const Tensor& x, Tensor& y) {
-        if (direct && slice.n && y.const_data_ptr() == output.const_data_ptr()) p.y_stride = slice;
-        const Tensor r = c.residual ? dense(*c.residual, p.y_stride.c == 1) : x;
-        run_kernel(chosen, p,
-                   {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
-                    c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
-                    p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},
-                   x, weight.packed);
-      });
-    }
-    if (c.output && !direct) torch::stable::copy_(*c.output, output);
+    const Tensor output = with_dense_strides(*c.result, channels_last);
+    if (c.output) torch::stable::copy_(*c.output, output);
+    return c.unbatched ? torch::stable::squeeze(output, 0) : output;
   }
-  return c.unbatched ? torch::stable::squeeze(output, 0) : output;
+  Destination output(c.output, traits.sliced, sizes, c.input, channels_last);
+  if (p.batch > 0) {
+    const ReadyWeight weight =
+        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
+    const Tensor &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w;
+    run_dense(chosen, p, set_strides, c.input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
+      output.set_strides(y, p.y_stride);
+      auto dense_residual = [&](const Tensor& r) { return dense(r, p.y_stride.c == 1); };
+      const Tensor r = c.residual ? residual_for(*c.residual, y, !is_dense(y, p.y_stride.c == 1), dense_residual) : x;
+      run_kernel(chosen, p,
+                 {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
+                  c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
+                  p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},
+                 x, weight.packed);
+    });
+  }
+  output.copy_to(c.output);
+  return c.unbatched ? torch::stable::squeeze(output.tensor, 0) : output.tensor;
 }
 
 namespace {
-
-struct Conv2dOperation {
-  using Call = Conv2dCall;
-  using Problem = Conv2dProblem;
-  static constexpr size_t weight_rank = 4;
-
-  static const Operation& operation();
-  static Problem problem(const Entry& entry, Call& c) {
-    Problem p = conv2d_problem(entry, c, sizes_of(c.weight));
-    set_strides(p, suggests_channels_last(c.input) || suggests_channels_last(c.weight));
-    return p;
-  }
-  static constexpr auto problem_of_weight = ops::problem_of_weight;
-  static Sizes description(const Problem& p) { return pack_description(p); }
-  static constexpr auto run = conv2d_run;
-  static constexpr auto gradients = conv2d_backward;
-};
 
 AI3_WEIGHTED_OPERATORS("conv2d", Conv2dOperation, ", int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1",
                        ", int[2] stride, int[2] padding, int[2] dilation, int groups",
@@ -238,7 +216,13 @@ AI3_OPERATION(
     "batch in_channels in_height in_width out_channels kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h "
     "dilation_w groups has_bias channels_last deterministic",
     kinds, std::size(kinds), shared, std::size(shared), AI3_QUERIES(Conv2dProblem, conv2d_from))
-const Operation& Conv2dOperation::operation() { return conv2d_operation; }
 
 }  // namespace
+
+const Operation& Conv2dOperation::operation() { return conv2d_operation; }
+Conv2dProblem Conv2dOperation::problem(const Entry& entry, Call& c) {
+  Problem p = conv2d_problem(entry, c, sizes_of(c.weight));
+  set_strides(p, suggests_channels_last(c.input) || suggests_channels_last(c.weight));
+  return p;
+}
 }  // namespace ai3::ops

@@ -35,4 +35,18 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
 Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad, const std::vector<bool>& wanted,
                           GradientEntries by);
 
+// What WeightedOperators asks.
+struct Conv2dOperation {
+  using Call = Conv2dCall;
+  using Problem = Conv2dProblem;
+  static constexpr size_t weight_rank = 4;
+
+  static const Operation& operation();
+  static Problem problem(const Entry& entry, Call& c);
+  static Problem problem_of_weight(const Entry& entry, Call& c);
+  static Sizes description(const Problem& p) { return pack_description(p); }
+  static constexpr auto run = conv2d_run;
+  static constexpr auto gradients = conv2d_backward;
+};
+
 }  // namespace ai3::ops

@@ -3,12 +3,8 @@
 namespace ai3::ops {
 namespace {
 
-template <bool inference>
-void forward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack, inference);
-  const Tensor input = in.take<Tensor>();
-  const int64_t asked_start = in.take<int64_t>(), asked_end = in.take<int64_t>();
-  if (inference) check_inference(entry);
+// The sizes of the result.
+Sizes flattened(const Entry& entry, const Tensor& input, int64_t asked_start, int64_t asked_end) {
   const Sizes sizes = sizes_of(input);
   const int64_t rank = std::max<int64_t>(input.dim(), 1);
   auto dimension = [&](int64_t d, const char* name) {
@@ -25,13 +21,53 @@ void forward(const Entry& entry, StableIValue* stack) {
       flat.push_back(sizes[d]);
   if (flat.empty()) flat = {1};
   dtype_of(entry, input), device_of(entry, input);
-  Tensor output = empty(flat, input.scalar_type(), input);
-  run_elementwise(entry, as_contiguous(input), output);
+  return flat;
+}
+
+// Both tensors' elements in logical order, as rows of contiguous ones.
+bool set_rows(const Tensor& x, const Tensor& y, ElementwiseProblem& p) {
+  const std::optional<Rows> from = rows_in_order(x), to = rows_in_order(y);
+  if (!from || !to) return false;
+  const bool x_dense = from->row == p.count, y_dense = to->row == p.count;
+  if (!x_dense && !y_dense && from->row != to->row) return false;
+  p.row = std::min(from->row, to->row);
+  p.x_row = x_dense ? p.row : from->apart, p.y_row = y_dense ? p.row : to->apart;
+  return true;
+}
+
+void copy(const Entry& entry, const Tensor& input, Tensor& out) {
+  if (run_elementwise(entry, input, out, set_rows)) return;
+  const Tensor x = as_contiguous(input);
+  if (run_elementwise(entry, x, out, set_rows)) return;
+  Tensor dense = empty(sizes_of(out), out.scalar_type(), out);
+  run_elementwise(entry, x, dense, set_rows);
+  torch::stable::copy_(out, dense);
+}
+
+template <bool inference>
+void forward(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack, inference);
+  const Tensor input = in.take<Tensor>();
+  const int64_t start = in.take<int64_t>(), end = in.take<int64_t>();
+  if (inference) check_inference(entry);
+  Tensor output = empty(flattened(entry, input, start, end), input.scalar_type(), input);
+  copy(entry, input, output);
   give(stack, 0, output);
+}
+void forward_out(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack);
+  const Tensor input = in.take<Tensor>();
+  const int64_t start = in.take<int64_t>(), end = in.take<int64_t>();
+  Tensor out = in.take<Tensor>();
+  mark_written(entry, out);
+  check_place(entry, input, out, flattened(entry, input, start, end), "out");
+  check_apart(entry, out, input, "input");
+  copy(entry, input, out);
 }
 
 constexpr OperatorKind kinds[] = {
     {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward<false>, nullptr},
+    {"_flatten_", "_out", "(Tensor input, int start_dim=0, int end_dim=-1, *, Tensor(a!) out) -> ()", forward_out, nullptr},
     {"_flatten_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
 };
 AI3_OPERATION(flatten, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))

@@ -18,7 +18,7 @@ LinearProblem linear_from(const Query& q) {
   p.deterministic = q.sizes[4] > 0;
   check_numel({p.rows, p.in_features}), check_numel({p.in_features, p.out_features}), check_numel({p.rows, p.out_features});
   set_threads(p);
-  return p;
+  return with_dense_rows(p);
 }
 
 Sizes pack_description(const LinearProblem& p) { return {static_cast<int64_t>(p.dtype), p.in_features, p.out_features}; }
@@ -49,7 +49,22 @@ LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& wei
           "needs a bias of ", weight.size() == 2 ? "(out_features,)" : "()", " for weight ", weight, ", got ", bias);
     if (bias.empty() || bias[0] != p.out_features) c.bias = call_aten("aten::expand", "", *c.bias, Sizes{p.out_features}, false);
   }
-  return p;
+  return with_dense_rows(p);
+}
+
+// Whether t, whose last dimension holds rows of `features` (1 where there is no such dimension), is rows at one distance.
+bool rows_apart(const Tensor& t, int64_t features, bool has_dimension, int64_t& apart) {
+  int64_t d = t.dim() - 1;
+  if (has_dimension && features > 1 && t.stride(d) != 1) return false;
+  apart = features;
+  int64_t rows = 1;  // of the dimensions seen
+  for (d -= has_dimension; d >= 0; d--) {
+    if (t.size(d) == 1) continue;
+    if (rows == 1) apart = t.stride(d);
+    if (t.stride(d) != rows * apart) return false;
+    rows *= t.size(d);
+  }
+  return apart >= features;
 }
 
 Tensor linear_run(const Entry& asked, LinearCall& c) {
@@ -60,10 +75,14 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   p.activation = c.activation, p.has_residual = c.residual.has_value();
   const Chosen<LinearProblem> chosen(asked, device_of(asked, c.input), p);
   const Traits<LinearProblem>& traits = chosen.algorithm->traits;
-  if (packed) check_packed(asked, c, traits, p, sizes, pack_description(p));
+  check_places(asked, c, sizes);
+  if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
 
-  const bool direct = c.output && is_contiguous(*c.output);
+  const bool matrix = (packed ? c.weight_size.size() : static_cast<size_t>(c.weight.dim())) == 2;
+  const bool direct =
+      c.output && (is_contiguous(*c.output) || (traits.sliced && rows_apart(*c.output, p.out_features, matrix, p.y_row)));
   Tensor output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input);
+  if (!direct) p.y_row = p.out_features;
   if (output.numel() == 0) return output;
   if (p.in_features == 0 && p.activation == Activation::none && !c.residual) {  // sums of nothing
     if (c.bias)
@@ -75,12 +94,15 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(chosen, p, c, pack_description(p)).tensor;
     const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
-    return c.output.value();
+    if (c.output) torch::stable::copy_(*c.output, *c.result);
+    return *c.result;
   } else {
     const ReadyWeight weight =
         packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
-    const Tensor x = as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,
-                 r = c.residual ? as_contiguous(*c.residual) : x;
+    const bool in_place = traits.sliced && rows_apart(c.input, p.in_features, true, p.x_row);
+    if (!in_place) p.x_row = p.in_features;
+    const Tensor x = in_place ? c.input : as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,
+                 r = c.residual ? residual_for(*c.residual, output, !is_contiguous(output), as_contiguous) : x;
     run_kernel(chosen, p,
                {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                 c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},

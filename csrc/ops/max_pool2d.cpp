@@ -3,25 +3,19 @@
 namespace ai3::ops {
 namespace {
 
-template <bool inference>
-void forward(const Entry& entry, StableIValue* stack) {
-  Arguments in(stack, inference);
+constexpr auto run = [](const Entry& entry, Arguments& in, const auto& take_rest) {
   Pool2dCall c{.input = in.take<Tensor>(),
                .kernel = in.take_list(2),
                .stride = in.take_list(2),
                .padding = in.take_list(2),
                .dilation = in.take_list(2),
                .ceil_mode = in.take<bool>()};
-  if (inference) check_inference(entry);
-  give(stack, 0, pool2d_run(entry, c));
-}
-
-constexpr OperatorKind kinds[] = {
-    {"max_pool2d_", "",
-     "(Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False) -> Tensor",
-     forward<false>, nullptr},
-    {"_max_pool2d_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<Pool2dProblem>},
+  return pool2d_run(entry, c, take_rest());
 };
+
+AI3_POOLING_OPERATORS(
+    "max_pool2d", run,
+    "Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, int[2] dilation=1, bool ceil_mode=False")
 AI3_OPERATION(max_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, pool2d_from))
 
 }  // namespace

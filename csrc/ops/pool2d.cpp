@@ -31,23 +31,32 @@ Pool2dProblem problem_of_input(const Entry& entry, const Tensor& input) {
 }
 
 // Runs p, whose output sizes are known.
-Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p) {
-  const bool channels_last = suggests_channels_last(input), unbatched = input.dim() == 3;
-  checked_numel(asked, {p.batch, p.channels, p.out_height, p.out_width}, 8);
+Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, std::optional<Tensor> out) {
+  const bool unbatched = input.dim() == 3;
+  Sizes sizes = {p.batch, p.channels, p.out_height, p.out_width};
+  if (out) {
+    check_place(asked, input, *out, unbatched ? Sizes(sizes.begin() + 1, sizes.end()) : sizes, "out");
+    check_apart(asked, *out, input, "input");
+    if (unbatched) out = torch::stable::unsqueeze(*out, 0);
+  }
+  const bool channels_last = out ? takes_channels_last(*out) : suggests_channels_last(input);
+  checked_numel(asked, sizes, 8);
   set_strides(p, channels_last);
   const Chosen<Pool2dProblem> chosen(asked, device_of(asked, input), p);
   if (unbatched) input = torch::stable::unsqueeze(input, 0);
-  Tensor output = empty({p.batch, p.channels, p.out_height, p.out_width}, input.scalar_type(), input, channels_last);
+  Destination output(out, chosen.algorithm->traits.sliced, sizes, input, channels_last);
   if (p.batch > 0 && p.channels > 0 && p.out_height > 0 && p.out_width > 0)
-    run_dense(chosen, p, set_strides, input, output, channels_last, [&](const Tensor& x, Tensor& y) {
+    run_dense(chosen, p, set_strides, input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
+      output.set_strides(y, p.y_stride);
       run_kernel(chosen, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x);
     });
-  return unbatched ? torch::stable::squeeze(output, 0) : output;
+  output.copy_to(out);
+  return unbatched ? torch::stable::squeeze(output.tensor, 0) : output.tensor;
 }
 
 }  // namespace
 
-Tensor pool2d_run(const Entry& asked, Pool2dCall& c) {
+Tensor pool2d_run(const Entry& asked, Pool2dCall& c, const std::optional<Tensor>& out) {
   spread(asked, c.kernel, 2, "kernel_size");
   if (c.stride.empty()) c.stride = c.kernel;
   spread(asked, c.stride, 2, "stride"), spread(asked, c.padding, 2, "padding"), spread(asked, c.dilation, 2, "dilation");
@@ -66,15 +75,15 @@ Tensor pool2d_run(const Entry& asked, Pool2dCall& c) {
   set_outputs(p);
   check(p.out_height > 0 && p.out_width > 0, asked, "the input of ", p.in_height, "x", p.in_width,
         " is too small: no window of kernel_size ", c.kernel, " and dilation ", c.dilation, " fits");
-  return run(asked, c.input, p);
+  return run(asked, c.input, p, out);
 }
 
-Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size) {
+Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const std::optional<Tensor>& out) {
   spread(asked, output_size, 2, "output_size"), check_each(asked, output_size, 0, "output_size");
   Pool2dProblem p = problem_of_input(asked, input);
   check(p.in_height > 0 && p.in_width > 0, asked, "needs input with a height and width of at least 1, got ", input);
   p.out_height = output_size[0], p.out_width = output_size[1];
-  return run(asked, input, p);
+  return run(asked, input, p, out);
 }
 
 Pool2dProblem pool2d_from(const Query& q) {

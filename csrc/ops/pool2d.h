@@ -11,10 +11,34 @@ struct Pool2dCall {
   std::optional<int64_t> divisor = {};
 };
 
-// Checks the arguments as ATen does and runs the algorithm.
-Tensor pool2d_run(const Entry& asked, Pool2dCall& call);
+// Checks the arguments as ATen does and runs the algorithm; the result is written to `out` where one is given.
+Tensor pool2d_run(const Entry& asked, Pool2dCall& call, const std::optional<Tensor>& out);
 // The same for windows that follow from the sizes.
-Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size);
+Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const std::optional<Tensor>& out);
+
+// The ways to call a pooling: the operator itself, _out, _infer. `run(entry, arguments, take_rest)` takes its arguments, then
+// calls take_rest, which returns the out.
+enum class Form { plain, out, inference };
+template <Form form, auto run>
+void pooling(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack, form == Form::inference);
+  const Tensor output = run(entry, in, [&]() -> std::optional<Tensor> {
+    if (form == Form::inference) check_inference(entry);
+    if (form != Form::out) return std::nullopt;
+    const Tensor out = in.take<Tensor>();
+    mark_written(entry, out);
+    return out;
+  });
+  if (form != Form::out) give(stack, 0, output);
+}
+// The table of its operators, `kinds`; `arguments` are those of the schema.
+#define AI3_POOLING_OPERATORS(operation, run, arguments)                                                         \
+  constexpr OperatorKind kinds[] = {                                                                             \
+      {operation "_", "", "(" arguments ") -> Tensor", pooling<Form::plain, run>, nullptr},                      \
+      {"_" operation "_", "_out", "(" arguments ", *, Tensor(a!) out) -> ()", pooling<Form::out, run>, nullptr}, \
+      {"_" operation "_", "_infer", "(Tensor input, str numbers) -> Tensor", pooling<Form::inference, run>,      \
+       is_method<Pool2dProblem>},                                                                                \
+  };
 
 #define AI3_POOL2D_SIZES                                                                                              \
   "batch channels in_height in_width kernel_height kernel_width stride_h stride_w pad_h pad_w dilation_h dilation_w " \

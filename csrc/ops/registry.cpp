@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 
 extern "C" {
@@ -54,27 +55,36 @@ constexpr char kNoWords[] = ": an exception that is no std::exception, so that n
 
 // A boxed kernel is not told its operator's name, so each operator gets a function of its own from a pool.
 using Boxed = void (*)(StableIValue*, uint64_t, uint64_t);
-constexpr int kSlots = 160, kSharedAtMost = 8;
+constexpr int kSlots = 160, kSharedAtMost = 32;
 const Entry* slots[kSlots];
 const SharedOperator* shared_slots[kSharedAtMost];
 int used_slots = 0, used_shared_slots = 0;
 
+void check_counts(const Schema& schema, uint64_t arguments, uint64_t results) {
+  if (arguments == schema.arguments && results == schema.results) [[likely]]
+    return;
+  throw std::runtime_error("takes " + std::to_string(schema.arguments) + " arguments and has " + std::to_string(schema.results) +
+                           " results, was called with " + std::to_string(arguments) + " and " + std::to_string(results) +
+                           "; its schema is " + schema.text);
+}
 template <int i>
-void boxed(StableIValue* stack, uint64_t, uint64_t) {
+void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
   const Entry& entry = *slots[i / kKindsAtMost];
   const OperatorKind& kind = entry.operation->kinds[i % kKindsAtMost];
   try {
+    check_counts(kind.signature, arguments, results);
     kind.call(entry, stack);
   } catch (...) {
     rethrow(std::string(entry.operation->name) + "_" + entry.name);
   }
 }
 template <int i>
-void boxed_shared(StableIValue* stack, uint64_t, uint64_t) {
+void boxed_shared(StableIValue* stack, uint64_t arguments, uint64_t results) {
   try {
+    check_counts(shared_slots[i]->schema, arguments, results);
     shared_slots[i]->call(stack);
   } catch (...) {
-    const std::string schema = shared_slots[i]->schema;
+    const std::string schema = shared_slots[i]->schema.text;
     rethrow(schema.substr(0, schema.find('(')));
   }
 }
@@ -85,6 +95,8 @@ constexpr auto shared_pool = []<int... i>(std::integer_sequence<int, i...>) {
 }
 (std::make_integer_sequence<int, kSharedAtMost>());
 
+auto& functions = *new std::unordered_map<std::string, Boxed>();  // of all operators, by name; under `mutex`
+
 // One function serves all devices: it looks at its arguments, and refuses readably where there is no kernel for theirs.
 void define(const std::string& name, const std::string& signature, Boxed function) {
   using torch::stable::detail::StableLibrary;
@@ -93,6 +105,7 @@ void define(const std::string& name, const std::string& signature, Boxed functio
   static auto& cpu = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CPU", __FILE__, __LINE__);
   static auto& cuda = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CUDA", __FILE__, __LINE__);
   definitions.def((name + signature).c_str());
+  functions.emplace(name, function);
   cpu.impl(name.c_str(), function);
   cuda.impl(name.c_str(), function);
 }
@@ -100,7 +113,7 @@ void define_shared(const SharedOperator& o) {
   if (used_shared_slots == kSharedAtMost) throw std::runtime_error("ai3: kSharedAtMost is too small");
   const int slot = used_shared_slots++;
   shared_slots[slot] = &o;
-  const std::string schema = o.schema;
+  const std::string schema = o.schema.text;
   const size_t name = schema.find('(');
   define(schema.substr(0, name), schema.substr(name), shared_pool[static_cast<size_t>(slot)]);
 }
@@ -109,7 +122,7 @@ void define_shared(const SharedOperator& o) {
 void check_name(const Operation& operation, const char* name) {
   for (const OperatorKind* k = operation.kinds; k != operation.kinds + operation.kind_count; k++)
     for (const SharedOperator* o = operation.shared; o != operation.shared + operation.shared_count; o++) {
-      const std::string mine = std::string(k->prefix) + name + k->suffix, schema = o->schema;
+      const std::string mine = std::string(k->prefix) + name + k->suffix, schema = o->schema.text;
       if (mine == schema.substr(0, schema.find('(')))
         throw std::runtime_error(std::string("ai3: ") + operation.name + " can have no algorithm '" + name + "': ai3::" + mine +
                                  " is an operator of the operation itself; choose another name");
@@ -139,7 +152,7 @@ void add(const AlgorithmInfo& info, bool replace) {
   for (int kind = 0; kind < operation->kind_count; kind++) {
     const OperatorKind& k = operation->kinds[kind];
     if (entry->defined >> kind & 1 || (k.wanted && !k.wanted(info))) continue;
-    define(k.prefix + entry->name + k.suffix, k.signature, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
+    define(k.prefix + entry->name + k.suffix, k.signature.text, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
     entry->defined.fetch_or(1u << kind);
   }
   // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
@@ -209,6 +222,12 @@ auto guarded(char* error, int64_t size, const Body& body) -> decltype(body()) {
     if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", kNoWords + 2);
     return {};
   }
+}
+Boxed function_named(const char* name) {
+  const std::lock_guard lock(mutex);
+  const auto found = functions.find(name);
+  if (found == functions.end()) throw std::runtime_error(std::string("ai3: no operator ai3::") + name);
+  return found->second;
 }
 // What a function of the C interface is asked about.
 struct Asked {
@@ -310,6 +329,13 @@ AI3_EXPORT int64_t ai3_packed_bytes(const char* operation, const char* name, int
                    return Bytes{a.entry.operation->packed_bytes(a.entry, a.device, a.query)};
                  })
       .value;
+}
+// Calls an operator (without "ai3::") as the dispatcher does, for a program that has its arguments as stable values.
+AI3_EXPORT int ai3_call(const char* name, StableIValue* stack, uint64_t arguments, uint64_t results, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    function_named(name)(stack, arguments, results);
+    return 1;
+  });
 }
 // What `guess` computes with, measured at the first call for a number of threads, or again: float32 operations and bytes per
 // second.

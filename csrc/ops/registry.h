@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -15,17 +16,45 @@ namespace ai3::ops {
 
 struct Entry;
 
+// A schema, from its name or from its arguments on, with the numbers of its arguments and results.
+struct Schema {
+  const char* text;
+  uint8_t arguments, results = 1;
+  consteval Schema(const char* schema) : text(schema) {
+    while (*schema != '(') schema++;
+    arguments = counted(schema);
+    while (*schema != '>') schema++;
+    if (*(schema += 2) == '(') results = counted(schema);
+  }
+
+ private:
+  // How many there are in the parentheses that begin at `at`, which is then behind them.
+  static consteval uint8_t counted(const char*& at) {
+    uint8_t count = 0;
+    bool quoted = false, begun = false;  // in a string; in an argument
+    int depth = 0;
+    do {
+      const char c = *at++;
+      if (c == '"') quoted = !quoted;
+      if (quoted) continue;
+      if (depth == 1 && c == ',') begun = false;
+      if (depth == 1 && !begun && c != ',' && c != ' ' && c != '*' && c != ')') begun = true, count++;
+      depth += (c == '(' || c == '[') - (c == ')' || c == ']');
+    } while (depth > 0);
+    return count;
+  }
+};
 // One kind of operator that each algorithm of an operation gets: the algorithm itself, its backward, packing, ...
 struct OperatorKind {
   const char* prefix;  // "ai3::" + prefix + algorithm + suffix, e.g. "_conv2d_" "winograd" "_pack"
   const char* suffix;
-  const char* signature;  // arguments and results of the schema
+  Schema signature;  // without the name
   void (*call)(const Entry&, StableIValue* stack);
   bool (*wanted)(const AlgorithmInfo&);  // null: every algorithm gets it
 };
 // An operator of the operation itself, which is told the algorithms by name.
 struct SharedOperator {
-  const char* schema;  // starts with the name
+  Schema schema;  // starts with the name
   void (*call)(StableIValue* stack);
 };
 // One that belongs to no operation; the list is an ELF section.
@@ -61,7 +90,7 @@ struct Operation {
   int64_t (*packed_bytes)(const Entry&, Device, const Query&);  // bytes of what the pack operator returns
   std::string (*describe)(const AlgorithmInfo&);                // JSON members of its traits
 };
-inline constexpr int kKindsAtMost = 7;
+inline constexpr int kKindsAtMost = 9;
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
 #define AI3_OPERATION(name_, ...)                                                                                    \
   constinit ::ai3::ops::OperationState name_##_state;                                                                \
@@ -144,7 +173,11 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
     if (p.deterministic && !a->traits.deterministic)
       return refuse(reason, "is not deterministic, and a deterministic result was asked for"), nullptr;
   if constexpr (requires { p.has_prologue; })
-    if (p.has_prologue && !a->traits.prologue) return refuse(reason, "applies no scale, shift or relu to its input"), nullptr;
+    if (p.has_prologue && !a->traits.prologue && !a->traits.choose)
+      return refuse(reason, "applies no scale, shift or relu to its input"), nullptr;
+  if constexpr (requires { p.has_residual; })
+    if ((p.has_residual || p.activation != Activation::none) && !a->traits.epilogue && !a->traits.choose)
+      return refuse(reason, "fuses no residual and no activation"), nullptr;
   if (!supported(a->traits, p, reason)) return nullptr;
   if (!a->traits.choose) return &entry;
   if (depth == kRulesAtMost) return refuse(reason, "follows rules that name one another"), nullptr;
@@ -257,11 +290,22 @@ inline int64_t weight_bytes(const Conv2dProblem& p) {
   return checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width, size_of(p.dtype)});
 }
 inline int64_t weight_bytes(const LinearProblem& p) { return checked_product({p.out_features, p.in_features, size_of(p.dtype)}); }
+// What a copy of the weight, which algorithms without a form of their own take, is longer by. It depends on the weight's sizes,
+// so that copies of as many elements differ in length: on CUDA a tag in the memory could be read only by waiting for the device.
+inline int64_t mark_of(std::initializer_list<int64_t> sizes) {
+  uint64_t mark = 0;
+  for (const int64_t size : sizes) mark = mark * 31 + static_cast<uint64_t>(size);
+  return static_cast<int64_t>(mark % 251) * 64 + 32;  // no pack for the CPU has 32 bytes more than a multiple of 64
+}
+inline int64_t weight_mark(const Conv2dProblem& p) {
+  return mark_of({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width});
+}
+inline int64_t weight_mark(const LinearProblem& p) { return mark_of({p.out_features, p.in_features}); }
 template <class P>
 int64_t packed_tensor_bytes(const Traits<P>& traits, const P& p) {
-  // A copy of the weight, which CUDA's algorithms take, has a size that no pack for the CPU has, lest one be taken for the other.
   if constexpr (requires { weight_bytes(p); })
-    return checked_add(traits.packed_bytes ? packed_bytes_of(traits, p) : checked_add(round_up(weight_bytes(p), 64), 32), 64);
+    return checked_add(
+        traits.packed_bytes ? packed_bytes_of(traits, p) : checked_add(round_up(weight_bytes(p), 64), weight_mark(p)), 64);
   else
     return 0;
 }

@@ -34,22 +34,25 @@ int64_t version_of(const Tensor& weight) {
   return to<int64_t>(call_dispatcher("aten::_version", "", weight)[0]);
 }
 
+// Evenly chosen words of memory, the first and the last among them; of less than a word, all of it.
+void sample(const char* data, size_t bytes, uint64_t* to, size_t at_most) {
+  const size_t words = bytes / sizeof(uint64_t);
+  if (words == 0) {
+    std::memcpy(to, data, bytes);
+    return;
+  }
+  const size_t count = std::min(words, at_most);
+  for (size_t i = 0; i < count; i++)
+    std::memcpy(&to[i], data + (count == 1 ? 0 : i * (words - 1) / (count - 1)) * sizeof(uint64_t), sizeof(uint64_t));
+}
+
 Mark mark_of(const Tensor& weight, int64_t version) {
   Mark mark{};
   mark.data = weight.const_data_ptr();
   mark.version = version == Slot::kAskVersion ? version_of(weight) : version;
   mark.elements = weight.numel();
   for (int64_t d = 0; d < weight.dim() && d < 4; d++) mark.strides[static_cast<size_t>(d)] = weight.stride(d);
-  const auto bytes = static_cast<size_t>(bytes_of(weight));
-  const char* data = static_cast<const char*>(mark.data);
-  const size_t words = bytes / sizeof(uint64_t);
-  if (words == 0) {
-    std::memcpy(mark.sample.data(), data, bytes);
-    return mark;
-  }
-  const size_t count = std::min(words, kSampleWords);
-  for (size_t i = 0; i < count; i++)  // evenly, the first and the last among them
-    std::memcpy(&mark.sample[i], data + (count == 1 ? 0 : i * (words - 1) / (count - 1)) * sizeof(uint64_t), sizeof(uint64_t));
+  sample(static_cast<const char*>(mark.data), static_cast<size_t>(bytes_of(weight)), mark.sample.data(), kSampleWords);
   return mark;
 }
 
@@ -122,6 +125,17 @@ extern "C" AI3_EXPORT void ai3_slot_free(int64_t id) {
   if (found == ai3::ops::slots.end()) return;
   packs = std::move(found->second);
   ai3::ops::slots.erase(found);
+}
+// A hash of a fixed sample of several pieces of memory: few words of each, so that hundreds of weights take microseconds.
+extern "C" AI3_EXPORT uint64_t ai3_sample(const void* const* data, const int64_t* bytes, int64_t count) {
+  constexpr size_t kWords = 4;
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (int64_t i = 0; i < count; i++) {
+    uint64_t words[kWords] = {};
+    ai3::ops::sample(static_cast<const char*>(data[i]), static_cast<size_t>(bytes[i]), words, kWords);
+    for (const uint64_t word : words) hash = (hash ^ word) * 0x100000001b3u, hash ^= hash >> 32;
+  }
+  return hash;
 }
 // Bytes of the packs that a slot holds; `made` gets how many packs it has made, `keeps` whether it still keeps new ones.
 extern "C" AI3_EXPORT int64_t ai3_slot_bytes(int64_t id, int64_t* made, bool* keeps) {

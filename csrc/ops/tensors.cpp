@@ -111,6 +111,15 @@ void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, con
   check(apart, entry, "needs an out that shares no memory with ", name);
 }
 
+void check_place(const Entry& entry, const Tensor& input, const Tensor& t, const Sizes& sizes, const char* name) {
+  check_same(entry, input, t, name);
+  check(sizes_of(t) == sizes, entry, "needs ", name, " of sizes ", sizes, ", got ", t);
+}
+void mark_written(const Entry& entry, const Tensor& out) {
+  check(out.defined(), entry, "needs a tensor as out, got None");
+  call_aten("aten::transpose_", "", out, int64_t{0}, int64_t{0});  // changes nothing else
+}
+
 namespace {
 constexpr const char* kActivations[] = {"none", "relu", "relu6", "hardswish", "silu", "gelu"};
 }

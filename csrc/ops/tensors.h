@@ -38,6 +38,8 @@ class Arguments {
         if (const std::optional<int64_t> value = take_number(); value) return T(*value);
         return T();
       }
+    if constexpr (std::is_same_v<T, double>)
+      if (in_text_) return take_double();
     return torch::stable::detail::to<T>(*next_++);
   }
   // What follows the text in a call for inference.
@@ -51,10 +53,29 @@ class Arguments {
     for (int64_t& value : list) value = take<int64_t>();
     return list;
   }
+  // A list of any length, which in a text comes before it.
+  Sizes take_list() {
+    if (!in_text_) return take<Sizes>();
+    const int64_t length = take<int64_t>();
+    if (length < 0 || length > 64) throw std::runtime_error("needs a list of at most 64 numbers, got " + std::to_string(length));
+    return take_list(static_cast<size_t>(length));
+  }
 
  private:
-  std::optional<int64_t> take_number() {
+  void begin_text() {
     if (!at_) text_ = torch::stable::detail::to<std::string>(*next_++), at_ = text_.data();
+  }
+  double take_double() {
+    begin_text();
+    const char* const end = text_.data() + text_.size();
+    double value = 0;
+    const auto [rest, error] = std::from_chars(at_, end, value);
+    if (error != std::errc()) throw std::runtime_error("needs as many numbers as it has arguments, got '" + text_ + "'");
+    at_ = std::min(rest + 1, end);
+    return value;
+  }
+  std::optional<int64_t> take_number() {
+    begin_text();
     const char* const end = text_.data() + text_.size();
     int64_t value = 0;
     const auto [rest, error] = std::from_chars(at_, end, value);
@@ -146,6 +167,21 @@ inline void check_each(const Entry& entry, const Sizes& list, int64_t least, con
 // Refuses an `out` that shares memory with what is read: a kernel reads after it has begun to write. Gaps between elements count
 // as theirs, unless both lie in slices, such as other channels, of what repeats with one period.
 void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name);
+// Refuses an `out` or a residual of other sizes than the output's, or of another dtype or device than the input's.
+void check_place(const Entry& entry, const Tensor& input, const Tensor& t, const Sizes& sizes, const char* name);
+// Raises out's version, as PyTorch's in-place operators do, and refuses what they refuse: an inference tensor outside of
+// inference mode. To be called before out is written.
+void mark_written(const Entry& entry, const Tensor& out);
+
+inline bool same_strides(const Tensor& a, const Tensor& b) {
+  bool same = a.dim() == b.dim();
+  for (int64_t d = 0; same && d < a.dim(); d++) same = a.size(d) == b.size(d) && (a.size(d) == 1 || a.stride(d) == b.stride(d));
+  return same;
+}
+// Whether two tensors are the same elements of memory.
+inline bool same_place(const Tensor& a, const Tensor& b) {
+  return a.const_data_ptr() == b.const_data_ptr() && same_strides(a, b);
+}
 
 // What ATen's suggest_memory_format says of a 4-D tensor.
 inline bool suggests_channels_last(const Tensor& t) {
@@ -176,6 +212,11 @@ inline bool slice_strides(const Tensor& t, bool channels_last, Strides4& strides
   strides = {t.size(0) == 1 ? image : t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
   return channels_last ? strides.c == 1 && pixel >= t.size(1) && strides.h == t.size(3) * pixel && strides.n == image
                        : strides.w == 1 && strides.h == t.size(3) && strides.c == hw && strides.n >= image;
+}
+// Whether a 4-D out is written as NHWC: what could be either is not.
+inline bool takes_channels_last(const Tensor& out) {
+  Strides4 ignored;
+  return slice_strides(out, true, ignored) && !slice_strides(out, false, ignored);
 }
 // t itself or a copy, dense in NCHW or NHWC.
 inline Tensor dense(const Tensor& t, bool channels_last) {
@@ -335,6 +376,29 @@ void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool chann
   torch::stable::copy_(output, y);
 }
 
+// Where a 4-D result is computed: in `out`, where that is given and the algorithm writes such memory, else in a tensor of its
+// own.
+struct Destination {
+  Destination(const std::optional<Tensor>& out, bool slices, const Sizes& sizes, const Tensor& input, bool channels_last)
+      : direct(out && (is_dense(*out, channels_last) || (slices && slice_strides(*out, channels_last, slice)))),
+        tensor(direct ? *out : empty(sizes, input.scalar_type(), input, channels_last)) {}
+
+  Strides4 slice{};  // of an `out` that has gaps
+  bool direct;
+  Tensor tensor;
+
+  // The strides of y, to which the algorithm writes: run_dense may give it another one.
+  void set_strides(const Tensor& y, Strides4& strides) const {
+    if (direct && slice.n && y.const_data_ptr() == tensor.const_data_ptr()) strides = slice;
+  }
+  void copy_to(const std::optional<Tensor>& out) const {
+    if (out && !direct) {
+      Tensor to = *out;
+      torch::stable::copy_(to, tensor);
+    }
+  }
+};
+
 // The activation of that name, if there is one.
 std::optional<Activation> activation_called(const std::string& word);
 // The word of a packed operator's `activation` argument.
@@ -384,8 +448,15 @@ inline void give_gradients(StableIValue* stack, const Gradients& gradients) {
   for (int i = 0; i < 3; i++) give(stack, i, gradients[static_cast<size_t>(i)]);
 }
 
-// One pass over contiguous memory.
-void run_elementwise(const Entry& asked, const Tensor& x, Tensor& y);
+// Elements in logical order as rows of `row` contiguous ones, `apart` from each other.
+struct Rows {
+  int64_t row, apart;
+};
+std::optional<Rows> rows_in_order(const Tensor& t);
+// One pass over the elements of x and y, which lie as `rows_of(problem)` sets them, if it can and the algorithm takes slices.
+// False where nothing was done because they lie otherwise.
+bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
+                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&));
 ElementwiseProblem elementwise_from(const Query& q);
 
 }  // namespace ai3::ops

@@ -14,7 +14,8 @@ struct WeightedCall {
   Activation activation = Activation::none;
   bool allow_tf32 = false, deterministic = false;
   std::string exclude;                       // patterns of algorithms that a rule may not choose, between commas
-  std::optional<Tensor> output;              // where to write, when it is given; what an algorithm of PyTorch's operators leaves
+  std::optional<Tensor> output;              // where to write, when it is given
+  std::optional<Tensor> result;              // what an algorithm of PyTorch's operators leaves
   const AlgorithmInfo* algorithm = nullptr;  // for algorithms of PyTorch's operators: their own record
 
   void take_options(Arguments& in) { allow_tf32 = in.take<bool>(), deterministic = in.take<bool>(); }
@@ -59,23 +60,33 @@ ReadyWeight ready_weight(const Chosen<P>& chosen, const P& p, const WeightedCall
   return {same ? weight : torch::stable::to(weight, c.input.scalar_type()), false};
 }
 
-// Checks what only packed calls have. `sizes` are the output's.
+// Checks the residual and where the output goes. `sizes` are the output's.
+inline void check_places(const Entry& asked, const WeightedCall& c, const Sizes& sizes) {
+  if (c.residual) check_place(asked, c.input, *c.residual, sizes, "residual");
+  if (!c.output) return;
+  check_place(asked, c.input, *c.output, sizes, "out");
+  check_apart(asked, *c.output, c.input, "input");
+  check_apart(asked, *c.output, c.weight, c.weight_size.empty() ? "weight" : "the packed weight");
+  if (c.bias) check_apart(asked, *c.output, *c.bias, "bias");
+  if (c.residual && !same_place(*c.output, *c.residual)) check_apart(asked, *c.output, *c.residual, "residual");
+}
+
+// The residual as a kernel reads it, with the strides of y, to which it writes: itself or, where y is dense, a copy; where y is a
+// slice, y is given the residual's values.
+template <class Dense>
+Tensor residual_for(const Tensor& residual, const Tensor& y, bool y_is_slice, const Dense& dense) {
+  if (same_strides(residual, y)) return residual;
+  if (!y_is_slice) return dense(residual);
+  Tensor to = y;
+  torch::stable::copy_(to, residual);
+  return to;
+}
+
+// An operator that fuses: by its kernel, or by that of what a rule chooses.
 template <class P>
-void check_packed(const Entry& asked, const WeightedCall& c, const Traits<P>& traits, const P& p, const Sizes& sizes,
-                  const Sizes& description) {
-  check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), asked, "fuses no residual and no activation");
-  auto check_sizes = [&](const Tensor& t, const char* name) {
-    check_same(asked, c.input, t, name);
-    check(sizes_of(t) == sizes, asked, "needs ", name, " of sizes ", sizes, ", got ", t);
-  };
-  if (c.residual) check_sizes(*c.residual, "residual");
-  if (c.output) {
-    check_sizes(*c.output, "out");
-    check_apart(asked, *c.output, c.input, "input"), check_apart(asked, *c.output, c.weight, "the packed weight");
-    if (c.bias) check_apart(asked, *c.output, *c.bias, "bias");
-    if (c.residual) check_apart(asked, *c.output, *c.residual, "residual");
-  }
-  check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, description));
+bool fuses(const AlgorithmInfo& info) {
+  const auto& t = reinterpret_cast<const Algorithm<P>&>(info).traits;
+  return t.epilogue || t.prologue || t.choose;
 }
 
 // The boxed functions of an operation. O has the types Call (a WeightedCall) and Problem, weight_rank, and the functions
@@ -103,13 +114,20 @@ struct WeightedOperators {
     give(stack, 0, O::run(entry, c));
   }
 
+  // Whose algorithms those are that compute gradients.
+  static const Operation& of_gradients() {
+    if constexpr (requires { O::gradient_operation(); })
+      return O::gradient_operation();
+    else
+      return O::operation();
+  }
   // What computes the gradients of input and weight as the algorithm has it, null where PyTorch does.
   static GradientEntries own_gradients(const Entry& asked, Call c) {
     Problem p = O::problem(asked, c);
     p.deterministic = false;  // what runs is asked again, and PyTorch's gradients are none of the algorithm's affair
     const auto gradients = Chosen<Problem>(asked, device_of(asked, c.input), p).algorithm->traits.gradients;
     const GradientNames names = gradients ? gradients(p) : GradientNames{};
-    auto entry = [](const char* name) { return name ? &entry_named(O::operation(), name) : nullptr; };
+    auto entry = [](const char* name) { return name ? &entry_named(of_gradients(), name) : nullptr; };
     return {entry(names.input), entry(names.weight)};
   }
   struct BackwardArguments {
@@ -138,6 +156,7 @@ struct WeightedOperators {
     c.take_options(in);
     const Names by = names(in);
     c.exclude = in.take<std::string>();
+    c.slot.id = in.take<int64_t>();
     give(stack, 0, O::run(entry_named(O::operation(), by[0]), c));
   }
   static void mixed_backward(StableIValue* stack) {
@@ -150,7 +169,7 @@ struct WeightedOperators {
     GradientEntries entries{};
     if (by[1].empty() || by[2].empty()) entries = own_gradients(asked, a.call);
     for (size_t i : {0u, 1u})
-      if (!by[i + 1].empty()) entries[i] = &entry_named(O::operation(), by[i + 1]);
+      if (!by[i + 1].empty()) entries[i] = &entry_named(of_gradients(), by[i + 1]);
     give_gradients(stack, O::gradients(asked, a.call, a.grad, a.wanted, entries));
   }
 
@@ -181,9 +200,13 @@ struct WeightedOperators {
     c.cast_weight = in.take<bool>();
     give(stack, 0, O::run(entry, c));
   }
-  static Call packed_call(const Entry& entry, Arguments& in, bool with_out) {
+  // Of a weight as it is or packed; the output is returned or written to `out`.
+  template <bool packed, bool with_out>
+  static void fused(const Entry& entry, StableIValue* stack) {
+    Arguments in(stack);
     Call c;
-    c.input = in.take<Tensor>(), c.weight = in.take<Tensor>(), c.weight_size = in.take<Sizes>();
+    c.input = in.take<Tensor>(), c.weight = in.take<Tensor>();
+    if (packed) c.weight_size = in.take<Sizes>();
     c.bias = in.take<std::optional<Tensor>>();
     c.take_window(in);
     c.residual = in.take<std::optional<Tensor>>();
@@ -191,20 +214,12 @@ struct WeightedOperators {
     c.take_prologue(in);
     c.take_options(in);
     if (with_out) c.output = in.take<Tensor>();
-    check(c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
+    check(!packed || c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
           c.weight_size);
     c.activation = activation_named(entry, activation);
-    return c;
-  }
-  static void packed(const Entry& entry, StableIValue* stack) {
-    Arguments in(stack);
-    Call c = packed_call(entry, in, false);
-    give(stack, 0, O::run(entry, c));
-  }
-  static void packed_out(const Entry& entry, StableIValue* stack) {
-    Arguments in(stack);
-    Call c = packed_call(entry, in, true);
-    O::run(entry, c);
+    if (with_out) mark_written(entry, *c.output);
+    const Tensor output = O::run(entry, c);
+    if (!with_out) give(stack, 0, output);
   }
 };
 
@@ -215,25 +230,29 @@ struct WeightedOperators {
 #define AI3_HELD(window) "(Tensor input, Tensor weight, Tensor? bias" window ", int slot" AI3_OPTIONS ", bool cast_weight=False"
 #define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
 #define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\", str exclude=\"\""
-#define AI3_PACKED(window, prologue)                                          \
-  "(Tensor input, Tensor packed, int[] weight_size, Tensor? bias=None" window \
-  ", Tensor? residual=None, str activation=\"none\"" prologue AI3_OPTIONS
+#define AI3_FUSED(weight, window, prologue) \
+  "(Tensor input, " weight ", Tensor? bias=None" window ", Tensor? residual=None, str activation=\"none\"" prologue AI3_OPTIONS
+#define AI3_PACKED(window, prologue) AI3_FUSED("Tensor packed, int[] weight_size", window, prologue)
 #define AI3_WEIGHTED_OPERATORS(operation, O, window, gradient_window, prologue)                                               \
   constexpr OperatorKind kinds[] = {                                                                                          \
       {operation "_", "", AI3_FORWARD(window) ") -> Tensor", WeightedOperators<O>::forward, nullptr},                         \
       {"_" operation "_", "_backward", AI3_GRADIENTS(gradient_window) ") -> (Tensor, Tensor, Tensor)",                        \
        WeightedOperators<O>::backward, nullptr},                                                                              \
       {"_" operation "_", "_pack", "(Tensor weight" window ") -> Tensor", WeightedOperators<O>::pack, has_packs<O::Problem>}, \
-      {"_" operation "_", "_packed", AI3_PACKED(window, prologue) ") -> Tensor", WeightedOperators<O>::packed,                \
+      {"_" operation "_", "_packed", AI3_PACKED(window, prologue) ") -> Tensor", WeightedOperators<O>::fused<true, false>,    \
        has_packs<O::Problem>},                                                                                                \
       {"_" operation "_", "_packed_out", AI3_PACKED(window, prologue) ", Tensor(a!) out) -> ()",                              \
-       WeightedOperators<O>::packed_out, has_packs<O::Problem>},                                                              \
+       WeightedOperators<O>::fused<true, true>, has_packs<O::Problem>},                                                       \
+      {"_" operation "_", "_fused", AI3_FUSED("Tensor weight", window, prologue) ") -> Tensor",                               \
+       WeightedOperators<O>::fused<false, false>, fuses<O::Problem>},                                                         \
+      {"_" operation "_", "_out", AI3_FUSED("Tensor weight", window, prologue) ", Tensor(a!) out) -> ()",                     \
+       WeightedOperators<O>::fused<false, true>, nullptr},                                                                    \
       {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers, int version) -> Tensor",        \
        WeightedOperators<O>::infer, is_method<O::Problem>},                                                                   \
       {"_" operation "_", "_held", AI3_HELD(gradient_window) ") -> Tensor", WeightedOperators<O>::held, nullptr},             \
   };                                                                                                                          \
   constexpr SharedOperator shared[] = {                                                                                       \
-      {"_" operation "_mixed" AI3_FORWARD(window) AI3_NAMES ") -> Tensor", WeightedOperators<O>::mixed},                      \
+      {"_" operation "_mixed" AI3_FORWARD(window) AI3_NAMES ", int slot=0) -> Tensor", WeightedOperators<O>::mixed},          \
       {"_" operation "_mixed_backward" AI3_GRADIENTS(gradient_window) AI3_NAMES ") -> (Tensor, Tensor, Tensor)",              \
        WeightedOperators<O>::mixed_backward},                                                                                 \
   };

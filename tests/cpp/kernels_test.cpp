@@ -58,6 +58,7 @@ void forget_window(P&) {}
 void forget_shape(LinearProblem& p) { p.rows = -1; }
 void forget_shape(Pool2dProblem& p) { p.batch = p.in_height = p.in_width = p.out_height = p.out_width = -1; }
 void forget_shape(ElementwiseProblem& p) { p.count = -1; }
+void forget_shape(LayerNormProblem& p) { p.rows = -1; }
 // Another input for the same weights.
 void change_shape(Conv2dProblem& p) { p.batch += 2, p.in_height += 5, p.in_width += 3, p.out_height += 5, p.out_width += 3; }
 void change_shape(LinearProblem& p) { p.rows += 13; }
@@ -110,6 +111,7 @@ class Kernel : public testing::Test {
               P fused = p;
               fused.activation = activation, fused.has_residual = activation != Activation::gelu;
               check(fused, {Flush::end, Values::reals}, 1);
+              if (fused.has_residual) check(fused, {Flush::begin, Values::integers}, 2, true);
               if (HasFatalFailure()) return;
             }
       }
@@ -117,14 +119,14 @@ class Kernel : public testing::Test {
   }
 
  private:
-  void check(P p, const Way& way, int threads) const {
+  void check(P p, const Way& way, int threads, bool onto_residual = false) const {
     if (!usable_layout(a_, p)) return;
     p.threads = threads;
     const std::string where = describe(a_, p) + (way.values == Values::integers ? ", integers" : ", reals");
     SCOPED_TRACE(where);
     std::snprintf(current_case, sizeof(current_case), "%s", where.c_str());
     const Inputs<P> in(p, way);
-    const Guarded stored = run(a_, p, in, way.flush, extent(p).output);
+    const Guarded stored = run(a_, p, in, way.flush, extent(p).output, onto_residual);
     std::vector<double> y(extent(p).output);
     for (size_t i = 0; i < y.size(); i++) y[i] = get(p.dtype, stored.as<char>(), i);
     compare(a_, p, way.values, y,

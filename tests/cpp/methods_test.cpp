@@ -129,7 +129,7 @@ INSTANTIATE_TEST_SUITE_P(, Counting, testing::ValuesIn(all_promises()),
 LinearProblem linear_problem(int64_t in, int64_t out) {
   LinearProblem p{};
   p.dtype = DType::f32, p.threads = 1, p.rows = kWidth, p.in_features = in, p.out_features = out;
-  return p;
+  return with_dense_rows(p);
 }
 int64_t count_linear(const std::string& name, int64_t in, int64_t out) {
   return count(reinterpret_cast<const Algorithm<LinearProblem>&>(*algorithm("counting", "linear", name)),

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "../../csrc/algos/core/algorithm.h"
+#include "../../csrc/algos/layer_norm/problem.h"
 
 namespace problems {
 
@@ -87,7 +88,7 @@ inline std::vector<ai3::LinearProblem> all(ai3::LinearProblem*, const std::strin
     ai3::LinearProblem p{};
     p.dtype = ai3::DType::f32, p.threads = 1, p.rows = c[0], p.in_features = c[1], p.out_features = c[2],
     p.has_bias = c[1] % 2 != 0;
-    result.push_back(p);
+    result.push_back(ai3::with_dense_rows(p));
   }
   return result;
 }
@@ -142,10 +143,24 @@ inline std::vector<ai3::Pool2dProblem> all(ai3::Pool2dProblem*, const std::strin
 
 inline std::vector<ai3::ElementwiseProblem> all(ai3::ElementwiseProblem*, const std::string&) {
   std::vector<ai3::ElementwiseProblem> result;
-  for (int64_t count : {1, 5, 16, 100, 1000}) result.push_back({ai3::DType::f32, 1, count});
+  for (int64_t count : {1, 5, 16, 100, 1000}) result.push_back(ai3::contiguous_elements(ai3::DType::f32, 1, count));
   return result;
 }
 
+inline ai3::LayerNormProblem layer_norm(int64_t rows, int64_t features) {
+  return {ai3::DType::f32, 1, rows, features, 1e-5, true, features % 3 != 0, false};
+}
+inline std::vector<ai3::LayerNormProblem> all(ai3::LayerNormProblem*, const std::string&) {
+  std::vector<ai3::LayerNormProblem> result;
+  const int64_t cases[][2] = {{1, 1}, {3, 2}, {5, 7}, {2, 16}, {9, 33}, {1, 768}, {70, 65}, {4, 1000}};
+  for (const auto& c : cases) result.push_back(layer_norm(c[0], c[1]));
+  return result;
+}
+
+inline std::string describe(const ai3::LayerNormProblem& p) {
+  return std::to_string(p.rows) + " rows of " + std::to_string(p.features) + (p.has_weight ? " weight" : "") +
+         (p.has_bias ? " bias" : "");
+}
 inline std::string describe(const ai3::Conv2dProblem& p) {
   std::ostringstream s;
   s << "N" << p.batch << "_C" << p.in_channels << "_H" << p.in_height << "_W" << p.in_width << "_K" << p.out_channels << "_k"

@@ -81,9 +81,11 @@ struct Inputs {
 };
 
 // Runs an algorithm, with output, workspace and packed weights of its own; `span` elements of output, from the first to the last.
+// `onto_residual`: the residual lies in the output.
 template <class P>
-Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush, int64_t span) {
+Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush, int64_t span, bool onto_residual = false) {
   Guarded y(span * size_of(p.dtype), flush);
+  if (onto_residual) std::memcpy(y.as<char>(), in.residual.stored(), static_cast<size_t>(span * size_of(p.dtype)));
   const int64_t bytes = a.traits.workspace ? a.traits.workspace(p) : 0;
   EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
   const Guarded scratch(bytes, flush), packed(a.traits.packed_bytes ? round_up(a.traits.packed_bytes(p), 64) : 0, flush);
@@ -93,7 +95,9 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   }
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
   const void* weight = a.traits.pack ? packed.as<char>() : in.weight.stored();
-  a.run(p, {in.x.stored(), weight, in.bias.stored(), in.residual.stored(), y.as<char>(), in.scale.stored(), in.shift.stored()},
+  a.run(p,
+        {in.x.stored(), weight, in.bias.stored(), onto_residual ? y.as<char>() : in.residual.stored(), y.as<char>(),
+         in.scale.stored(), in.shift.stored()},
         workspace);
   return y;
 }
@@ -157,10 +161,12 @@ void each_kernel(const Body& body) {
   for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++) {
     if (!usable((*a)->level)) continue;
     const std::string operation = (*a)->operation;
-    if (operation == "conv2d")
+    if (operation == "conv2d" || operation == "conv1d")  // which runs conv2d's kernels
       visit(**a, static_cast<Conv2dProblem*>(nullptr));
     else if (operation == "linear")
       visit(**a, static_cast<LinearProblem*>(nullptr));
+    else if (operation == "layer_norm")
+      visit(**a, static_cast<LayerNormProblem*>(nullptr));
     else if (operation == "relu" || operation == "flatten")
       visit(**a, static_cast<ElementwiseProblem*>(nullptr));
     else

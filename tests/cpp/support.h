@@ -65,10 +65,10 @@ class Guarded {
   char *pages_, *data_;
 };
 
-// Whether this processor runs code of the level; `counting` is plain code.
+// Whether this processor runs code of the level; `counting` is plain code, as `cuda` is here.
 inline bool usable(const std::string& level) {
   const auto levels = ai3::usable_levels();
-  return level == "counting" || std::find(levels.begin(), levels.end(), level) != levels.end();
+  return level == "counting" || level == "cuda" || std::find(levels.begin(), levels.end(), level) != levels.end();
 }
 
 inline const ai3::AlgorithmInfo* algorithm(const std::string& level, const std::string& operation, const std::string& name) {

@@ -310,7 +310,7 @@ def test_out_shares_no_memory_with_what_is_read():
     for arguments, words in [
         ((memory, pack, w.shape, b, 1, 1), "input"),
         ((x, pack, w.shape, memory[1, 3, 7, 4:], 1, 1), "bias"),
-        ((x, pack, w.shape, b, 1, 1, 1, 1, memory), "residual"),
+        ((x, pack, w.shape, b, 1, 1, 1, 1, memory.mT), "residual"),
     ]:
         with pytest.raises(RuntimeError, match=f"needs an out that shares no memory with {words}"):
             ops._conv2d_direct_packed_out(*arguments, out=memory)
@@ -364,24 +364,33 @@ def test_slices_of_channels_are_read_and_written_where_they_lie(algorithm, layou
     x, y = (data(2, 12, 6, 7).float().contiguous(memory_format=layout) for _ in range(2))
     w, b, window = data(4, 4 // groups, 3, 3).float(), data(4).float(), (1, 1, 1, groups)
     pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
-    run, alone = getattr(ops, f"_conv2d_{algorithm}_packed_out"), {f"ai3::_conv2d_{algorithm}_packed_out"}
+    run = getattr(ops, f"_conv2d_{algorithm}_packed_out")
+    alone = {f"ai3::_conv2d_{algorithm}_packed_out", "aten::transpose_"}  # which raises out's version
     dense = x[:, :4].contiguous(memory_format=layout)
     for given, out in [(x[:, 4:8], torch.empty_like(dense)), (dense, y[:, 4:8]), (x[:, 4:8], y[:, 8:])]:
         others = called(run, given, pack, w.shape, b, *window, out=out) - alone
         assert bool(others) != info.sliced, others
-    # The residual is read with the output's strides: both are dense then.
-    assert called(run, dense, pack, w.shape, b, *window, dense, out=torch.empty_like(dense)) == alone
+    # The residual is read with the output's strides; one that has others is copied into a slice.
+    out = torch.empty_like(dense)
+    for residual in (dense, out):
+        assert called(run, dense, pack, w.shape, b, *window, residual, out=out) == alone
+    if info.sliced:
+        for residual in (y[:, :4], x[:, 8:]):
+            assert called(run, dense, pack, w.shape, b, *window, residual, out=y[:, :4]) == alone
     assert "aten::copy_" in called(run, dense, pack, w.shape, b, *window, dense, out=y[:, :4])
 
 
 @pytest.mark.parametrize("algorithm", [n for n in names("linear") if hasattr(ops, f"_linear_{n}_packed_out")])
-def test_linear_writes_into_what_is_contiguous(algorithm):
+def test_linear_reads_and_writes_rows_where_they_lie(algorithm):
     x, w, buffer = data(6, 5).float(), data(4, 5).float(), torch.empty(12, 8)
     pack = getattr(ops, f"_linear_{algorithm}_pack")(w)
-    run, alone = getattr(ops, f"_linear_{algorithm}_packed_out"), {f"ai3::_linear_{algorithm}_packed_out"}
+    run = getattr(ops, f"_linear_{algorithm}_packed_out")
+    alone = {f"ai3::_linear_{algorithm}_packed_out", "aten::transpose_"}  # which raises out's version
     assert called(run, x, pack, w.shape, out=buffer.view(24, 4)[6:12]) == alone
     assert called(run, x, pack, w.shape, None, torch.ones(6, 4), out=buffer.view(24, 4)[6:12]) == alone
-    assert "aten::copy_" in called(run, x, pack, w.shape, out=buffer[:6, :4])
+    assert called(run, data(6, 15).float()[:, 5:10], pack, w.shape, out=buffer[:6, 4:]) == alone
+    assert called(run, x, pack, w.shape, None, buffer[6:, :4], out=buffer[:6, :4]) == alone
+    assert "aten::copy_" in called(run, x, pack, w.shape, out=buffer[:6, ::2])
 
 
 PACKED_OUT = [(o, n) for o in ("conv2d", "linear") for n in names(o) if hasattr(ops, f"_{o}_{n}_packed_out")]

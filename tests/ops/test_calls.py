@@ -25,6 +25,8 @@ MODULES = {
     "adaptive_avg_pool2d": (lambda: nn.AdaptiveAvgPool2d((None, 3)), (2, 4, 7, 9)),
     "relu": (nn.ReLU, (3, 5)),
     "flatten": (nn.Flatten, (2, 3, 4)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, stride=2), (2, 4, 11)),
+    "layer_norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
 }
 
 

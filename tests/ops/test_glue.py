@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import os
@@ -270,6 +271,26 @@ def test_a_copy_of_a_weight_is_never_taken_for_its_pack():
         sizes = {"in_features": size[1], "out_features": size[0]}
         packed = {d: registry.packed_bytes_sizes("linear", "gemm", d, torch.float32, **sizes) for d in ("cpu", "cuda")}
         assert packed["cpu"] != packed["cuda"]
+
+
+def test_boxed_functions_check_how_many_arguments_they_are_given():
+    names = [n.removeprefix("ai3::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("ai3::")]
+    error, stack, checked = ctypes.create_string_buffer(2048), (ctypes.c_uint64 * 64)(), 0
+    for name in names:
+        schema = getattr(ops, name).default._schema
+        right = len(schema.arguments), len(schema.returns)
+        for more in ((1, 0), (-1, 0), (0, 1)):
+            given = tuple(map(sum, zip(right, more, strict=True)))
+            assert not _library.C.ai3_call(
+                name.encode(), stack, *map(ctypes.c_uint64, given), error, ctypes.c_int64(2048)
+            )
+            if b"no operator" in error.value:  # a Python callable's
+                continue
+            words = "takes {} arguments and has {} results, was called with {} and {}".format(*right, *given)
+            assert words in error.value.decode()
+            assert error.value.startswith(b"ai3::")
+            checked += 1
+    assert checked > 500
 
 
 def test_refused_calls_keep_no_tensor():

@@ -10,7 +10,7 @@ void adaptive_avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Worksp
   pool2d<Mean>(p, true, x, y);
 }
 
-AI3_ALGORITHM(adaptive_avg_pool2d, direct)
+AI3_ALGORITHM(adaptive_avg_pool2d, direct, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

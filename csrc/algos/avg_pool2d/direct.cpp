@@ -9,7 +9,7 @@ void avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Workspace&) {
   pool2d<Mean>(p, false, x, y);
 }
 
-AI3_ALGORITHM(avg_pool2d, direct)
+AI3_ALGORITHM(avg_pool2d, direct, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

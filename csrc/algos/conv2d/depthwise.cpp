@@ -258,9 +258,12 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
             rest_form = form_for<T, 1, kFewPixels>(p);
   const int64_t height = nhwc && bands_form ? kHeight : 1, bands = ceil_div(p.out_height, height);
   const int64_t rest = p.out_width % kPixels;
-  const bool reach_back = bands_form && p.out_width > kPixels && rest > kFewPixels;
+  // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
+  const bool apart = call.residual == call.y;
+  const bool reach_back = bands_form && !apart && p.out_width > kPixels && rest > kFewPixels;
   const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
-  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0>, rest_form = rows_of<T, 1, 1, 0, 0>;
+  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0>, rest_form = nullptr;
+  if (!rest_form || apart) rest_form = rows_of<T, 1, 1, 0, 0>;
   const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
   const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, planes * bands);
   const int64_t blocks = nhwc ? channel_blocks.count : 1;

@@ -8,6 +8,7 @@
 #include "../core/streaming.h"
 #include "backward.h"
 #include "joined_groups.h"
+#include "lent.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -387,7 +388,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   if (multiply_pixels<T>(problem, b, m)) return;
   const Conv2dProblem p = regrouped(problem);
   const int64_t all_pixels = problem.out_height * problem.out_width * (problem.batch / p.batch);  // of what is one image in p
-  const bool in_place = same<T, A> && p.y_stride.c == 1;
+  const bool in_place = same<T, A> && p.y_stride.c == 1 && residual != y;  // sums would go over a residual that is the output
   const bool needs_finish = residual || p.activation != Activation::none;
   Span whole{};
   whole.rows = p.kernel_height, whole.columns = p.kernel_width, whole.channels = b.channels;
@@ -649,4 +650,7 @@ AI3_ALGORITHM(conv2d, direct, .epilogue = true, .cost = cost, .packed_bytes = pa
               .backward = backward, .backward_workspace = backward_workspace, .prologue = true, .sliced = true)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_direct_record() { return conv2d_direct_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

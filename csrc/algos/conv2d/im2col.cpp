@@ -2,6 +2,7 @@
 // matrix is built in parts that fit the L3 cache, all groups beside each other: rows of patches for NHWC, panels of patch columns
 // for NCHW.
 #include "backward.h"
+#include "lent.h"
 #include "patches.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -66,4 +67,7 @@ AI3_ALGORITHM(conv2d, im2col, .epilogue = true, .workspace = conv2d_im2col_works
               .packed_bytes = packed_weight_bytes, .pack = pack_weight, .gradients = by_patches, .prologue = true, .sliced = true)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_im2col_record() { return conv2d_im2col_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

@@ -21,7 +21,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 4;
+inline constexpr int32_t kAlgorithmAbi = 5;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -124,7 +124,7 @@ struct Traits {
   bool deterministic = true;
   Layout layout = Layout::any;
   uint32_t dtypes = kAllDtypes;
-  bool epilogue = false;  // of the packed operator: honours residual and activation
+  bool epilogue = false;  // adds the residual, which may lie where the output does, and applies the activation
   // False, with the reason, for what the method cannot do. Sizes may be -1 (unknown): then only what no size could mend.
   bool (*supports)(const Problem&, Reason&) = nullptr;
   int64_t (*workspace)(const Problem&) = nullptr;  // bytes; null: none
@@ -143,7 +143,7 @@ struct Traits {
   void (*backward)(const Problem&, const GradientBuffers&, Workspace&) = nullptr;
   int64_t (*backward_workspace)(const Problem&, const GradientBuffers&) = nullptr;
   bool prologue = false;  // applies scale, shift and input_relu to what it reads, before padding (core/prologue.h)
-  // Also reads and writes slices of channels: x and y have the dense strides of tensors with more channels.
+  // Also reads and writes slices: x and y have the dense strides of tensors with more channels, or longer rows.
   bool sliced = false;
 };
 

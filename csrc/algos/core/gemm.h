@@ -236,16 +236,16 @@ struct Output {
   int64_t row_stride, column_stride = 1;
   const T* bias = nullptr;
   bool bias_per_row = false;
-  const T* residual = nullptr;  // laid out as data
+  const T* residual = nullptr;  // laid out as data, or data itself
   Activation activation = Activation::none;
   bool add = false;  // onto what is there; only where T is the accumulator type
 
   AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
-  // The output of one block of k: the first one starts from the bias, the last one finishes the sums.
+  // The output of one block of k: the first one starts from bias and residual, the last one applies the activation.
   AI3_INLINE Output part(bool first, bool last) const {
     Output o = *this;
-    if (!first) o.bias = nullptr, o.add = true;
-    if (!last) o.residual = nullptr, o.activation = Activation::none;
+    if (!first) o.bias = o.residual = nullptr, o.add = true;
+    if (!last) o.activation = Activation::none;
     return o;
   }
   AI3_INLINE Output from(int64_t row, int64_t column) const {
@@ -302,18 +302,20 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
 
-// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from what is there or from the bias; the
-// rest of the epilogue follows while the tile is in the L1 cache.
+// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from what is there (earlier sums, or a
+// residual that lies where the output does) or from the bias; the rest of the epilogue follows while the tile is in the L1 cache.
 template <class T, class Rows>
 AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>* panel, int64_t columns, int64_t k,
                               const Output<T>& out, Next next) {
   using A = Acc<T>;
   constexpr int P = kPanel<A>;
   constexpr bool same = sizeof(T) == sizeof(A);
-  const bool whole = columns == P && out.column_stride == 1, biased = out.bias && !out.bias_per_row && !out.add;
+  const bool onto_residual = same && out.residual == out.data, add = out.add || onto_residual;
+  const bool whole = columns == P && out.column_stride == 1, biased = out.bias && !out.bias_per_row && !add;
   alignas(64) A start[P] = {};
   Output<T> rest = out;
   if (biased) rest.bias = nullptr;
+  if (onto_residual) rest.residual = nullptr;
   auto tile = [&]<class C>(const A* from, int64_t stride, C* c, int64_t ldc) {
     multiply_tile<A>(row_count, rows, panel, k,
                      Tile<A, C>{from, stride, c, ldc, reinterpret_cast<const char*>(out.data),
@@ -321,7 +323,7 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
   };
   if constexpr (same)
     if (whole) {
-      tile(out.add ? out.data : biased ? out.bias : start, out.add ? out.row_stride : 0, out.data, out.row_stride);
+      tile(add ? out.data : biased ? out.bias : start, add ? out.row_stride : 0, out.data, out.row_stride);
       if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, P);
       return;
     }
@@ -332,7 +334,7 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
   alignas(64) A sums[kRows * P];
   tile(start, 0, sums, P);
   if constexpr (same)
-    if (out.add)
+    if (add)
       for (int64_t r = 0; r < row_count; r++)
         for (int64_t i = 0; i < columns; i++) sums[r * P + i] += out.data[r * out.row_stride + i * out.column_stride];
   store_block(rest, sums, P, row_count, columns);

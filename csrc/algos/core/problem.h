@@ -6,7 +6,7 @@
 
 namespace ai3 {
 
-// Fused into the store of a packed operator, after bias and residual.
+// Fused into the store, after bias and residual.
 enum class Activation : int32_t { none, relu, relu6, hardswish, silu, gelu };
 
 struct Strides4 {
@@ -23,8 +23,8 @@ struct Conv2dProblem {
   int64_t out_channels, kernel_height, kernel_width;
   int64_t out_height, out_width;
   int64_t stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, groups;
-  // Both dense, NCHW or NHWC (c == 1), or, for `sliced` algorithms, slices of such; the residual has y's; w is contiguous
-  // (K, C/groups, R, S).
+  // Both dense, NCHW or NHWC (c == 1), or, for `sliced` algorithms, slices of such; the residual has y's, and may be y itself; w
+  // is contiguous (K, C/groups, R, S).
   Strides4 x_stride, y_stride;
   Activation activation;
   bool has_bias, has_residual, has_prologue, input_relu, allow_tf32, deterministic;
@@ -37,7 +37,7 @@ AI3_INLINE bool is_pointwise(const Conv2dProblem& p) {
   return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
 }
 
-// y[m][n] = bias[n] + sum over k of x[m][k] * w[n][k]; everything contiguous.
+// y[m][n] = bias[n] + sum over k of x[m][k] * w[n][k]; w is contiguous.
 struct LinearProblem {
   DType dtype;
   int32_t threads;
@@ -45,7 +45,15 @@ struct LinearProblem {
   Activation activation;
   bool has_bias, has_residual, allow_tf32, deterministic;
   const char* exclude;  // as in Conv2dProblem
+  // Elements from one row to the next: in_features and out_features or, for `sliced` algorithms, more. The residual has y's, and
+  // may be y itself.
+  int64_t x_row, y_row;
 };
+
+AI3_INLINE LinearProblem with_dense_rows(LinearProblem p) {
+  p.x_row = p.in_features, p.y_row = p.out_features;
+  return p;
+}
 
 // Pooling over windows; adaptive pooling uses only the sizes.
 struct Pool2dProblem {
@@ -58,11 +66,16 @@ struct Pool2dProblem {
   Strides4 x_stride, y_stride;  // as in Conv2dProblem
 };
 
-// One pass over `count` contiguous elements (relu, flatten).
+// One pass over `count` elements (relu, flatten): contiguous or, for `sliced` algorithms, in rows of `row` elements, x_row and
+// y_row apart. y may be x itself.
 struct ElementwiseProblem {
   DType dtype;
   int32_t threads;
   int64_t count;
+  int64_t row, x_row, y_row;  // all `count` where everything is contiguous
 };
+AI3_INLINE ElementwiseProblem contiguous_elements(DType dtype, int32_t threads, int64_t count) {
+  return {dtype, threads, count, count, count, count};
+}
 
 }  // namespace ai3

@@ -31,32 +31,34 @@ struct RowDots {
     const T* x = static_cast<const T*>(m.input);
     const A* w = static_cast<const A*>(m.weight);
     const bool swapped = p.rows < p.out_features;
-    Output<T> y{static_cast<T*>(m.output), swapped ? p.out_features : 1, swapped ? 1 : p.out_features};
+    Output<T> y{static_cast<T*>(m.output), swapped ? p.y_row : 1, swapped ? 1 : p.y_row};
     y.bias = static_cast<const T*>(m.bias), y.bias_per_row = !swapped;
     y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
-    swapped ? multiply(w, p.out_features, x, p.rows, y) : multiply(x, p.rows, w, p.out_features, y);
+    swapped ? multiply(w, p.in_features, p.out_features, x, p.x_row, p.rows, y)
+            : multiply(x, p.x_row, p.rows, w, p.in_features, p.out_features, y);
   }
   // y[i][j]: the dot product of rows j with i of the few others.
   template <class R, class O>
-  void multiply(const R* rows, int64_t count, const O* others, int64_t few, const Output<T>& y) const {
-    const int64_t k = p.in_features;
+  void multiply(const R* rows, int64_t row_stride, int64_t count, const O* others, int64_t other_stride, int64_t few,
+                const Output<T>& y) const {
     parallel_ranges(p.threads, ceil_div(count, V::width), 1, [&](int64_t begin, int64_t end, int) {
       for (int64_t row = begin * V::width; row < smaller(count, end * V::width); row += V::width) {
         const int64_t lanes = smaller(V::width, count - row);
         A sums[kOutputs * V::width];
-        for (int64_t i = 0; i < few; i++) store(sums + i * V::width, dots(rows + row * k, lanes, others + i * k));
+        for (int64_t i = 0; i < few; i++)
+          store(sums + i * V::width, dots(rows + row * row_stride, row_stride, lanes, others + i * other_stride));
         store_block(y.from(0, row), sums, V::width, few, lanes);
       }
     });
   }
   // Lanes behind the rows repeat the last one.
   template <class R, class O>
-  V dots(const R* rows, int64_t lanes, const O* other) const {
+  V dots(const R* rows, int64_t row_stride, int64_t lanes, const O* other) const {
     const int64_t k = p.in_features;
     V sum[V::width];
     const R* row[V::width];
 #pragma GCC unroll 16
-    for (int r = 0; r < V::width; r++) sum[r] = A(0), row[r] = rows + smaller(r, lanes - 1) * k;
+    for (int r = 0; r < V::width; r++) sum[r] = A(0), row[r] = rows + smaller(r, lanes - 1) * row_stride;
     int64_t i = 0;
     for (; i + V::width <= k; i += V::width) {
       const V b = load(other + i);
@@ -101,7 +103,7 @@ void linear_gemm(const LinearProblem& p, const Buffers& m, Workspace& workspace)
 // dX = dY W is the same product, of W as it lies; dW = dY^T X is that of a convolution with a 1x1 kernel.
 LinearProblem transposed(const LinearProblem& p) {
   LinearProblem t = p;
-  t.in_features = p.out_features, t.out_features = p.in_features;
+  t.in_features = t.x_row = p.out_features, t.out_features = t.y_row = p.in_features;
   t.activation = Activation::none, t.has_bias = t.has_residual = false;
   return t;
 }
@@ -151,7 +153,7 @@ Cost linear_gemm_cost(const LinearProblem& p) { return product_cost(p, with_form
 
 AI3_ALGORITHM(linear, gemm, .epilogue = true, .workspace = linear_gemm_workspace, .cost = linear_gemm_cost,
               .packed_bytes = linear_gemm_packed_bytes, .pack = linear_gemm_pack, .gradients = linear_gemm_gradients,
-              .backward = linear_gemm_backward, .backward_workspace = linear_gemm_backward_workspace)
+              .backward = linear_gemm_backward, .backward_workspace = linear_gemm_backward_workspace, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -26,7 +26,7 @@ Cost linear_gemm_bf16_cost(const LinearProblem& p) { return product_cost(p, with
 // The bound: two roundings of 2^-9 a product, and room for sums that cancel.
 AI3_ALGORITHM(linear, gemm_bf16, .accuracy = Accuracy::approximate, .error_bound = 2e-2, .dtypes = dtype_bit(DType::f32),
               .epilogue = true, .workspace = linear_gemm_bf16_workspace, .cost = linear_gemm_bf16_cost,
-              .packed_bytes = linear_gemm_bf16_packed_bytes, .pack = linear_gemm_bf16_pack)
+              .packed_bytes = linear_gemm_bf16_packed_bytes, .pack = linear_gemm_bf16_pack, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -22,7 +22,7 @@ struct PackedProduct {
   // Rows are copied where they must be converted, and few that collide, so that less slabs read the weight
   // (docs/decisions/gemm.md).
   bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame) ||
-                (p.rows > kRows / 2 && p.rows <= 2 * kRows && rows_collide<A>(steps));
+                (p.rows > kRows / 2 && p.rows <= 2 * kRows && rows_collide<A>(p.x_row / kPerStep));
   // Blocks of k, about equal, that are multiplied at a time: many rows of one stay in the L2 cache, and the weight is read once.
   // Rows that are copied come through the same cache. Sums of a narrower type must not be stored in between.
   int64_t blocks =
@@ -52,11 +52,11 @@ struct PackedProduct {
       if (count % 2) pairs[count] = {};
     }
   }
-  static auto rows_at(const void* data, int64_t steps_apart) {
+  static auto rows_at(const void* data, int64_t elements_apart) {
     if constexpr (form == Form::pairs)
-      return PairRows{static_cast<const bfloat16*>(data), 2 * steps_apart};
+      return PairRows{static_cast<const bfloat16*>(data), elements_apart};
     else
-      return StridedRows<A>{static_cast<const A*>(data), steps_apart};
+      return StridedRows<A>{static_cast<const A*>(data), elements_apart};
   }
 
   void pack(const T* weight, A* packed) const {
@@ -77,7 +77,7 @@ struct PackedProduct {
     const int64_t k = p.in_features, size = copy_size();
     const T* x = static_cast<const T*>(m.input);
     const A* w = static_cast<const A*>(m.weight);
-    Output<T> y{static_cast<T*>(m.output), p.out_features};
+    Output<T> y{static_cast<T*>(m.output), p.y_row};
     y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
     A* copied = size ? workspace.take<A>(p.threads * size) : nullptr;
     for_grid(p.threads, 1, grid, [&](int64_t, int64_t i, int64_t j, int thread) {
@@ -86,8 +86,9 @@ struct PackedProduct {
         const Share part = share(steps, blocks, b);
         const int64_t first = part.begin * kPerStep, count = smaller(k, part.end * kPerStep) - first;
         A* to = copied + thread * size;
-        for (int64_t r = rows.begin; copies && r < rows.end; r++) copy(x + r * k + first, count, to + (r - rows.begin) * stride);
-        const auto a = copies ? rows_at(to, stride) : rows_at(x + rows.begin * k + first, steps);
+        for (int64_t r = rows.begin; copies && r < rows.end; r++)
+          copy(x + r * p.x_row + first, count, to + (r - rows.begin) * stride);
+        const auto a = copies ? rows_at(to, stride * kPerStep) : rows_at(x + rows.begin * p.x_row + first, p.x_row);
         gemm_block<T>(a, rows.end - rows.begin, w + columns.begin * steps + part.begin * P, steps * P,
                       columns.end - columns.begin, part.end - part.begin,
                       y.from(rows.begin, columns.begin).part(b == 0, b == blocks - 1));

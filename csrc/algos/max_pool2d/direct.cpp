@@ -9,7 +9,7 @@ void max_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Workspace&) {
   pool2d<Maximum>(p, false, x, y);
 }
 
-AI3_ALGORITHM(max_pool2d, direct)
+AI3_ALGORITHM(max_pool2d, direct, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

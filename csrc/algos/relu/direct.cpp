@@ -12,10 +12,7 @@ void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
   constexpr int64_t width = V::width, together = 4;  // vectors that are read before one is written: 5 to 15 % in the L2 cache
   constexpr int64_t kLarge = 32 << 20;               // bytes of output, from which it goes past the caches
   const Strides4 line{width, 1, width, width};
-  const bool past = p.count * static_cast<int64_t>(sizeof(T)) >= kLarge && has_whole_lines<T>(line, y);
-  parallel_ranges(p.threads, ceil_div(p.count, width), (1 << 15) / width, [&](int64_t begin, int64_t first_of_next, int) {
-    const int64_t end = smaller(first_of_next * width, p.count);
-    int64_t i = begin * width;
+  auto elements = [&](const T* x, T* y, int64_t i, int64_t end, bool past) {
     for (; i + together * width <= end; i += together * width) {
       V v[together];
 #pragma GCC unroll 4
@@ -26,10 +23,17 @@ void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
     if (past) finish_streaming();
     for (; i + width <= end; i += width) store(y + i, relu(load(x + i)));
     if (i < end) store_partial(y + i, relu(load_partial(x + i, end - i)), end - i);
-  });
+  };
+  if (p.row < p.count)
+    return parallel_ranges(p.threads, p.count / p.row, ceil_div(1 << 15, p.row), [&](int64_t begin, int64_t end, int) {
+      for (int64_t r = begin; r < end; r++) elements(x + r * p.x_row, y + r * p.y_row, 0, p.row, false);
+    });
+  const bool past = p.count * static_cast<int64_t>(sizeof(T)) >= kLarge && has_whole_lines<T>(line, y);
+  parallel_ranges(p.threads, ceil_div(p.count, width), (1 << 15) / width,
+                  [&](int64_t begin, int64_t end, int) { elements(x, y, begin * width, smaller(end * width, p.count), past); });
 }
 
-AI3_ALGORITHM(relu, direct)
+AI3_ALGORITHM(relu, direct, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -31,7 +31,7 @@ void conv2d_gemm(const Conv2dProblem& p, void* call) {
                      Sizes{p.batch, p.out_channels, p.out_height, p.out_width});
   // PyTorch's add takes a Scalar, which the stable ABI cannot pass; y - (-b) is the same to the bit.
   if (c.bias) y = torch::stable::subtract(y, call_aten("aten::neg", "", reshape(widened(*c.bias), Sizes{p.out_channels, 1, 1})));
-  c.output = dense(size_of(p.dtype) == 2 ? torch::stable::to(y, dtype) : y, c.channels_last);
+  c.result = dense(size_of(p.dtype) == 2 ? torch::stable::to(y, dtype) : y, c.channels_last);
 }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, gemm, .deterministic = false, .workspace = workspace, .tensors = conv2d_gemm)

@@ -26,7 +26,7 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
                                          c.dilation, c.groups, std::string("none"), Sizes{}, std::optional<std::string>(""))
                              : call_aten("aten::mkldnn_convolution", "", x, operand(c.weight), c.bias, c.padding, c.stride,
                                          c.dilation, c.groups);
-  c.output = dense(y, c.channels_last);
+  c.result = dense(y, c.channels_last);
 }
 
 int64_t workspace(const Conv2dProblem& p) {

@@ -16,7 +16,7 @@ void linear_onednn(const LinearProblem& p, void* call) {
   Sizes sizes = sizes_of(c.input);
   sizes.pop_back();
   if (c.weight.dim() == 2) sizes.push_back(p.out_features);
-  c.output = torch::stable::reshape(y, sizes);
+  c.result = torch::stable::reshape(y, sizes);
 }
 
 int64_t workspace(const LinearProblem& p) { return reordered_bytes(p.dtype, p.out_features, p.in_features, 1); }

@@ -139,15 +139,18 @@ struct Call {
       const Step& step = plan->steps[i];
       const Buffers buffers{at(step.input),  at(step.weight), at(step.bias), at(step.residual),
                             at(step.output), at(step.scale),  at(step.shift)};
-      Workspace workspace{static_cast<char*>(at(step.workspace)), step.workspace_bytes, 0, nullptr};
+      LentWorkspace workspace(static_cast<char*>(at(step.workspace)), step.workspace_bytes, inputs[0]);
       std::visit(
           [&]<class C>(const C& call) {
             if constexpr (std::is_same_v<C, MapProblem>)
               passes.map(call, buffers);
             else if constexpr (std::is_same_v<C, CopyProblem>)
               passes.copy(call, buffers);
-            else
+            else {
               call.execute(buffers, workspace);
+              check(workspace.used <= workspace.bytes, *call.entry, "states ", workspace.bytes, " bytes of workspace and takes ",
+                    workspace.used);
+            }
           },
           step.call);
       after(i);

@@ -1,7 +1,8 @@
 """One call of an operation inside a swapped model: which algorithm computes it, and what is known about it.
 
-Each operation has a subclass of `Call` that says which of PyTorch's functions it stands for and how their arguments
-become the operator's. An instance is called with the PyTorch function's arguments by the module that it sits in.
+Each operation's file has a subclass of `Call` that says which of PyTorch's functions and modules it stands for, and how
+their arguments become the operator's. An instance is called with the PyTorch function's arguments by the module that it
+sits in.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from operator import index
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -72,11 +72,13 @@ class CallPlan:
 
     @staticmethod
     def numbers_of(operator: Any, args: tuple[Any, ...]) -> list[Any]:
-        """The arguments of the operator that are not tensors; its lists as so many single ones."""
+        """The arguments of the operator that are not tensors; a list as so many numbers, its length first where that varies."""
         numbers: list[Any] = []
         for argument, value in zip(operator._schema.arguments, args, strict=False):
             if argument.N:
                 numbers += base.spread("", value, argument.N, argument.name, -(2**31))
+            elif isinstance(value, (list, tuple)):
+                numbers += [len(value), *value]
             elif not str(argument.type).endswith("Tensor") and not str(argument.type).startswith("Optional[Tensor"):
                 numbers.append(value)
         return numbers
@@ -84,17 +86,7 @@ class CallPlan:
     @staticmethod
     def text(numbers: Iterable[Any]) -> str:
         """As the operator reads them."""
-        return " ".join("-" if n is None else str(index(n)) for n in numbers)
-
-
-def _input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Two inputs' shapes that fit the weight, differ in every size that it leaves open, and are larger than any window."""
-    if weight is None:
-        return (2, 3, 100_000, 110_000), (5, 7, 130_000, 170_000)
-    if weight.ndim == 4:
-        channels = weight.shape[1] * groups
-        return (2, channels, 100_000, 110_000), (5, channels, 130_000, 170_000)
-    return (2, weight.shape[-1]), (5, weight.shape[-1])
+        return " ".join("-" if n is None else repr(n) if isinstance(n, float) else str(index(n)) for n in numbers)
 
 
 def unfit(tensor: Any) -> str:
@@ -103,6 +95,14 @@ def unfit(tensor: Any) -> str:
         return ""
     kind = type(tensor).__name__
     return f"reads plain tensors, not {kind}, which computes by itself" if _torch.has_kernels_of_its_own(tensor) else ""
+
+
+def weights_of(m: nn.Module) -> tuple[Any, Any]:
+    """Weight and bias; from where they are kept, because nn.Module finds an attribute there only after it looked elsewhere."""
+    parameters = m._parameters
+    if "weight" in parameters and "bias" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return m.weight, m.bias
 
 
 def approximation(chosen: str) -> str:
@@ -135,11 +135,22 @@ class Call:
     functions: ClassVar[tuple[Callable[..., Any], ...]]  # PyTorch's, all with the signature of `arguments`
     methods: ClassVar[tuple[str, ...]] = ()  # of torch.Tensor
     function: ClassVar[Callable[..., Any]]  # PyTorch's, given the operator's arguments
+    # Modules whose forward is this call, and its arguments, as of PyTorch's function, for a module and its input.
+    modules: ClassVar[dict[type[nn.Module], Callable[[Any, Tensor], tuple[Any, ...]]]] = {}
+    inside: ClassVar[tuple[type[nn.Module], ...]] = ()  # other modules of PyTorch that make it somewhere
+    reads_weights: ClassVar[bool] = False  # of the module
+    in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
+    returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     by_name: ClassVar[dict[str, type[Call]]] = {}
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "operation"):
             Call.by_name[cls.operation] = cls
+
+    @classmethod
+    def computed_by(cls, module: nn.Module) -> bool:
+        """Whether a module makes this call, although its own source may not say so."""
+        return isinstance(module, (*cls.modules, *cls.inside))
 
     @classmethod
     def seen_as(cls) -> tuple[Callable[..., Any], ...]:
@@ -278,9 +289,19 @@ class Call:
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         first, second = (
             self.problem(*(Spec.tensor(Spec.of(a)) for a in arguments(torch.empty(shape, dtype=dtype, device="meta"))))
-            for shape in _input_shapes(weight, groups)
+            for shape in self.input_shapes(weight, groups)
         )
         return first._replace(sizes={name: size for name, size in first.sizes.items() if second.sizes[name] == size})
+
+    @staticmethod
+    def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Two inputs' shapes that fit the weight, differ in every size that it leaves open, and are larger than any window."""
+        if weight is None:
+            return (2, 3, 100_000, 110_000), (5, 7, 130_000, 170_000)
+        if weight.ndim > 2:
+            channels, space = weight.shape[1] * groups, weight.ndim - 2
+            return (2, channels, *(100_000, 110_000)[:space]), (5, channels, *(130_000, 170_000)[:space])
+        return (2, weight.shape[-1]), (5, weight.shape[-1])
 
     def refusal_now(self, args: tuple[Any, ...]) -> str:
         """The reason why the chosen algorithm cannot do this call, "" where it can, so that something else is wrong."""
@@ -334,8 +355,8 @@ class Call:
             return operator(*args, **self.options)
         if _tracing_state() is not None:  # torch.jit.trace does
             return operator(*args, **self.switches(args[0]))
-        first = self.example is None
-        if first:
+        example = self.example
+        if example is None or self.calls == 0:  # what the swap saw may have had another layout
             self.example = tuple(map(Spec.of, args))
         self.calls += 1
         if not (self.refused and self.key(args) in self.refused):
@@ -344,14 +365,28 @@ class Call:
             except RuntimeError:
                 reason = self.refusal_now(args)
                 if self.strict or not reason:
-                    if first:
-                        self.example = None
+                    self.example = example
                     raise
             if len(self.refused) < _REMEMBERED and forward_ad._current_level < 0:  # which the key does not tell
                 self.refused[self.key(args)] = reason
             self.reason = reason
         self.torch_calls += 1
         return type(self).function(*args)
+
+    def run_or_leave(self, *args: Any) -> Tensor:
+        """As `run`, but where `default` gains nothing in eager mode: PyTorch makes that call."""
+        rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
+        if not rule or _is_compiling() or type(args[0]) is not Tensor or self.gains(args):
+            return self.run(*args)
+        if self.example is None:
+            self.example = tuple(map(Spec.of, args))
+        self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
+        self.reason = "PyTorch's is faster for calls of the sizes that some had"
+        return type(self).function(*args)
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` takes less time than PyTorch for a call with the operator's arguments, as `run_or_leave` asks."""
+        return True
 
     def compute(self, args: tuple[Any, ...]) -> Tensor:
         """The operator's answer."""
@@ -365,7 +400,10 @@ class Call:
             raise RuntimeError(f"ai3::{self.operation}: {doubt}")
         if not (_grad_enabled() or _transformed(args[0])):
             given = self.cast(args)
+            known = len(self.plans)
             plan = self.plan(given)
+            if len(self.plans) != known:  # a kind of call that is new: a rule's choice for it is what explain shows
+                self.example = tuple(map(Spec.of, args))
             if plan is not None:
                 output = self.infer(plan, given)
                 if output is not None:
@@ -376,6 +414,13 @@ class Call:
         """The operator's answer, with all its rules."""
         assert self.operator is not None
         return self.operator(*args, **self.switches(args[0]))
+
+    def held_bytes(self) -> int:
+        """Of packed weights, and of copies in another order, that are kept."""
+        return 0
+
+    def forget_packs(self) -> None:
+        """Frees them."""
 
     def pack_state(self) -> str:
         """Of an algorithm that packs: whether its packed weight is "kept", made "each call" or "not yet"."""
@@ -511,11 +556,13 @@ class Call:
         return (registry.generation(), mode, *(Spec.of(a) if isinstance(a, Tensor) else str(a) for a in args))
 
 
-class _Weighted(Call):
+class WeightedCall(Call):
     """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls.
 
     The packs are kept in C++ (csrc/ops/slots.h), in a slot that is this call's alone and goes with it.
     """
+
+    reads_weights = True
 
     def _forget(self) -> None:
         super()._forget()
@@ -541,9 +588,20 @@ class _Weighted(Call):
             trained = _grad_enabled() and weight.requires_grad and not _is_exporting()
         else:
             trained = type(weight) is not nn.Parameter or (_grad_enabled() and weight.requires_grad)
-        if self.held is None or trained:
+        assert self.operator is not None
+        if trained or (self.held is None and "forward" not in self.options):
             return super().forward(args)
+        if self.held is None:  # one operator for all choices that name more than an algorithm
+            return self.operator(*args, slot=self.slot, **self.switches(args[0]))
         return self.held(*args, self.slot, **self.switches(args[0]))
+
+    def held_bytes(self) -> int:
+        """Of the slot."""
+        return self.packs.bytes
+
+    def forget_packs(self) -> None:
+        """They are made anew at the next call."""
+        _library.C.ai3_slot_free(self.slot)
 
     def pack_state(self) -> str:
         """Also where one is kept."""
@@ -598,7 +656,7 @@ def _transformed(input: Tensor) -> bool:
     )
 
 
-class _Switched(_Weighted):
+class SwitchedCall(WeightedCall):
     """Of operations whose operators have PyTorch's switches as arguments."""
 
     @staticmethod
@@ -616,58 +674,6 @@ class _Switched(_Weighted):
         return options
 
 
-class Conv2d(_Switched):
-    """torch.nn.functional.conv2d."""
-
-    operation = "conv2d"
-    functions = (F.conv2d,)
-    function = torch.conv2d
-
-    @staticmethod
-    @_torch.constant_when_compiled
-    def allow_tf32() -> bool:
-        """Convolutions have a switch of their own; read where the old and the new way to set it both show."""
-        return bool(torch.backends.cudnn.conv.fp32_precision == "tf32")  # type: ignore[attr-defined]
-
-    def arguments(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> tuple[Any, ...]:
-        """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
-        if isinstance(padding, str):
-            input, padding = _padding_of_word(input, weight, stride, padding, dilation)
-        return input, weight, bias, stride, padding, dilation, groups
-
-    def gains_in_training(self, input: Tensor, module: nn.Conv2d) -> bool:
-        """By the layer's shape; the measurements are in docs/decisions/backward.md."""
-        if input.device.type != "cpu" or input.ndim != 4:
-            return True
-        if module.groups == module.in_channels:  # depthwise
-            return True
-        pixels = input.shape[0]
-        for size, kernel, stride in zip(input.shape[2:], module.kernel_size, module.stride, strict=True):
-            pixels = pixels * ((size - 1) // stride + 1 if kernel > 1 or stride > 1 else size)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
-        if fast_in(dtype):
-            return module.kernel_size == (3, 3) and module.stride == (1, 1) and pixels >= _PIXELS_16_BITS
-        if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
-            return True
-        if module.kernel_size == (1, 1):
-            return pixels * module.in_channels * module.out_channels // module.groups >= _PRODUCTS
-        return pixels >= _PIXELS
-
-
-# A training step packs the weight of every call, which takes so many output pixels to pay.
-_PIXELS, _PIXELS_16_BITS = 1024, 4096
-_PRODUCTS, _LINEAR_PRODUCTS = 2**21, 2**24  # below, autograd's rules in Python take longer than kernels gain
-
-
 @functools.cache
 def fast_in(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies pairs of 16 bits on this processor, through oneDNN."""
@@ -675,143 +681,3 @@ def fast_in(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float16 and bool(mkldnn._is_mkldnn_fp16_supported())
-
-
-def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, dilation: Any) -> tuple[Tensor, Any]:
-    if padding == "valid":
-        return input, 0
-    if padding != "same":
-        raise RuntimeError(f"conv2d: padding is 'valid', 'same' or numbers, got {padding!r}")
-    if stride not in (1, (1,), (1, 1), [1], [1, 1]):
-        raise RuntimeError(f"conv2d: padding='same' needs stride 1, got {stride}")
-    dilation = [dilation] * 2 if isinstance(dilation, int) else list(dilation) * (2 // len(dilation))
-    total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-    if any(t % 2 for t in total):  # the odd one goes to the right and to the bottom
-        (top, bottom), (left, right) = ((t // 2, t - t // 2) for t in total)
-        return F.pad(input, (left, right, top, bottom)), 0
-    return input, tuple(t // 2 for t in total)
-
-
-class Linear(_Switched):
-    """torch.nn.functional.linear."""
-
-    operation = "linear"
-    functions = (F.linear,)
-    function = F.linear
-
-    @staticmethod
-    @_torch.constant_when_compiled
-    def allow_tf32() -> bool:
-        """That of matrix products; read as conv2d's is."""
-        return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
-
-    def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
-        """The same."""
-        return input, weight, bias
-
-    def gains_in_training(self, input: Tensor, module: nn.Linear) -> bool:
-        """By the layer's size, as conv2d's."""
-        if input.device.type != "cpu":
-            return True
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
-        if dtype.itemsize == 2:
-            return not fast_in(dtype)
-        return input.numel() * module.out_features >= _LINEAR_PRODUCTS
-
-    def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
-        """None for a weight of one dimension, which is not packed."""
-        return super().new_plan(args) if args[1].ndim == 2 else None
-
-
-class MaxPool2d(Call):
-    """torch.nn.functional.max_pool2d without indices."""
-
-    operation = "max_pool2d"
-    functions = (F.max_pool2d, torch.max_pool2d)
-    function = torch.max_pool2d
-
-    def __call__(self, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
-        """As torch.nn.functional.max_pool2d."""
-        if return_indices or (len(args) > 6 and args[6]):  # set on the module after the swap
-            return F.max_pool2d(*args[:6], **kwargs, return_indices=True)
-        return self.run(*self.arguments(*args[:6], **kwargs))
-
-    def arguments(
-        self,
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        dilation: Any = 1,
-        ceil_mode: bool = False,
-        return_indices: bool = False,
-    ) -> tuple[Any, ...]:
-        """No stride is the kernel's size (an empty one, as ATen has it, torch 2.11's AOTInductor packages cannot pass)."""
-        return input, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode
-
-
-class AvgPool2d(Call):
-    """torch.nn.functional.avg_pool2d."""
-
-    operation = "avg_pool2d"
-    functions = (F.avg_pool2d,)
-    function = F.avg_pool2d
-
-    def arguments(
-        self,
-        input: Tensor,
-        kernel_size: Any,
-        stride: Any = None,
-        padding: Any = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        divisor_override: int | None = None,
-    ) -> tuple[Any, ...]:
-        """No stride is the kernel's size."""
-        stride = kernel_size if stride is None else stride
-        return input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
-
-
-class AdaptiveAvgPool2d(Call):
-    """torch.nn.functional.adaptive_avg_pool2d."""
-
-    operation = "adaptive_avg_pool2d"
-    functions = (F.adaptive_avg_pool2d,)
-    function = F.adaptive_avg_pool2d
-
-    def arguments(self, input: Tensor, output_size: Any) -> tuple[Any, ...]:
-        """An output size of None is the input's."""
-        if isinstance(output_size, (tuple, list)) and None in output_size:
-            output_size = tuple(i if o is None else o for i, o in zip(input.shape[-2:], output_size, strict=True))
-        return input, output_size
-
-
-class Relu(Call):
-    """torch.nn.functional.relu, also in place: the result is then written back."""
-
-    operation = "relu"
-    functions = (F.relu, torch.relu, F.relu_)
-    methods = ("relu", "relu_")
-    function = torch.relu
-
-    def __call__(self, input: Tensor, inplace: bool = False) -> Tensor:
-        """As torch.nn.functional.relu."""
-        output = self.run(input)
-        return input.copy_(output) if inplace else output
-
-    def arguments(self, input: Tensor, inplace: bool = False) -> tuple[Any, ...]:
-        """The same."""
-        return (input,)
-
-
-class Flatten(Call):
-    """torch.flatten; the result is a copy."""
-
-    operation = "flatten"
-    functions = (torch.flatten,)
-    methods = ("flatten",)
-    function = torch.flatten
-
-    def arguments(self, input: Tensor, start_dim: int = 0, end_dim: int = -1) -> tuple[Any, ...]:
-        """The same."""
-        return input, start_dim, end_dim
