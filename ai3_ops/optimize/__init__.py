@@ -44,7 +44,7 @@ def optimize(
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
         budget_seconds: for search and measuring; None: up to a minute.
         objective: "latency", "p99" or "memory": what substitutions and algorithms are chosen for.
-        memory_limit: bytes that the workspace of an algorithm may take; with "auto".
+        memory_limit: bytes that workspace and packed weight of one layer may take; with "auto".
         tolerance: the largest error of a layer, max|y - y64| / max|y64|; None: 5e-5; with "auto".
         deterministic: only algorithms that give the same bits in every run; with "auto".
         allow_approximate: also algorithms that approximate (bfloat16 weights); with "auto".
@@ -64,6 +64,7 @@ def optimize(
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
     from ai3_ops.optimize.pipeline import Settings
+    from ai3_ops.plan import Plan
     from ai3_ops.swap import unswap
 
     if not isinstance(model, nn.Module):
@@ -72,6 +73,8 @@ def optimize(
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate
     )
+    if isinstance(selectors, Plan):
+        selectors.check_machine(stacklevel=3)
     args, kwargs = _arguments(example_inputs)
     with torch.inference_mode(False), torch.no_grad(), _status(progress) as show:
         args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
@@ -124,7 +127,7 @@ def _by_parts(
             if child in calls and any(isinstance(m, (nn.Conv2d, nn.Linear)) for m in child.modules()):
                 optimized = Optimized(child, settings)
                 try:
-                    optimized.plan(*calls[child], path, show)
+                    optimized.plan(*calls[child], path, show, original)
                 except Uncapturable as error:
                     left[path] = str(error)
                 else:

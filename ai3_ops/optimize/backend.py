@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+
+from ai3_ops import _library
 
 Compiled = Callable[..., Any]
 
@@ -31,14 +35,20 @@ class _Bound(nn.Module):
 def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any] | None = None) -> Compiled:
     """What Dynamo calls. `options` are those of `ai3_ops.optimize` from `selectors` to `allow_approximate`.
 
-    Weights are packed once; where one of them changes, the graph is rewritten anew at the next call. Graphs that need
-    gradients, have sizes that are not known (`dynamic=False` avoids them) or cannot be captured are left to Inductor.
+    Weights are packed once; where one of them changes, the graph is rewritten and compiled anew at the next call (`_Seen`
+    says which changes show). Graphs that need gradients, have sizes that are not known (`dynamic=False` avoids them) or cannot
+    be captured are left to Inductor.
     """
     from torch._guards import tracing
 
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.pipeline import Settings, make_plan
+    from ai3_ops.registry import near
 
+    known = [setting.name for setting in fields(Settings)]
+    for name in options or {}:
+        if name not in known:
+            raise ValueError(f'torch.compile(backend="ai3") has no option {name!r}{near(name, known)}')
     settings = Settings(**(options or {}))
     static = [_is_static(node) for node in graph.graph.find_nodes(op="placeholder")]
     gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
@@ -46,30 +56,72 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
     if gradients or unknown or not any(map(_has_layers, graph.graph.nodes)):
         return _inductor(graph, list(inputs))
 
-    def planned(values: Sequence[Any]) -> nn.Module | None:
+    watched = [i for i, known in enumerate(static) if known]
+    others = [i for i, known in enumerate(static) if not known]
+
+    def made(values: Sequence[Any]) -> tuple[Compiled, _Seen | None]:
+        """What computes the graph's outputs from the values in `others`, and the weights for which it does so.
+
+        Without such weights it takes all values: Inductor's.
+        """
+        seen = _Seen([values[i] for i in watched])  # first: what changes meanwhile is seen at the next call
         bound = _Bound(graph, values, static).eval()
-        rest = tuple(x for x, known in zip(values, static, strict=True) if not known)
+        rest = [values[i] for i in others]
         with tracing(None), torch.no_grad():
             try:
-                return make_plan(bound, rest, {}, settings).body
+                body = make_plan(bound, tuple(rest), {}, settings).body
             except Uncapturable:
-                return None
+                body = None
+        return (_inductor(graph, list(values)), None) if body is None else (_rest(body, rest), seen)
 
-    body = planned(inputs)
-    if body is None:
-        return _inductor(graph, list(inputs))
-    watched = [(i, inputs[i]) for i, known in enumerate(static) if known]
-    compiled = _rest(body, [x for x, known in zip(inputs, static, strict=True) if not known])
-    state: list[Any] = [compiled, _versions([x for _, x in watched])]
+    state = made(inputs)
+    if state[1] is None:
+        return state[0]
+    lock = threading.Lock()
 
     def run(*values: Any) -> Any:
-        versions = _versions([values[i] for i, _ in watched])
-        if versions != state[1]:  # a weight was changed, or is another tensor
-            new = planned(values)
-            state[:] = [new or _Bound(graph, values, static), versions]
-        return _tuple(state[0](*[x for x, known in zip(values, static, strict=True) if not known]))
+        nonlocal state
+        weights = [values[i] for i in watched]
+        compiled, seen = state  # of one moment: another thread may replace both
+        if seen is not None and not seen.holds(weights):
+            with lock:
+                compiled, seen = state
+                if seen is not None and not seen.holds(weights):
+                    compiled, seen = state = made(values)
+        return _tuple(compiled(*(values if seen is None else [values[i] for i in others])))
 
     return run
+
+
+class _Seen:
+    """What tells that weights changed: their addresses and versions, and a sample of their elements.
+
+    Of each dense tensor on the CPU four evenly chosen words of 8 bytes are compared, the first and the last among them: writes
+    through `.data` and to inference tensors change no version, and show where they reach one of these.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._addresses = [x.data_ptr() for x in tensors]
+        self._versioned = [i for i, x in enumerate(tensors) if not x.is_inference()]
+        self._versions = [tensors[i]._version for i in self._versioned]
+        self._sample = _library.sampler([(x.data_ptr(), _dense_bytes(x)) for x in tensors])
+        self._sampled = self._sample()
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the same tensors with the same elements, as far as that shows."""
+        if [x.data_ptr() for x in tensors] != self._addresses:
+            return False
+        try:
+            versions = [tensors[i]._version for i in self._versioned]
+        except RuntimeError:  # one that is an inference tensor now
+            return False
+        return versions == self._versions and self._sample() == self._sampled
+
+
+def _dense_bytes(x: Tensor) -> int:
+    """Of memory without gaps that holds its elements and that a processor can read; 0 where there is none."""
+    dense = x.is_contiguous() or (x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last))
+    return x.numel() * x.element_size() if dense and x.device.type == "cpu" else 0
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Compiled:
@@ -90,10 +142,6 @@ def _is_static(node: fx.Node) -> bool:
 
 def _has_layers(node: fx.Node) -> bool:
     return node.target in (torch.conv2d, torch.nn.functional.conv2d, torch.nn.functional.linear, torch._C._nn.linear)
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(0 if x.is_inference() else x._version, x.data_ptr()) for x in tensors]
 
 
 def _rest(body: nn.Module, inputs: Sequence[Any]) -> Compiled:

@@ -48,6 +48,7 @@ def canonicalize(network: Network) -> None:
             network.remove(new)
             continue
         new.meta["layers"] = new.meta["layers"] or node.meta["layers"]
+        new.meta["call"] = node.meta.get("call", "")
         node.replace_all_uses_with(new)
         network.remove(node)
     for node in network.calls(

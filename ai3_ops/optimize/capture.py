@@ -34,9 +34,7 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     reasons = []
     for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
         try:
-            network = make(module, args, kwargs)
-            _compare(module, network, args, kwargs)
-            return network
+            return make(module, args, kwargs)
         except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
             reasons.append(f"{name}: {error}")
             break
@@ -49,15 +47,39 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
-    """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown."""
+    """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown.
+
+    What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
+    """
     tensors = [x for x in flat(args, kwargs) if isinstance(x, Tensor)]
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
     if len(batches) == 1 and 0 not in batches:
         try:
-            return _network(_export(module, args, kwargs, dynamic=True), dynamic=True)
+            program = _export(module, args, kwargs, dynamic=True)
+            if _any_batch(program):
+                network = _network(program, dynamic=True)
+                if batches != {1}:
+                    one = torch.utils._pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
+                    _compare(module, network, *one)
+                _compare(module, network, args, kwargs)
+                return network
         except Exception:  # it needs this batch size, or something else is amiss, which the second try says
             pass
-    return _network(_export(module, args, kwargs, dynamic=False), dynamic=False)
+    network = _network(_export(module, args, kwargs, dynamic=False), dynamic=False)
+    _compare(module, network, args, kwargs)
+    return network
+
+
+def _any_batch(program: ExportedProgram) -> bool:
+    """Whether the graph depends on no condition on the batch size, such as a branch that was taken for it."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor) and value.ndim:
+            size = value.shape[0]
+            if isinstance(size, torch.SymInt):
+                guards = [guard.expr for guard in size.node.shape_env.guards]
+                return all(guard.is_Equality and all(a.is_Symbol for a in guard.args) for guard in guards)
+    return False
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
@@ -108,7 +130,7 @@ def _network(program: ExportedProgram, dynamic: bool) -> Network:
             copied = graph.node_copy(node, names.__getitem__)
             stack = node.meta.get("nn_module_stack") or {}
             path = [str(entry[0]) for entry in stack.values()]
-            copied.meta = {"layers": (path[-1],) if path else ()}
+            copied.meta = {"layers": (path[-1],) if path else (), "call": next(reversed(stack), "")}
             names[node] = copied
         elif node.op in ("placeholder", "output"):
             names[node] = graph.node_copy(node, names.__getitem__)

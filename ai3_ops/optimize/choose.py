@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,14 +15,14 @@ from torch import fx, nn
 from ai3_ops import registry, selectors
 from ai3_ops._timing import Layer
 from ai3_ops.nn import leaf_class, original_class
-from ai3_ops.nn.calls import Spec
 from ai3_ops.operations.base import Problem
+from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.optimize import steps
 from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
-from ai3_ops.plan import CHANNELS_LAST
+from ai3_ops.plan import CHANNELS_LAST, Plan
 from ai3_ops.selectors import Algorithm, Place
-from ai3_ops.tune import Meter, select
+from ai3_ops.tune import BYTE, Meter, ineligible, select, unmeasured
 from ai3_ops.tune import Settings as TuneSettings
 
 AUTO = "auto"
@@ -42,53 +43,97 @@ def operation_of(node: fx.Node) -> str | None:
     return _OPERATIONS.get(node.target)
 
 
-def places_of(network: Network, model: nn.Module) -> list[tuple[fx.Node, Place]]:
-    """The steps that selectors can speak of, named as `swap` names them, in call order."""
-    modules = dict(model.named_modules(remove_duplicate=False))
+def places_of(
+    network: Network, part: nn.Module, modules: Mapping[str, nn.Module], path: str = ""
+) -> list[tuple[Place, list[fx.Node]]]:
+    """What selectors can choose for, named as `swap` names it, in call order, each with the steps that call it.
+
+    Last, without steps, come layers that are not called, or that the capture found to change nothing. `path` is the qualified
+    name of `part`, whose graph this is, within the model, whose modules are given by name.
+    """
     names: dict[nn.Module, list[str]] = {}
     for name, module in modules.items():
         names.setdefault(module, []).append(name)
-    counts: Counter[tuple[nn.Module, str]] = Counter()
-    found = []
+    inside = dict(part.named_modules(remove_duplicate=False))
+    found: dict[tuple[nn.Module, str, str], tuple[Place, list[fx.Node]]] = {}
+    counts: Counter[tuple[nn.Module, str, str]] = Counter()
     for node in network.graph.nodes:
         operation = operation_of(node)
-        if operation is None or not node.meta["layers"] or node.meta["layers"][0] not in modules:
+        if operation is None or not node.meta["layers"] or node.meta["layers"][0] not in inside:
             continue
-        module = modules[node.meta["layers"][0]]
+        module = inside[node.meta["layers"][0]]
         leaf = leaf_class(original_class(module))
         suffix = ""
-        if leaf is None or leaf._ai3_operation != operation:
-            suffix = f":{operation}_{counts[module, operation]}"
-            counts[module, operation] += 1
-        value = node.all_input_nodes[0]
-        place = Place(operation, module, names[module], suffix, tuple(value.meta["shape"]), watched=True)
-        found.append((node, place))
-    return found
+        if leaf is None or leaf._ai3_operation != operation:  # numbered anew in every call of the module
+            call = module, node.meta.get("call", ""), operation
+            suffix = f":{operation}_{counts[call]}"
+            counts[call] += 1
+        shape = tuple(node.all_input_nodes[0].meta["shape"])
+        place = Place(operation, module, names.get(module, [path]), suffix, shape, watched=True)
+        found.setdefault((module, operation, suffix), (place, []))[1].append(node)
+    for module, named in names.items():
+        leaf = leaf_class(original_class(module))
+        if leaf is not None and (module, leaf._ai3_operation, "") not in found:
+            found[module, leaf._ai3_operation, ""] = Place(leaf._ai3_operation, module, named, watched=True), []
+    return list(found.values())
 
 
-def follow(network: Network, model: nn.Module, selector: Any, resolved: dict[str, str] | None) -> dict[str, str]:
+def follow(
+    network: Network,
+    part: nn.Module,
+    selector: Any,
+    resolved: dict[str, str] | None,
+    whole: nn.Module | None = None,
+    path: str = "",
+) -> dict[str, str]:
     """Writes into each step the algorithm that the selectors choose, "auto" where it is to be measured.
 
-    `resolved` is what an earlier call returned for the same model: the choices by the calls' names.
+    `resolved` is what an earlier call returned for the same model: the choices by the calls' names. `whole` is the model that
+    the selectors are for, where the network is that of a part of it.
     ValueError for selectors that make no sense, and for a layer named singly that its algorithm cannot do.
     """
-    places = places_of(network, model)
+    modules = dict((whole or part).named_modules(prefix="" if whole else path, remove_duplicate=False))
+    places = places_of(network, part, modules, path)
     if resolved is not None:
-        for node, place in places:
-            _write(node, resolved.get(place.names[0], "default"))
-        return resolved
-    if isinstance(selector, str) and selector == AUTO:
-        chosen = {place.names[0]: AUTO for _, place in places}
+        chosen = resolved
+    elif isinstance(selector, str) and selector == AUTO:
+        chosen = {place.names[0]: AUTO for place, _ in places}
     else:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        answers = selectors.assign(selector, [place for _, place in places], modules, {})
+        selector = _within(selector, modules, path)
+        every = [place for place, _ in places]
+        if isinstance(selector, Plan):
+            answers = selectors.assign(selector, every, modules, {})
+        else:
+            answers = selectors.assigned(selector, every, modules, {})
         chosen = {
-            place.names[0]: _first(node, place, answers[i]) if i in answers else "default"
-            for i, (node, place) in enumerate(places)
+            place.names[0]: _first(nodes, place, answers[i]) if i in answers and nodes else "default"
+            for i, (place, nodes) in enumerate(places)
         }
-    for node, place in places:
-        _write(node, chosen[place.names[0]])
+    for place, nodes in places:
+        for node in nodes:
+            _write(node, chosen.get(place.names[0], "default"))
     return chosen
+
+
+def _within(selector: Any, modules: Mapping[str, nn.Module], path: str) -> Any:
+    """Selectors of a model of which only parts are captured, without what names calls outside of the part at `path`."""
+    if not path:
+        return selector
+
+    def outside(name: str) -> bool:
+        owner = name.partition(":")[0]
+        return owner in modules and owner != path and not owner.startswith(f"{path}.")
+
+    if isinstance(selector, Plan):
+        return replace(selector, layers={n: layer for n, layer in selector.layers.items() if not outside(n)})
+    if isinstance(selector, Mapping):
+        return {k: v for k, v in selector.items() if k.startswith("re:") or ":" not in k or not outside(k)}
+    if isinstance(selector, (list, tuple)):
+        raise ValueError(
+            f"ai3_ops.optimize: a list counts the whole model's calls, of which only parts such as {path!r} can be captured: "
+            "name layers in a dict"
+        )
+    return selector
 
 
 def _write(node: fx.Node, algorithm: str) -> None:
@@ -98,15 +143,17 @@ def _write(node: fx.Node, algorithm: str) -> None:
         node.meta["torch"] = True
 
 
-def _first(node: fx.Node, place: Place, choice: selectors.Choice) -> str:
-    """The first of the candidates that supports the step; PyTorch where none does."""
+def _first(nodes: list[fx.Node], place: Place, choice: selectors.Choice) -> str:
+    """The first of the candidates that supports the steps; PyTorch where none does."""
+    if choice.requested == AUTO:
+        return AUTO
     reasons = []
     for candidate in choice.candidates:
         if candidate is None:
             return "torch"
-        reason = refusal(node, candidate)
+        reason = next(filter(None, (refusal(node, candidate) for node in nodes)), "")
         if not reason:
-            return candidate.name
+            return named(nodes[0], candidate)
         reasons.append(f"{candidate.name} {reason}")
     if choice.single:
         raise ValueError(f"ai3_ops.optimize: {place.names[0]} ({place.operation}): {'; '.join(reasons)}")
@@ -117,11 +164,31 @@ def refusal(node: fx.Node, algorithm: Algorithm) -> str:
     """Why an algorithm cannot do a step, "" where it can."""
     if any(algorithm.backward):
         return "has gradients' algorithms, and optimize is for inference"
+    if unknown := algorithm.parameters.keys() - {"deterministic", "allow_tf32"}:
+        return f"has parameters that programs do not take ({', '.join(sorted(unknown))})"
     problem = problem_of(node)
     if problem is None:
         return ""
-    ok, reason = registry.supports_problem(problem[0], algorithm.name, problem[1])
+    ok, reason = registry.supports_problem(problem[0], algorithm.name, _asked(*problem, algorithm))
     return "" if ok else reason
+
+
+def named(node: fx.Node, algorithm: Algorithm) -> str:
+    """The name by which a step's algorithm is kept: of a rule that may not choose everything, what it chooses."""
+    problem = problem_of(node)
+    if problem is None or not (algorithm.exclude or algorithm.parameters.get("deterministic")):
+        return algorithm.name
+    asked = _asked(*problem, algorithm)
+    return registry.resolve_sizes(problem[0], algorithm.name, "cpu", asked.dtype, **asked.sizes)
+
+
+def _asked(operation: str, problem: Problem, algorithm: Algorithm) -> Problem:
+    """The problem with what the algorithm excludes; a rule chooses among those that programs can run."""
+    asked = Call.asked(algorithm, problem)
+    if not algorithm.exclude:
+        return asked
+    others = ",".join(a.name for a in registry.algorithms(operation, "cpu") if a.vendor)
+    return asked._replace(sizes=asked.sizes | {"exclude": f"{algorithm.excluded},{others}"})
 
 
 def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
@@ -143,9 +210,23 @@ def _meta(node: fx.Node | None) -> torch.Tensor | None:
     return x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
-def measured(network: Network, settings: Any, deadline: float, progress: Callable[[str], None]) -> None:
-    """Gives every step that is to be measured its fastest algorithm, as `tune` finds it; `default` where time runs out."""
-    todo = [n for n in network.calls(steps.conv2d, steps.linear) if n.kwargs.get("algorithm") == AUTO]
+def measured(
+    network: Network,
+    settings: Any,
+    deadline: float,
+    progress: Callable[[str], None],
+    largest_error: float | None = None,
+) -> bool:
+    """Gives every step that is to be measured its fastest algorithm, as `tune` finds it; `default` where time runs out.
+
+    `largest_error` is of those whose layer's error is at most that, for a network that was measured before. Whether any changed.
+    """
+    todo = [
+        n
+        for n in network.calls(steps.conv2d, steps.linear)
+        if AUTO in (n.kwargs.get("algorithm"), n.meta.get("choice"))
+    ]
+    before = [node.kwargs["algorithm"] for node in todo]
     size = sum(value.numel() * value.element_size() for value in network.constants.values())
     asked = TuneSettings(
         settings.objective,
@@ -158,11 +239,15 @@ def measured(network: Network, settings: Any, deadline: float, progress: Callabl
     meter = Meter(size, asked, cache=True)
     for number, node in enumerate(todo):
         progress(f"algorithms, layer {number + 1} of {len(todo)}")
-        node.kwargs = {**node.kwargs, "algorithm": fastest(node, meter, asked, deadline)}
+        node.meta["choice"] = AUTO
+        node.kwargs = {**node.kwargs, "algorithm": fastest(node, meter, asked, deadline, largest_error)}
+    return before != [node.kwargs["algorithm"] for node in todo]
 
 
-def fastest(node: Node, meter: Meter, settings: TuneSettings, deadline: float) -> str:
-    """The algorithm that `tune` takes, of those that programs can run."""
+def fastest(
+    node: Node, meter: Meter, settings: TuneSettings, deadline: float, largest_error: float | None = None
+) -> str:
+    """The algorithm that `tune` takes, of those that programs can run; within an error, where one is given."""
     a = arguments(node)
     operands = [a[name] for name in ("input", "weight", "bias")]
     specs = [Spec.of(_meta(x)) for x in operands]
@@ -178,14 +263,28 @@ def fastest(node: Node, meter: Meter, settings: TuneSettings, deadline: float) -
     found = meter.known_in(layer, layout)
     if found is None:
         if time.monotonic() > deadline:
-            return "default"
+            return _unmeasured(layer, layout, settings)
         found = meter.measured_in(layer, layout)
-    usable = {name: m for name, m in found.items() if _runs_in_programs(layer.operation, name)}
-    if not usable or next(iter(found)) not in usable:
-        return "default" if not usable else min(usable, key=lambda name: usable[name].time_us)
-    first = next(iter(usable))
-    name = select(layer, usable, settings)[0]
-    return "default" if name == first else name
+    allowed = {
+        name: m
+        for name, m in found.items()
+        if _runs_in_programs(layer.operation, name) and not ineligible(layer, name, found, settings)
+    }
+    if not allowed:
+        return "torch"
+    if largest_error is not None:
+        exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
+        return min(exact, key=lambda n: exact[n].time_us) if exact else min(allowed, key=lambda n: allowed[n].error)
+    price = BYTE if settings.objective == "memory" else 0.0
+    name = select(layer, allowed, settings, price)[0]
+    return "default" if name == next(iter(found)) else name
+
+
+def _unmeasured(layer: Layer, layout: str, settings: TuneSettings) -> str:
+    """`default`, unless `tune` would not take it or a limit of the layer's cannot be held without measuring: PyTorch then."""
+    name, limit = unmeasured(layer, layout, settings)[0], settings.memory_limit
+    held = settings.tolerance is None and (limit is None or sum(layer.memory(name, layout)) <= limit)
+    return "default" if name != "torch" and held else "torch"
 
 
 def _runs_in_programs(operation: str, name: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ai3_ops.optimize import program, steps
-from ai3_ops.optimize.network import Network, Node, is_constant, signature_of
+from ai3_ops.optimize.network import Network, Node, signature_of
 
 FUSED = tuple(name for name in program.FUSED if name != "none")  # activations that a kernel applies as it stores
 _PRODUCTS = (steps.conv2d, steps.linear)
@@ -96,7 +96,7 @@ def fold_affine_forward(network: Network) -> bool:
         if node.kwargs.get("activation", "none") != "none" or not users or not all(
             user.target in _PRODUCTS and user.args[0] is node and node not in fx.map_arg(user.kwargs, lambda n: n).values()
             and not (user.target is steps.conv2d and (any(arguments(user)["padding"]) or arguments(user)["scale"]))
-            and not user.kwargs.get("input_relu") and len(node.meta["shape"]) in (2, 4)
+            and not user.kwargs.get("input_relu") and len(node.meta["shape"]) == (2 if user.target is steps.linear else 4)
             for user in users
         ):  # fmt: skip
             continue
@@ -287,8 +287,3 @@ PASSES: tuple[Callable[[Network], bool], ...] = (
     drop_identities, merge_affine, fold_affine, activation_before_pool, fuse_activation, fold_affine_forward, fuse_residual,
     fuse_prologue, merge_concat, drop_slices,
 )  # fmt: skip
-
-
-def constant_inputs(node: Node) -> list[Node]:
-    """The constants that a step reads."""
-    return [a for a in node.all_input_nodes if is_constant(a)]

@@ -86,11 +86,17 @@ def kind_of(node: fx.Node) -> str | None:
 
 
 class _Supported(OperatorSupportBase):
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    """Of one kind; rows of the same leading dimensions, since a program's results get those of its first input."""
+
+    def __init__(self, kind: str, leading: tuple[int, ...] | None) -> None:
+        self.kind, self.leading = kind, leading
 
     def is_node_supported(self, _: Any, node: fx.Node) -> bool:
-        return node.op == "call_function" and kind_of(node) == self.kind
+        return node.op == "call_function" and kind_of(node) == self.kind and _leading(self.kind, node) == self.leading
+
+
+def _leading(kind: str, node: fx.Node) -> tuple[int, ...] | None:
+    return tuple(node.meta["shape"][:-1]) if kind == ROWS else None
 
 
 def parts(network: Network) -> list[Part]:
@@ -99,8 +105,9 @@ def parts(network: Network) -> list[Part]:
     module = fx.GraphModule(nn.Module(), network.graph.__class__())
     module._graph = network.graph  # the partitioner reads nothing but the graph
     order = {node: i for i, node in enumerate(network.graph.nodes)}
-    for kind in (IMAGES, ROWS):
-        partitioner = CapabilityBasedPartitioner(module, _Supported(kind), allows_single_node_partition=True)
+    rows = [node for node in order if node.op == "call_function" and kind_of(node) == ROWS]
+    for kind, leading in [(IMAGES, None), *dict.fromkeys((ROWS, _leading(ROWS, node)) for node in rows)]:
+        partitioner = CapabilityBasedPartitioner(module, _Supported(kind, leading), allows_single_node_partition=True)
         for partition in partitioner.propose_partitions():
             nodes = sorted(partition.nodes, key=order.__getitem__)
             inside = set(nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,7 +33,10 @@ class Optimized(nn.Module):
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_first: Plan | None = None
-        self._ai3_shown: list[Any] = []  # the first example's sizes
+        self._ai3_shown: list[Any] = []  # the first example's sizes,
+        self._ai3_types: list[torch.dtype] = []
+        self._ai3_spec: Any = None  # its structure, and
+        self._ai3_plain = -1  # how many tensors, where it was nothing but positional ones
         self._ai3_report = OptimizeReport()
         self.training = False
         if keep_original:
@@ -48,11 +52,16 @@ class Optimized(nn.Module):
         kwargs: dict[str, Any],
         name: str = "",
         progress: Callable[[str], None] = lambda _: None,
+        whole: nn.Module | None = None,
     ) -> None:
-        """Makes the first plan, from example inputs."""
-        plan = make_plan(self._ai3_original[0], args, kwargs, self._ai3_settings, name, progress)
+        """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part."""
+        plan = make_plan(self._ai3_original[0], args, kwargs, self._ai3_settings, name, progress, whole)
         leaves = pytree.tree_leaves((args, kwargs))
         self._ai3_first, self._ai3_shown = plan, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        self._ai3_types = [x.dtype for x in leaves if isinstance(x, Tensor)]
+        self._ai3_spec = pytree.tree_structure((args, kwargs))
+        if not kwargs and all(isinstance(x, Tensor) for x in args):
+            self._ai3_plain = len(args)
         self._ai3_plans[_key(leaves, plan.dynamic)] = plan
         self._ai3_report.parts.append(plan.report)
 
@@ -63,14 +72,18 @@ class Optimized(nn.Module):
             for store in (self._modules, self._parameters, self._buffers):
                 store.clear()
 
-    def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+    def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
         shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
-        what = f"optimized for inputs of {self._ai3_shown}, called with {shown}"
+        types = [x.dtype for x in leaves if isinstance(x, Tensor)]
+        other = f", {types} for {self._ai3_types}" if types != self._ai3_types else ""
+        other += f" in the form {form}" if form else ""
+        what = f"optimized for inputs of {self._ai3_shown}, called with {shown}{other}"
         if not self._ai3_original:
             raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
         assert self._ai3_first is not None
         key = _key(leaves, self._ai3_first.dynamic)
+        key = (form, key) if form else key
         with _planning:
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
@@ -79,7 +92,7 @@ class Optimized(nn.Module):
                 with torch.inference_mode(False), torch.no_grad():
                     fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
                     a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
-                    plan = make_plan(self._ai3_original[0], a, k, settings)
+                    plan = make_plan(self._ai3_original[0], a, k, settings, self._ai3_report.parts[0].name)
                 warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=4)
             except (Uncapturable, RuntimeError) as error:
                 warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=4)
@@ -94,11 +107,12 @@ class Optimized(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the original's, in evaluation mode and without gradients."""
         first = self._ai3_first
-        if first is None:  # a model of which only submodules could be captured
-            return self._ai3_original[0](*args, **kwargs)
-        leaves = (
-            list(args) if not kwargs and all(type(x) is Tensor for x in args) else pytree.tree_leaves((args, kwargs))
-        )
+        form = ""  # of the arguments, where it is not the example's
+        if not kwargs and len(args) == self._ai3_plain and all(type(x) is Tensor for x in args):
+            leaves = list(args)
+        else:
+            args, kwargs, form = self._arranged(args, kwargs)
+            leaves = pytree.tree_leaves((args, kwargs))
         if torch.is_grad_enabled():
             for x in leaves:
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -106,11 +120,17 @@ class Optimized(nn.Module):
                         "ai3_ops.optimize: the module is for inference and has no gradients: call it with inputs that "
                         "require none, or use the original model"
                     )
-        plan: Plan | None = first
-        if not torch.compiler.is_compiling():
-            plan = self._ai3_plans.get(_key(leaves, first.dynamic))
+        if first is None:  # a model of which only submodules could be captured
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
+        plan: Plan | None
+        if torch.compiler.is_compiling():
+            plan = self._of_trace(leaves, first, form)
+        else:
+            key = _key(leaves, first.dynamic)
+            plan = self._ai3_plans.get((form, key) if form else key)
             if plan is None:
-                plan = self._planned(leaves, args, kwargs)
+                plan = self._planned(leaves, args, kwargs, form)
         if plan is None or plan.body is None:
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
@@ -122,6 +142,34 @@ class Optimized(nn.Module):
         if plan.out_spec is None or plan.out_spec.is_leaf():
             return out[0] if isinstance(out, (tuple, list)) else out
         return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+
+    def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+        """The arguments in the places and the order that those of the example had; their form where it is another one."""
+        if self._ai3_spec is None or pytree.tree_structure((args, kwargs)) == self._ai3_spec:
+            return args, kwargs, ""
+        example, named = pytree.tree_unflatten([None] * self._ai3_spec.num_leaves, self._ai3_spec)
+        if self._ai3_original:
+            signature = inspect.signature(self._ai3_original[0].forward)
+            given, places = signature.bind(*args, **kwargs).arguments, list(signature.parameters)[: len(example)]
+            if given.keys() == {*places, *named}:
+                args = tuple(given[name] for name in places)
+                kwargs = {name: given[name] for name in named}
+        form = pytree.tree_structure((args, kwargs))
+        return args, kwargs, "" if form == self._ai3_spec else " ".join(str(form).split())
+
+    def _of_trace(self, leaves: list[Any], first: Plan, form: str) -> Plan | None:
+        """For compiled and exported programs, which get no plans for sizes that come later."""
+        if form:
+            return None
+        start = 1 if first.dynamic else 0
+        for x, shown in zip(leaves, self._ai3_shown, strict=True):
+            if isinstance(x, Tensor) and tuple(x.shape[start:]) != shown[start:]:
+                if self._ai3_original:
+                    return None
+                raise ValueError(
+                    f"ai3_ops.optimize: optimized for inputs of {self._ai3_shown}, called with {tuple(x.shape)}"
+                )
+        return first
 
     # What is refused --------------------------------------------------------------------------------------------------
     def train(self, mode: bool = True) -> Optimized:
@@ -168,7 +216,7 @@ def _key(leaves: list[Any], dynamic: bool) -> Any:
     """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors."""
     if len(leaves) == 1 and dynamic:
         x = leaves[0]
-        return (x.shape[1:], x.dtype) if isinstance(x, Tensor) else x
+        return (x.shape[1:], x.dtype) if isinstance(x, Tensor) else repr(x)
     start = 1 if dynamic else 0
     batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else ()
     return len(batches), *(

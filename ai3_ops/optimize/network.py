@@ -37,8 +37,8 @@ class Network:
     """`graph` has only call_function nodes besides inputs, constants (get_attr, by name) and the output.
 
     A node's meta holds "shape" and "dtype" of its value on the example inputs (None for what is no tensor), "batched",
-    whether its first dimension is the batch and no other one depends on it, and "layers", the names of the modules that it
-    comes from.
+    whether its first dimension is the batch and no other one depends on it, "layers", the names of the modules that it
+    comes from, and "call", which of the innermost module's calls.
     """
 
     graph: fx.Graph

@@ -32,7 +32,6 @@ class Optimization:
     before_ms: float | None = None  # the module as it was, and
     after_ms: float | None = None  # what is returned, in turns that alternate
     error: float | None = None  # of the outputs on the example, against float64
-    expected: Any = None  # the outputs in float64, while they are compared
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -44,27 +44,35 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             vars(module)["_ai3_lost"] = asdict(what)
 
 
-def lay_out(model: nn.Module, calls: list[Described], run: Callable[[], None] | None) -> None:
+def lay_out(model: nn.Module, calls: list[Described], run: Callable[[], Any] | None) -> None:
     """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
 
-    Where the model's code may need NCHW activations, only if `run`, which runs the model once, then works.
+    Where the model's code reads memory by strides of its own they never become channels_last. Where it views activations, only
+    if `run`, which runs the model once and returns its output, then gives the same; without `run`, only if a plan says so.
     """
     convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
-    for described in convolutions:
-        if described.layout is not None:
-            layout.convert([described.module], to=layout.FORMATS[described.layout])
+    planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
     free = [d.module for d in convolutions if d.layout is None and d.call.algorithm is not None]
-    viewers = layout.viewers(model) if free else []
-    if viewers and run is None:
+    layout.convert(planned["contiguous"], to=layout.FORMATS["contiguous"])
+    last = planned["channels_last"] + free
+    if not last or layout.naming(model, layout.MEMORY):
         return
-    undo = layout.convert(free)
-    if viewers and run is not None:
-        try:
-            run()
-        except RuntimeError:
-            undo()
-        for described in calls:
-            described.call.calls = described.call.torch_calls = 0
+    views = bool(layout.naming(model, layout.VIEWS))
+    if not views or run is None:
+        layout.convert(planned["channels_last"] if views else last)
+        return
+    undo = None
+    try:
+        before = run()
+        undo = layout.convert(last)
+        proven = layout.same(before, run())
+    except RuntimeError:
+        proven = False
+    if undo is not None and not proven:
+        undo()
+    for described in calls:
+        described.call.calls = described.call.torch_calls = 0
+        described.call.forget_packs()
 
 
 def unswap(model: nn.Module) -> nn.Module:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ai3_ops import registry
-from ai3_ops.nn.calls import Once, approximation
+from ai3_ops.operations.calls import Once, approximation
 from ai3_ops.selectors import Algorithm, Choice, Selector, Tuner, assign, spoken_of
 from ai3_ops.steps.describe import Described
-from ai3_ops.steps.discover import Lost
+from ai3_ops.steps.discover import Lost, reachable
 
 
 @dataclass
@@ -39,7 +39,9 @@ def decide(
 ) -> Outcome:
     """Gives each call its algorithm. ValueError as `swap` says. `tune` is what "auto" stands for."""
     names = {name: module for name, module in model.named_modules(remove_duplicate=False)}
-    reasons = {name: lost[module].reason for name, module in names.items() if module in lost}
+    reached = {name for name, _ in reachable(model)}
+    reasons = {name: "is inside of an optimized module" for name in names if name not in reached}
+    reasons |= {name: lost[module].reason for name, module in names.items() if module in lost}
     choices = assign(selectors, calls, names, reasons, tune)
     outcome, once = Outcome(asked=len(choices)), Once()
     _check_lost(outcome, selectors, names, lost, observed, strict)
@@ -72,7 +74,7 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
             if described.in_place:
                 call.reason = "in place: PyTorch's needs no second tensor"
                 return
-            if described.operation == "flatten":  # what is later written to the view shows in the input
+            if described.call.returns_view:  # what is later written to the view shows in the input
                 call.reason = "a view there, a copy here"
                 return
         reason = _refusal(described, candidate, approximate)

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from ai3_ops.nn import leaf_class, original_class
-from ai3_ops.nn.calls import Call, Spec, unfit
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.nn.sites import Site, known_arguments
 from ai3_ops.operations.base import Problem
+from ai3_ops.operations.calls import Call, Spec, unfit
 from ai3_ops.selectors import Place
 
 
@@ -62,7 +62,7 @@ class Described(Place):
 
     def unfit(self) -> str:
         """Why no algorithm can read the module's own weights, "" where they can."""
-        weights = self.module.parameters(recurse=False) if self.operation in ("conv2d", "linear") else ()
+        weights = self.module.parameters(recurse=False) if self.call.reads_weights else ()
         return next(filter(None, map(unfit, weights)), "")
 
     def device(self) -> str:
@@ -75,7 +75,7 @@ class Described(Place):
     @property
     def in_place(self) -> bool:
         """Whether the call overwrites its input, or may."""
-        if self.operation != "relu":
+        if not self.call.in_place_argument:
             return False
         if self.site is None:
             return bool(getattr(self.module, "inplace", False))

@@ -14,16 +14,15 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
 from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_class
-from ai3_ops.nn.calls import Call, Spec
 from ai3_ops.nn.rewrite import Sites, found_in
 from ai3_ops.nn.sites import operations_in
+from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.describe import Described
 
@@ -46,12 +45,15 @@ class Lost:
 def discover(model: nn.Module, marks: Mapping[int, Any]) -> tuple[list[Described], dict[nn.Module, Lost]]:
     """All calls that can be chosen for, in `named_modules()` order, and the modules of whose own calls some cannot.
 
+    What `optimize` returned, and all in it, stays as it is.
+
     `marks` are what a former swap left in the modules, by id.
     """
     operations = registry.operations()
     names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
+    for name, module in reachable(model):
+        if not is_optimized(module):
+            names.setdefault(module, []).append(name)
     calls: list[Described] = []
     lost: dict[nn.Module, Lost] = {}
     for module, paths in names.items():
@@ -85,6 +87,23 @@ def discover(model: nn.Module, marks: Mapping[int, Any]) -> tuple[list[Described
                 found = list(dict.fromkeys(o for listed in reasons.values() for o in listed))
                 lost[module] = Lost("; ".join(reasons), source=found)
     return calls, lost
+
+
+def is_optimized(module: nn.Module) -> bool:
+    """Whether `optimize` returned a module: programs compute it, not the layers that it holds."""
+    return "_ai3_report" in vars(module)
+
+
+def reachable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules in `named_modules()` order under all of their names, without those inside of optimized ones."""
+    inside = None  # how the names begin that come next, if they are of an optimized module's own
+    for name, module in model.named_modules(remove_duplicate=False):
+        if inside is not None and name.startswith(inside):
+            continue
+        inside = None
+        if is_optimized(module):
+            inside = f"{name}." if name else ""
+        yield name, module
 
 
 def _earlier(mark: Any) -> dict[str, Call]:
@@ -124,20 +143,9 @@ def left_alone(module: nn.Module, found: list[str]) -> Lost:
     )
 
 
-# Modules that compute an operation although their own source may not say so.
-_KINDS = [(kind, operation) for kind, operation, _ in LEAVES]
-_KINDS += [(nn.MultiheadAttention, "linear"), (nn.LPPool2d, "avg_pool2d"), (nn.LPPool2d, "relu")]
-
-
 def _stands_for(module: nn.Module, operations: list[str]) -> list[str]:
     """Operations of a module by its kind."""
-    found = dict.fromkeys(o for kind, o in _KINDS if isinstance(module, kind) and o in operations)
-    if isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)) and module.activation in (
-        F.relu,
-        torch.relu,
-    ):
-        found["relu"] = None
-    return list(found)
+    return [o for o in operations if o in Call.by_name and Call.by_name[o].computed_by(module)]
 
 
 def _operations(module: nn.Module, operations: list[str]) -> list[str]:
@@ -253,7 +261,9 @@ class _Watch(TorchFunctionMode):
         return result
 
     def note(self, module: nn.Module, operation: str, function: Any) -> None:
-        """A call out of reach."""
+        """A call out of reach; those of optimized modules are theirs."""
+        if any(map(is_optimized, self.stack)):
+            return
         if is_of_torch(module):
             found = self.lost.setdefault(module, left_alone(module, []))
         else:
@@ -307,8 +317,11 @@ def _stack(model: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
 
 
 # Running --------------------------------------------------------------------------------------------------------------
-def run(model: nn.Module, example_inputs: Any) -> None:
-    """Calls the model in evaluation mode, without gradients. Afterwards it is as before, but for the weights of lazy layers."""
+def run(model: nn.Module, example_inputs: Any) -> Any:
+    """Calls the model in evaluation mode, without gradients, and returns what it does.
+
+    Afterwards it is as before, but for the weights of lazy layers.
+    """
     args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((example_inputs,), {})
     if isinstance(example_inputs, dict):
         args, kwargs = (), example_inputs
@@ -316,7 +329,7 @@ def run(model: nn.Module, example_inputs: Any) -> None:
         for module in model.modules():
             module.training = False  # not by eval(), which a module may do more in, such as merging weights
         try:
-            model(*args, **kwargs)
+            return model(*args, **kwargs)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             given = ", ".join(
