@@ -1,0 +1,240 @@
+// Row by row, each read into the nearest cache once and from there again: its mean, its variance around that mean, the output.
+// The second pass also sums the differences, whose mean corrects that of the first (Chan, Golub & LeVeque, "Algorithms for
+// computing the sample variance", 1983). Sums of long rows are taken in parts, which are added in float64.
+#include "../core/lanes.h"
+#include "problem.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+constexpr int64_t kPart = 4096;  // elements that are summed in the accumulator's type
+constexpr int64_t kChunksAtMost =
+    32;  // of rows, each with sums of its own for the weight's gradient: as many for any thread count
+
+template <class A>
+AI3_INLINE A sum_of(Vec<A> v) {
+  A lanes[Vec<A>::width];
+  store(lanes, v);
+#pragma GCC unroll 4
+  for (int half = Vec<A>::width / 2; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+// Adds up to `outputs` sums over a row: body(sums, i, load) adds those of the elements from i on to sums[0], sums[1], ...; `load`
+// reads from a pointer to the row as many as there are, the rest as 0.
+template <int outputs, class A, class Body>
+AI3_INLINE void sum_row(int64_t features, double (&total)[outputs], const Body& body) {
+  constexpr int64_t width = Vec<A>::width, together = 4;
+  for (int o = 0; o < outputs; o++) total[o] = 0;
+  for (int64_t part = 0; part < features; part += kPart) {
+    const int64_t end = smaller(part + kPart, features);
+    Vec<A> sums[together][outputs];
+    for (auto& of_one : sums)
+      for (auto& s : of_one) s = Vec<A>(A(0));
+    int64_t i = part;
+    for (; i + together * width <= end; i += together * width)
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < together; j++) body(sums[j], i + j * width, width);
+    for (; i + width <= end; i += width) body(sums[0], i, width);
+    if (i < end) body(sums[0], i, end - i);
+    for (int o = 0; o < outputs; o++)
+      total[o] += static_cast<double>(sum_of((sums[0][o] + sums[1][o]) + (sums[2][o] + sums[3][o])));
+  }
+}
+
+// The elements of p from i on; the others of the vector are 0.
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_some(const T* p, int64_t n) {
+  return n == Vec<Acc<T>>::width ? load(p) : load_partial(p, n);
+}
+template <class T>
+AI3_INLINE void store_some(T* p, Vec<Acc<T>> v, int64_t n) {
+  n == Vec<Acc<T>>::width ? store(p, v) : store_partial(p, v, n);
+}
+
+// Rows of 16 bits are kept in the accumulator's type, so that they are converted once.
+template <class A>
+AI3_INLINE int64_t wide_row(const LayerNormProblem& p) {
+  return round_up(p.features, Vec<A>::width);
+}
+template <class T>
+int64_t wide_rows(const LayerNormProblem& p) {
+  return sizeof(T) == 2 ? workspace_bytes<Acc<T>>(checked_mul(p.threads, wide_row<Acc<T>>(p))) : 0;
+}
+// Elements from i on of a row or of its wide form.
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_wide(const T* row, const Acc<T>* wide, int64_t i, int64_t n) {
+  if constexpr (sizeof(T) == 2)
+    return load(wide + i);
+  else
+    return load_some(row + i, n);
+}
+
+template <class A>
+struct Moments {
+  A mean, scale;  // 1 / sqrt(variance + eps)
+};
+// Of a row, which is put into `wide` where that is given.
+template <class T>
+AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  const double n = static_cast<double>(p.features);
+  double sum[1], around[2];
+  sum_row<1, A>(p.features, sum, [&](V* sums, int64_t i, int64_t count) {
+    const V v = load_some(x + i, count);
+    if constexpr (sizeof(T) == 2) store(wide + i, v);
+    sums[0] += v;
+  });
+  const A guess = static_cast<A>(sum[0] / n);
+  sum_row<2, A>(p.features, around, [&](V* sums, int64_t i, int64_t count) {
+    V d = load_wide(x, wide, i, count) - V(guess);
+    if (count < V::width) {  // what is beyond the row must not count
+      for (int64_t j = count; j < V::width; j++) d.raw[j] = 0;
+    }
+    sums[0] += d, sums[1] = fma(d, d, sums[1]);
+  });
+  const double off = around[0] / n, variance = around[1] / n - off * off;
+  return {static_cast<A>(static_cast<double>(guess) + off),
+          static_cast<A>(1 / __builtin_sqrt((variance < 0 ? 0 : variance) + p.eps))};
+}
+
+// body(i, n) for each vector of a row, the last of which may have fewer than `width` elements.
+template <class A, class Body>
+AI3_INLINE void each_vector(int64_t features, const Body& body) {
+  constexpr int64_t width = Vec<A>::width;
+  int64_t i = 0;
+  for (; i + width <= features; i += width) body(i, width);
+  if (i < features) body(i, features - i);
+}
+
+// body.operator()<W>() for the type of weight and bias.
+template <class T, class Body>
+AI3_INLINE void with_weight_type(const LayerNormProblem& p, const Body& body) {
+  if constexpr (sizeof(T) == 2) {
+    if (p.wide_weight) return body.template operator()<float>();
+  }
+  body.template operator()<T>();
+}
+
+int64_t layer_norm_workspace(const LayerNormProblem& p) {
+  return with_type(p.dtype, [&]<class T>() { return wide_rows<T>(p); });
+}
+
+template <class T>
+void layer_norm_direct(const LayerNormProblem& p, const Buffers& m, Workspace& workspace) {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  A* const wide_of_all = sizeof(T) == 2 ? workspace.take<A>(p.threads * wide_row<A>(p)) : nullptr;
+  const T* const x = static_cast<const T*>(m.input);
+  T* const y = static_cast<T*>(m.output);
+  with_weight_type<T>(p, [&]<class W>() {
+    const W *const w = static_cast<const W*>(m.weight), *const b = static_cast<const W*>(m.bias);
+    parallel_ranges(p.threads, p.rows, 1, [&](int64_t begin, int64_t end, int thread) {
+      A* const wide = sizeof(T) == 2 ? wide_of_all + thread * wide_row<A>(p) : nullptr;
+      for (int64_t r = begin; r < end; r++) {
+        const T* const row = x + r * p.features;
+        T* const out = y + r * p.features;
+        const Moments<A> of = moments(p, row, wide);
+        const V mean(of.mean), scale(of.scale);
+        auto normal = [&](int64_t i, int64_t n) { return (load_wide(row, wide, i, n) - mean) * scale; };
+        if (w && b)
+          each_vector<A>(p.features, [&](int64_t i, int64_t n) {
+            store_some(out + i, fma(normal(i, n), load_some(w + i, n), load_some(b + i, n)), n);
+          });
+        else if (w)
+          each_vector<A>(p.features, [&](int64_t i, int64_t n) { store_some(out + i, normal(i, n) * load_some(w + i, n), n); });
+        else if (b)
+          each_vector<A>(p.features, [&](int64_t i, int64_t n) { store_some(out + i, normal(i, n) + load_some(b + i, n), n); });
+        else
+          each_vector<A>(p.features, [&](int64_t i, int64_t n) { store_some(out + i, normal(i, n), n); });
+      }
+    });
+  });
+}
+
+// Gradients ----------------------------------------------------------------------------------------------------------------
+AI3_INLINE int64_t chunks(const LayerNormProblem& p) { return smaller(p.rows, kChunksAtMost); }
+// Sums of a chunk for weight and bias.
+template <class A>
+AI3_INLINE int64_t sums_of_a_chunk(const LayerNormProblem& p) {
+  return 2 * round_up(p.features, Vec<A>::width);
+}
+int64_t backward_workspace(const LayerNormProblem& p, const GradientBuffers& m) {
+  return with_type(p.dtype, [&]<class T>() {
+    const bool sums = m.grad_weight || m.grad_bias;
+    const int64_t of_sums = sums ? workspace_bytes<Acc<T>>(checked_mul(chunks(p), sums_of_a_chunk<Acc<T>>(p))) : 0;
+    return checked_add(of_sums, wide_rows<T>(p));
+  });
+}
+
+// With g = dY * weight and h the normalized row: dX = scale * (g - mean(g) - h * mean(g * h)); dweight and dbias are the sums of
+// dY * h and dY over the rows, of which each chunk has its own: added in the same order whatever thread computes them.
+template <class T, class W>
+void backward_of(const LayerNormProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  const T *const gy = static_cast<const T*>(m.grad_output), *const x = static_cast<const T*>(m.input);
+  const W* const w = static_cast<const W*>(m.weight);
+  T* const gx = static_cast<T*>(m.grad_input);
+  W *const gw = static_cast<W*>(m.grad_weight), *const gb = static_cast<W*>(m.grad_bias);
+  const bool sums = gw || gb;
+  const int64_t count = chunks(p), own = sums_of_a_chunk<A>(p), half = own / 2;
+  A* const all = sums ? workspace.take<A>(count * own) : nullptr;
+  A* const wide_of_all = sizeof(T) == 2 ? workspace.take<A>(p.threads * wide_row<A>(p)) : nullptr;
+  parallel_for(p.threads, count, [&](int64_t c, int thread) {
+    A* const wide = sizeof(T) == 2 ? wide_of_all + thread * wide_row<A>(p) : nullptr;
+    A* const of_weight = all + c * own;
+    A* const of_bias = of_weight + half;
+    if (sums) each_vector<A>(own, [&](int64_t i, int64_t) { store(of_weight + i, V(A(0))); });
+    const Share rows = share(p.rows, count, c);
+    for (int64_t r = rows.begin; r < rows.end; r++) {
+      const T *const row = x + r * p.features, *const g = gy + r * p.features;
+      const Moments<A> of = moments(p, row, wide);
+      const V mean(of.mean), scale(of.scale);
+      auto normal = [&](int64_t i, int64_t n) { return (load_wide(row, wide, i, n) - mean) * scale; };
+      auto gradient = [&](int64_t i, int64_t n) { return w ? load_some(g + i, n) * load_some(w + i, n) : load_some(g + i, n); };
+      if (gx) {
+        double total[2];
+        sum_row<2, A>(p.features, total, [&](V* s, int64_t i, int64_t n) {
+          const V v = gradient(i, n);  // 0 beyond the row
+          s[0] += v, s[1] = fma(v, normal(i, n), s[1]);
+        });
+        const double n = static_cast<double>(p.features);
+        const V first(static_cast<A>(total[0] / n)), second(static_cast<A>(total[1] / n));
+        T* const out = gx + r * p.features;
+        each_vector<A>(p.features, [&](int64_t i, int64_t k) {
+          store_some(out + i, scale * (gradient(i, k) - first - normal(i, k) * second), k);
+        });
+      }
+      if (sums)
+        each_vector<A>(p.features, [&](int64_t i, int64_t n) {
+          const V v = load_some(g + i, n);  // 0 beyond the row
+          store(of_weight + i, fma(v, normal(i, n), load(of_weight + i)));
+          store(of_bias + i, load(of_bias + i) + v);
+        });
+    }
+  });
+  if (!sums) return;
+  parallel_ranges(p.threads, half / V::width, 64, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin * V::width; i < end * V::width; i += V::width) {
+      V of_weight = load(all + i), of_bias = load(all + half + i);
+      for (int64_t c = 1; c < count; c++) of_weight += load(all + c * own + i), of_bias += load(all + c * own + half + i);
+      const int64_t n = smaller(p.features - i, V::width);
+      if (gw) store_some(gw + i, of_weight, n);
+      if (gb) store_some(gb + i, of_bias, n);
+    }
+  });
+}
+void backward(const LayerNormProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  with_type(p.dtype, [&]<class T>() { with_weight_type<T>(p, [&]<class W>() { backward_of<T, W>(p, m, workspace); }); });
+}
+GradientNames gradients(const LayerNormProblem&) { return {"direct", "direct"}; }
+
+AI3_ALGORITHM(layer_norm, direct, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .workspace = layer_norm_workspace,
+              .gradients = gradients, .backward = backward, .backward_workspace = backward_workspace)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,158 @@
+// ai3::layer_norm_<algorithm>: schema, checks, and the way from tensors to kernels.
+#include "../algos/layer_norm/problem.h"
+#include "tensors.h"
+
+namespace ai3::ops {
+namespace {
+
+struct Call {
+  Tensor input;
+  Sizes shape;
+  std::optional<Tensor> weight, bias;
+  double eps = 0;
+};
+
+// An element takes as long as some multiplications of a product do.
+void set_threads(LayerNormProblem& p) { p.threads = p.rows < 0 ? threads() : threads(checked_product({p.rows, p.features, 8})); }
+
+LayerNormProblem problem_from(const Query& q) {
+  if (q.count != 5) throw std::runtime_error("ai3: a layer_norm query needs 5 sizes");
+  check_numel({q.sizes[0], q.sizes[1]});
+  LayerNormProblem p{};
+  p.dtype = q.dtype, p.rows = q.sizes[0], p.features = q.sizes[1];
+  p.has_weight = q.sizes[2] != 0, p.has_bias = q.sizes[3] != 0, p.wide_weight = q.sizes[4] > 0;
+  set_threads(p);
+  return p;
+}
+
+// Checks the arguments as torch.nn.functional.layer_norm does.
+LayerNormProblem problem(const Entry& entry, const Call& c) {
+  const DType dtype = dtype_of(entry, c.input);
+  const Sizes input = sizes_of(c.input);
+  check(!c.shape.empty(), entry, "needs a normalized_shape of at least one dimension");
+  check(input.size() >= c.shape.size() && std::equal(c.shape.rbegin(), c.shape.rend(), input.rbegin()), entry,
+        "needs input whose last dimensions are ", c.shape, ", got ", input);
+  const bool narrow = dtype == DType::bf16 || dtype == DType::f16;
+  const std::optional<Tensor>& first = c.weight ? c.weight : c.bias;
+  const bool wide = narrow && first && first->scalar_type() == ScalarType::Float;
+  auto check_parameter = [&](const std::optional<Tensor>& t, const char* name) {
+    if (!t) return;
+    check(sizes_of(*t) == c.shape, entry, "needs ", name, " of sizes ", c.shape, ", got ", *t);
+    const ScalarType wanted = wide ? ScalarType::Float : c.input.scalar_type();
+    check(t->scalar_type() == wanted, entry, "needs input, weight and bias of one dtype (float32 ones beside 16 bits), got ",
+          torch::headeronly::toString(c.input.scalar_type()), " and ", torch::headeronly::toString(t->scalar_type()));
+    check(t->device() == c.input.device(), entry, "needs input and ", name, " on one device, got ", device_text(c.input), " and ",
+          device_text(*t));
+  };
+  check_parameter(c.weight, "weight"), check_parameter(c.bias, "bias");
+  LayerNormProblem p{};
+  p.dtype = dtype, p.features = checked_numel(entry, c.shape, 1);
+  p.rows = checked_numel(entry, Sizes(input.begin(), input.end() - static_cast<std::ptrdiff_t>(c.shape.size())), 1);
+  p.eps = c.eps, p.has_weight = c.weight.has_value(), p.has_bias = c.bias.has_value(), p.wide_weight = wide;
+  set_threads(p);
+  return p;
+}
+
+// y, contiguous.
+void run(const Entry& entry, const Call& c, Tensor& y) {
+  const LayerNormProblem p = problem(entry, c);
+  const Chosen<LayerNormProblem> chosen(entry, device_of(entry, c.input), p);
+  if (y.numel() == 0) return;
+  const Tensor x = as_contiguous(c.input), w = c.weight ? as_contiguous(*c.weight) : x, b = c.bias ? as_contiguous(*c.bias) : x;
+  run_kernel(chosen, p,
+             {x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr, c.bias ? b.const_data_ptr() : nullptr, nullptr,
+              y.mutable_data_ptr()},
+             x);
+}
+Tensor empty_output(const Entry& entry, const Call& c) {
+  dtype_of(entry, c.input);
+  return empty(sizes_of(c.input), c.input.scalar_type(), c.input);
+}
+
+template <bool inference>
+void forward(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack, inference);
+  Call c;
+  c.input = in.take<Tensor>();
+  if (!inference) c.shape = in.take_list();
+  c.weight = in.take<std::optional<Tensor>>(), c.bias = in.take<std::optional<Tensor>>();
+  if (inference) c.shape = in.take_list();
+  c.eps = in.take<double>();
+  if (inference) check_inference(entry);
+  Tensor output = empty_output(entry, c);
+  run(entry, c, output);
+  give(stack, 0, output);
+}
+void forward_out(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack);
+  Call c;
+  c.input = in.take<Tensor>(), c.shape = in.take_list();
+  c.weight = in.take<std::optional<Tensor>>(), c.bias = in.take<std::optional<Tensor>>(), c.eps = in.take<double>();
+  Tensor out = in.take<Tensor>();
+  mark_written(entry, out);
+  dtype_of(entry, c.input), check_place(entry, c.input, out, sizes_of(c.input), "out");
+  check_apart(entry, out, c.input, "input");
+  if (c.weight) check_apart(entry, out, *c.weight, "weight");
+  if (c.bias) check_apart(entry, out, *c.bias, "bias");
+  if (is_contiguous(out)) return run(entry, c, out);
+  Tensor output = empty_output(entry, c);
+  run(entry, c, output);
+  torch::stable::copy_(out, output);
+}
+
+void backward(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack);
+  const Tensor grad = in.take<Tensor>();
+  Call c;
+  c.input = in.take<Tensor>(), c.shape = in.take_list(), c.weight = in.take<std::optional<Tensor>>(), c.eps = in.take<double>();
+  const auto wanted = in.take<std::vector<bool>>();
+  check(wanted.size() == 3, entry, "needs 3 flags in output_mask, got ", wanted.size());
+  check_same(entry, c.input, grad, "grad_output");
+  const LayerNormProblem p = problem(entry, c);
+  check(sizes_of(grad) == sizes_of(c.input), entry, "needs grad_output of the input's sizes ", sizes_of(c.input), ", got ", grad);
+  const Device device = device_of(entry, c.input);
+  Chosen<LayerNormProblem> chosen(entry, device, p);
+  if (!chosen.algorithm->traits.backward) chosen = Chosen<LayerNormProblem>(entry_named(*entry.operation, "direct"), device, p);
+  const ScalarType of_weight = c.weight ? c.weight->scalar_type() : c.input.scalar_type();
+  Gradients result{empty(wanted[0] ? sizes_of(c.input) : Sizes{0}, c.input.scalar_type(), c.input),
+                   empty(wanted[1] ? c.shape : Sizes{0}, of_weight, c.input),
+                   empty(wanted[2] ? c.shape : Sizes{0}, of_weight, c.input)};
+  if (c.input.numel() > 0) {
+    const Tensor gy = as_contiguous(grad), x = as_contiguous(c.input), w = c.weight ? as_contiguous(*c.weight) : x;
+    auto written = [&](size_t i) { return wanted[i] ? result[i].mutable_data_ptr() : nullptr; };
+    const GradientBuffers buffers = {gy.const_data_ptr(), x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr,
+                                     written(0),          written(1),         written(2)};
+    const Traits<LayerNormProblem>& traits = chosen.algorithm->traits;
+    with_workspace(*chosen.entry, traits.backward_workspace ? traits.backward_workspace(p, buffers) : 0, x,
+                   [&](Workspace& workspace) { traits.backward(p, buffers, workspace); });
+  } else {
+    for (Tensor& t : result) torch::stable::zero_(t);
+  }
+  give_gradients(stack, result);
+}
+
+// A user's algorithm, which has no kernel for gradients, gets PyTorch's.
+bool has_gradients(const AlgorithmInfo& info) {
+  const auto& traits = reinterpret_cast<const Algorithm<LayerNormProblem>&>(info).traits;
+  return traits.backward || traits.choose;
+}
+
+constexpr OperatorKind kinds[] = {
+    {"layer_norm_", "",
+     "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor", forward<false>,
+     nullptr},
+    {"_layer_norm_", "_backward",
+     "(Tensor grad_output, Tensor input, int[] normalized_shape, Tensor? weight, float eps, bool[3] output_mask) -> (Tensor, "
+     "Tensor, Tensor)",
+     backward, has_gradients},
+    {"_layer_norm_", "_out",
+     "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, Tensor(a!) out) -> ()",
+     forward_out, nullptr},
+    {"_layer_norm_", "_infer", "(Tensor input, Tensor? weight, Tensor? bias, str numbers) -> Tensor", forward<true>,
+     is_method<LayerNormProblem>},
+};
+AI3_OPERATION(layer_norm, "rows features has_weight has_bias wide_weight", kinds, std::size(kinds), nullptr, 0,
+              AI3_QUERIES(LayerNormProblem, problem_from))
+
+}  // namespace
+}  // namespace ai3::ops
