@@ -1,0 +1,24 @@
+// Algorithms of conv2d that another operation runs on images of height 1, as conv1d does.
+#pragma once
+#include "../core/algorithm.h"
+
+namespace ai3::inline AI3_LEVEL {
+
+const Algorithm<Conv2dProblem>& conv2d_direct_record();
+const Algorithm<Conv2dProblem>& conv2d_im2col_record();
+
+// The functions of such a record. A record of another file is no constant, the address of these is.
+template <const Algorithm<Conv2dProblem>& (*record)()>
+struct Lent {
+  static void run(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) { record().run(p, m, workspace); }
+  static int64_t workspace(const Conv2dProblem& p) {
+    const auto bytes = record().traits.workspace;
+    return bytes ? bytes(p) : 0;
+  }
+  static Cost cost(const Conv2dProblem& p) { return record().traits.cost(p); }
+  static int64_t packed_bytes(const Conv2dProblem& p) { return record().traits.packed_bytes(p); }
+  static void pack(const Conv2dProblem& p, const void* weight, void* packed) { record().traits.pack(p, weight, packed); }
+  static GradientNames gradients(const Conv2dProblem& p) { return record().traits.gradients(p); }
+};
+
+}  // namespace ai3::inline AI3_LEVEL

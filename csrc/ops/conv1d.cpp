@@ -1,0 +1,109 @@
+// ai3::conv1d_<algorithm>: schema, checks, and the way to conv2d's glue: sequences are images of height 1.
+#include "../algos/conv1d/problem.h"
+#include "conv2d.h"
+
+namespace ai3::ops {
+namespace {
+
+struct Conv1dCall : Conv2dCall {
+  void take_window(Arguments& in) {
+    stride = in.take_list(1), padding = in.take_list(1), dilation = in.take_list(1), groups = in.take<int64_t>();
+  }
+  void take_prologue(Arguments&) {}  // its packed operators have none
+};
+
+// (..., C, L) as (..., C, 1, L), contiguous, so that conv2d's output is, too.
+Tensor as_image(const Tensor& t) { return torch::stable::unsqueeze(as_contiguous(t), t.dim() - 1); }
+Tensor as_sequence(const Tensor& t) { return torch::stable::squeeze(t, t.dim() - 2); }
+
+void widen_window(const Entry& entry, Conv1dCall& c) {
+  auto widen = [&](Sizes& list, const char* name, int64_t of_height) {
+    spread(entry, list, 1, name);
+    list.insert(list.begin(), of_height);
+  };
+  widen(c.stride, "stride", 1), widen(c.padding, "padding", 0), widen(c.dilation, "dilation", 1);
+}
+void widen_weight(const Entry& entry, Conv1dCall& c) {
+  check(c.weight.defined(), entry, "needs tensors as input and weight, got None");
+  check(c.weight.dim() == 3, entry, "needs a 3-D weight (out_channels, in_channels/groups, kernel_length), got ", c.weight);
+  const Tensor image = torch::stable::unsqueeze(c.weight, 2);  // the same memory, by which kept packs know it
+  c.weight = suggests_channels_last(image) ? as_image(c.weight) : image;
+}
+// The call as one of conv2d.
+void widen(const Entry& entry, Conv1dCall& c) {
+  check(c.input.defined(), entry, "needs tensors as input and weight, got None");
+  check(c.input.dim() == 2 || c.input.dim() == 3, entry, "needs input (N, C, L) or (C, L), got ", c.input);
+  widen_window(entry, c);
+  if (c.weight_size.empty())
+    widen_weight(entry, c);
+  else
+    c.weight_size.insert(c.weight_size.begin() + 2, 1);
+  c.input = as_image(c.input);
+  for (std::optional<Tensor>* t : {&c.residual, &c.output})
+    if (*t && (*t)->dim() >= 2) **t = torch::stable::unsqueeze(**t, (*t)->dim() - 1);
+}
+
+Conv2dProblem problem_from(const Query& q) {
+  if (q.count != 11) throw std::runtime_error("ai3: a conv1d query needs 11 sizes");
+  const int64_t* s = q.sizes;
+  auto beside = [](int64_t size, int64_t value) { return size < 0 ? size : value; };  // unknown as far as the other is
+  const int64_t sizes[] = {s[0],
+                           s[1],
+                           beside(s[2], 1),
+                           s[2],
+                           s[3],
+                           beside(s[4], 1),
+                           s[4],
+                           beside(s[5], 1),
+                           s[5],
+                           beside(s[6], 0),
+                           s[6],
+                           beside(s[7], 1),
+                           s[7],
+                           s[8],
+                           s[9],
+                           0,
+                           s[10]};
+  return conv2d_from({q.dtype, sizes, static_cast<int>(std::size(sizes)), q.exclude});
+}
+
+struct Conv1dOperation {
+  using Call = Conv1dCall;
+  using Problem = Conv2dProblem;
+  static constexpr size_t weight_rank = 3;
+
+  static const Operation& operation();
+  static const Operation& gradient_operation() { return Conv2dOperation::operation(); }
+  static Problem problem(const Entry& entry, Call& c) {
+    widen(entry, c);
+    return Conv2dOperation::problem(entry, c);
+  }
+  static Problem problem_of_weight(const Entry& entry, Call& c) {
+    widen_window(entry, c), widen_weight(entry, c);
+    return Conv2dOperation::problem_of_weight(entry, c);
+  }
+  static Sizes description(const Problem& p) { return pack_description(p); }
+  static Tensor run(const Entry& entry, Call& c) {
+    widen(entry, c);
+    return as_sequence(conv2d_run(entry, c));
+  }
+  static Gradients gradients(const Entry& asked, Call& c, const Tensor& grad, const std::vector<bool>& wanted,
+                             GradientEntries by) {
+    widen(asked, c);
+    check(grad.dim() >= 2, asked, "needs grad_output of the output's sizes, got ", grad);
+    Gradients result = conv2d_backward(asked, c, as_image(grad), wanted, by);
+    for (size_t i : {0u, 1u})
+      if (wanted[i]) result[i] = as_sequence(result[i]);
+    return result;
+  }
+};
+
+AI3_WEIGHTED_OPERATORS("conv1d", Conv1dOperation, ", int[1] stride=1, int[1] padding=0, int[1] dilation=1, int groups=1",
+                       ", int[1] stride, int[1] padding, int[1] dilation, int groups", "")
+AI3_OPERATION(conv1d,
+              "batch in_channels in_length out_channels kernel_length stride padding dilation groups has_bias deterministic",
+              kinds, std::size(kinds), shared, std::size(shared), AI3_QUERIES(Conv2dProblem, problem_from))
+const Operation& Conv1dOperation::operation() { return conv1d_operation; }
+
+}  // namespace
+}  // namespace ai3::ops
