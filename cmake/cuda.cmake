@@ -36,7 +36,7 @@ else()
   endif()
 endif()
 
-# cuBLAS comes with the toolkit, else with pip's nvidia packages (beside torch). After the toolkit's own directories:
+# cuBLAS comes with the toolkit, cuDNN beside it, else both with pip's nvidia packages (beside torch). After the toolkit's own directories:
 # headers of another minor version than nvcc's must not come first.
 get_filename_component(AI3_TOOLKIT ${CMAKE_CUDA_COMPILER} REALPATH)
 get_filename_component(AI3_TOOLKIT ${AI3_TOOLKIT}/../.. ABSOLUTE)
@@ -55,6 +55,14 @@ function(ai3_cuda_library variable header)
 endfunction()
 ai3_cuda_library(AI3_CUDART cuda_runtime.h cudart libcudart.so.13 libcudart.so.12)
 ai3_cuda_library(AI3_CUBLAS cublas_v2.h cublas libcublas.so.13 libcublas.so.12)
+ai3_cuda_library(AI3_CUDNN cudnn.h cudnn libcudnn.so.9)
+# One wheel serves torch 2.11 and later, which bring their own cuDNN: newer headers than the oldest's may name what that one lacks.
+file(STRINGS ${AI3_CUDNN_INCLUDE}/cudnn_version.h version REGEX "#define CUDNN_(MAJOR|MINOR) ")
+string(REGEX REPLACE "[^0-9;]" "" version "${version}")
+list(JOIN version "." AI3_CUDNN_VERSION)
+if(AI3_CUDNN_VERSION VERSION_GREATER 9.19)
+  message(WARNING "cuDNN's headers are of ${AI3_CUDNN_VERSION}: a wheel for torch 2.11 needs 9.19 or earlier")
+endif()
 
 add_library(_C_cuda SHARED ${AI3_CUDA})
 set_target_properties(_C_cuda PROPERTIES CUDA_ARCHITECTURES "${AI3_CUDA_ARCHITECTURES}")
@@ -67,7 +75,7 @@ foreach(arch ${AI3_CUDA_ARCHITECTURES})
   endif()
 endforeach()
 target_compile_definitions(_C_cuda PRIVATE AI3_LEVEL=cuda USE_CUDA AI3_OLDEST_CAPABILITY=${oldest})
-target_include_directories(_C_cuda SYSTEM PRIVATE ${AI3_CUDART_INCLUDE} ${AI3_CUBLAS_INCLUDE})
+target_include_directories(_C_cuda SYSTEM PRIVATE ${AI3_CUDART_INCLUDE} ${AI3_CUBLAS_INCLUDE} ${AI3_CUDNN_INCLUDE})
 set(AI3_HOST_WERROR)
 if(AI3_WERROR)
   set(AI3_HOST_WERROR ",-Werror")
@@ -76,7 +84,7 @@ endif()
 target_compile_options(_C_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:${AI3_FLAGS}>
   "$<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda;--diag-suppress=177;--expt-relaxed-constexpr;-Xcompiler=-fvisibility=hidden,-Wall,-Wextra${AI3_HOST_WERROR}>")
-target_link_libraries(_C_cuda PRIVATE ai3_torch _C torch_cuda c10_cuda ${AI3_CUDART} ${AI3_CUBLAS})
+target_link_libraries(_C_cuda PRIVATE ai3_torch _C torch_cuda c10_cuda ${AI3_CUDART} ${AI3_CUBLAS} ${AI3_CUDNN})
 ai3_package_library(_C_cuda)
 list(JOIN AI3_CUDA_ARCHITECTURES " " architectures)
-message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${architectures}")
+message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, cuDNN ${AI3_CUDNN_VERSION}, architectures ${architectures}")

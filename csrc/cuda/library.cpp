@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "../algos/core/algorithm.h"
+#include "core/pytorch.h"
 
 extern "C" {
 extern const ai3::AlgorithmInfo* const __start_ai3_algorithms[];
@@ -29,6 +30,12 @@ char failure[512];  // of the registration; an exception must not leave a librar
 }
 
 }  // namespace
+
+void* ai3::current_blas_handle() {
+  void* handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  return handle;
+}
 
 // Why the library could not register its kernels; empty when it could.
 extern "C" [[gnu::visibility("default")]] const char* ai3_cuda_failure() { return failure; }

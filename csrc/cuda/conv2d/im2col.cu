@@ -6,7 +6,10 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int64_t kPatchBytes = int64_t{256} << 20;
+#ifndef AI3_PATCH_BYTES  // tests have a smaller one
+#define AI3_PATCH_BYTES (int64_t{256} << 20)
+#endif
+constexpr int64_t kPatchBytes = AI3_PATCH_BYTES;
 
 struct Chunk {
   int64_t images, rows;  // several images with all rows of the output, or some rows of one
@@ -38,9 +41,7 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
   const Chunk chunk = pointwise ? Chunk{p.batch, p.out_height} : chunk_of(p);
   void* scratch = workspace.take<char>(kCublasWorkspace);  // first: cuBLAS wants it aligned to 256 bytes
   T* columns = pointwise ? nullptr : workspace.take<T>(chunk.images * chunk.rows * row_elements(p));
-  if (b)  // what the products are added onto, so that half types round once
-    for_each(p.batch * p.out_channels * pixels, workspace, "conv2d_im2col",
-             [=] __device__(int64_t i) { y[i] = b[channels_last ? i % p.out_channels : i / pixels % p.out_channels]; });
+  if (b) spread_bias(p, b, y, workspace, "conv2d_im2col");
   for (int64_t n0 = 0; n0 < p.batch; n0 += chunk.images)
     for (int64_t h0 = 0; h0 < p.out_height; h0 += chunk.rows) {
       const int64_t images = p.batch - n0 < chunk.images ? p.batch - n0 : chunk.images;

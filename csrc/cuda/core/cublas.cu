@@ -1,6 +1,7 @@
-#include <torch/csrc/stable/library.h>
+#include <cublas_v2.h>
 
 #include "cublas.cuh"
+#include "pytorch.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -52,9 +53,7 @@ int narrow_size(int64_t size) {
 
 void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch) {
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
-  void* raw = nullptr;
-  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&raw));
-  const auto handle = static_cast<cublasHandle_t>(raw);
+  const auto handle = static_cast<cublasHandle_t>(current_blas_handle());
   const GivenWorkspace workspace(handle, scratch);
   const MathMode mode(handle, static_cast<cublasMath_t>((allow_tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH) |
                                                         CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));

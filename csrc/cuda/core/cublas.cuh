@@ -1,7 +1,5 @@
 // One strided-batched GEMM through cuBLAS, with PyTorch's handle, in the precision that the problem asks for.
 #pragma once
-#include <cublas_v2.h>
-
 #include "device.cuh"
 
 namespace ai3::inline AI3_LEVEL {
@@ -24,7 +22,10 @@ struct Gemm {
 // What cuBLAS may split sums over. It is given from the call's workspace: with memory of its own, which calls on several streams
 // share, or none, the order of its sums could be another one from call to call. The size is what NVIDIA recommends for the newest
 // architectures (32 MiB for compute capability 9.0 and later, less for others).
-inline constexpr int64_t kCublasWorkspace = int64_t{32} << 20;
+#ifndef AI3_CUBLAS_WORKSPACE  // tests have a smaller one
+#define AI3_CUBLAS_WORKSPACE (int64_t{32} << 20)
+#endif
+inline constexpr int64_t kCublasWorkspace = AI3_CUBLAS_WORKSPACE;
 
 // Accumulates in float32 (float64 for float64); TF32 only where allow_tf32. `scratch` has kCublasWorkspace bytes. Throws
 // std::runtime_error.

@@ -28,7 +28,9 @@ __device__ __forceinline__ void store_acc(bfloat16* p, float v) {  // to nearest
 inline cudaStream_t stream_of(const Workspace& workspace) { return static_cast<cudaStream_t>(workspace.stream); }
 
 inline void check_cuda(cudaError_t status, const char* what) {
-  if (status != cudaSuccess) throw std::runtime_error(std::string("ai3: ") + what + " failed: " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // the runtime keeps it, and the next kernel's caller would take it for its own
+  throw std::runtime_error(std::string("ai3: ") + what + " failed: " + cudaGetErrorString(status));
 }
 
 // The oldest architecture that the library has code for (cmake/cuda.cmake gives it); a kernel on an older one would fail.
@@ -62,12 +64,16 @@ template <class Body>
 __global__ void __launch_bounds__(kBlock) for_each_kernel(int64_t count, Body body) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) body(i);
 }
+// Launched by the runtime's function rather than <<<...>>>, which only nvcc reads: so the tests build all of this for the host,
+// where that function is a loop (tests/cpp/cuda).
 template <class Body>
 void for_each(int64_t count, const Workspace& workspace, const char* what, const Body& body) {
   if (count == 0) return;
   const int64_t blocks = ceil_div(count, kBlock), most = 1 << 20;
-  for_each_kernel<<<static_cast<unsigned>(blocks < most ? blocks : most), kBlock, 0, stream_of(workspace)>>>(count, body);
-  check_cuda(cudaGetLastError(), what);
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(blocks < most ? blocks : most), config.blockDim.x = kBlock;
+  config.stream = stream_of(workspace);
+  check_cuda(cudaLaunchKernelEx(&config, for_each_kernel<Body>, count, body), what);
 }
 
 // A flat index over (batch, channel, row, column), split so that neighbouring threads touch neighbouring memory.
@@ -89,6 +95,15 @@ __device__ __forceinline__ Place place_of(int64_t i, int64_t channels, int64_t h
 }
 __device__ __forceinline__ int64_t offset_of(const Place& at, const Strides4& s) {
   return at.n * s.n + at.c * s.c + at.h * s.h + at.w * s.w;
+}
+
+// Every output's bias, onto which a product is then added, so that half types round once.
+template <class T>
+void spread_bias(const Conv2dProblem& p, const T* b, T* y, const Workspace& workspace, const char* what) {
+  const int64_t channels = p.out_channels, pixels = p.out_height * p.out_width;
+  const bool channels_last = p.y_stride.c == 1;
+  for_each(p.batch * channels * pixels, workspace, what,
+           [=] __device__(int64_t i) { y[i] = b[channels_last ? i % channels : i / pixels % channels]; });
 }
 
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,98 @@
+// CUDA's runtime on the host, as far as csrc/cuda calls it: a launch is a loop over the grid's threads, in order, and done when
+// it returns; memory is the host's. The names and types are CUDA's, so that the kernels are compiled as they are.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+inline thread_local dim3 gridDim, blockDim, blockIdx, threadIdx;
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidConfiguration = 9, cudaErrorNoDevice = 100 };
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor = 75, cudaDevAttrComputeCapabilityMinor = 76 };
+enum cudaMemcpyKind { cudaMemcpyDeviceToDevice = 3 };
+enum cudaDataType { CUDA_R_32F = 0, CUDA_R_64F = 1, CUDA_R_16F = 2, CUDA_R_16BF = 14 };
+using cudaStream_t = struct CUstream_st*;
+struct cudaLaunchAttribute;
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes = 0;
+  cudaStream_t stream = nullptr;
+  cudaLaunchAttribute* attrs = nullptr;
+  unsigned numAttrs = 0;
+};
+
+// What tests set, and look at.
+namespace fake {
+inline int capability = 90;          // 10 * major + minor; 0: there is no device
+inline thread_local int device = 0;  // the current one
+inline thread_local cudaError_t last_error = cudaSuccess;
+inline thread_local int64_t launches = 0;
+inline thread_local bool fail_launches = false;
+}  // namespace fake
+
+inline const char* cudaGetErrorString(cudaError_t e) {
+  return e == cudaErrorInvalidConfiguration ? "invalid configuration argument"
+         : e == cudaErrorNoDevice           ? "no CUDA-capable device is detected"
+                                            : "no error";
+}
+inline cudaError_t cudaGetLastError() {
+  const cudaError_t e = fake::last_error;
+  fake::last_error = cudaSuccess;
+  return e;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = fake::device;
+  return fake::last_error = fake::capability ? cudaSuccess : cudaErrorNoDevice;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? fake::capability / 10 : fake::capability % 10;
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+  const dim3 grid = config->gridDim, block = config->blockDim;
+  if (fake::fail_launches || grid.x == 0 || block.x == 0 || block.x > 1024 || grid.y * grid.z * block.y * block.z != 1)
+    return fake::last_error = cudaErrorInvalidConfiguration;
+  fake::launches++;
+  gridDim = grid, blockDim = block;
+  for (blockIdx.x = 0; blockIdx.x < grid.x; blockIdx.x++)
+    for (threadIdx.x = 0; threadIdx.x < block.x; threadIdx.x++) kernel(arguments...);
+  return cudaSuccess;
+}
+
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+inline float __uint_as_float(unsigned bits) {
+  float f;
+  std::memcpy(&f, &bits, sizeof(f));
+  return f;
+}
+inline unsigned __float_as_uint(float f) {
+  unsigned bits;
+  std::memcpy(&bits, &f, sizeof(bits));
+  return bits;
+}
+template <class T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+template <class T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}

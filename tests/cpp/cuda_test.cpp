@@ -1,0 +1,294 @@
+// What csrc/cuda does beside computing: capability, workspaces, chunks, indices of 64 bits, the state of cuBLAS's handle, cuDNN's
+// plans and handles. Values, bounds and threads are the matter of the tests that run on the kernels of every level, these among
+// them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <barrier>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../../csrc/cuda/core/pytorch.h"
+#include "cublas_v2.h"
+#include "cudnn.h"
+#include "run.h"
+
+void* ai3::current_blas_handle() { return &fake::blas; }
+
+namespace {
+using namespace ai3;
+
+constexpr int64_t kScratch = 512;  // of cuBLAS, as CMakeLists.txt has it; patches have 4096 bytes
+
+template <class P>
+const Algorithm<P>& on_cuda(const char* operation, const char* name) {
+  const AlgorithmInfo* info = algorithm("cuda", operation, name);
+  if (!info) throw std::runtime_error(std::string("no CUDA kernel ") + operation + "_" + name);
+  return *reinterpret_cast<const Algorithm<P>*>(info);
+}
+
+// Sets the device's capability until the end of the block.
+struct Capability {
+  explicit Capability(int value) : before(fake::capability) { fake::capability = value; }
+  ~Capability() { fake::capability = before; }
+  int before;
+};
+
+// The output on exact integers, compared with the reference.
+template <class P>
+void expect_exact(const Algorithm<P>& a, const P& p) {
+  SCOPED_TRACE(describe(a, p));
+  const Inputs<P> in(p, {Flush::end, Values::integers});
+  const Guarded y = run(a, p, in, Flush::end, extent(p).output);
+  const Reference expected =
+      reference(a.info.operation, p, in.x.values(), in.weight.values(), in.bias.values(), in.residual.values());
+  for (int64_t i = 0; i < extent(p).output; i++) ASSERT_EQ(get(p.dtype, y.as<char>(), i), expected.y[i]) << "element " << i;
+}
+
+TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
+  int kernels = 0;
+  each_kernel([&]<class P>(const Algorithm<P>& a) {
+    if (std::string(a.info.level) != "cuda") return;
+    SCOPED_TRACE(test_name(a));
+    kernels++;
+    const P p = problems::all(static_cast<P*>(nullptr), a.info.operation)[0];
+    ASSERT_TRUE(a.traits.supports) << "asks nothing of the device";
+    for (int capability : {0, 80, 90, 120}) {
+      const Capability set(capability);
+      Reason reason{};
+      EXPECT_TRUE(a.traits.supports(p, reason)) << capability << ": " << reason.text;
+    }
+    const Capability old(75);
+    Reason reason{};
+    EXPECT_FALSE(a.traits.supports(p, reason));
+    EXPECT_STREQ(reason.text, "needs a GPU of compute capability 8.0 or later, got 7.5");
+  });
+  EXPECT_GE(kernels, 8);
+}
+
+TEST(Cuda, ALaunchThatFailsIsAnErrorThatNamesTheKernel) {
+  const auto& relu = on_cuda<ElementwiseProblem>("relu", "direct");
+  Workspace workspace{nullptr, 0, 0, nullptr};
+  float x = 1, y = 0;
+  const Buffers buffers{&x, nullptr, nullptr, nullptr, &y};
+  fake::fail_launches = true;
+  try {
+    relu.run(contiguous_elements(DType::f32, 1, 1), buffers, workspace);
+    ADD_FAILURE() << "no error";
+  } catch (const std::runtime_error& e) {
+    EXPECT_STREQ(e.what(), "ai3: relu_direct failed: invalid configuration argument");
+  }
+  fake::fail_launches = false;
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess) << "the error is left to the next kernel";
+}
+
+TEST(Cuda, CublasGetsTheCallsWorkspaceAndItsHandleIsAsBefore) {
+  const auto& gemm = on_cuda<LinearProblem>("linear", "gemm");
+  LinearProblem p{};
+  p.rows = 3, p.in_features = p.x_row = 5, p.out_features = p.y_row = 4, p.has_bias = true;
+  const auto tf32 = static_cast<int>(CUBLAS_TF32_TENSOR_OP_MATH);
+  for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16})
+    for (bool allow_tf32 : {false, true}) {
+      p.dtype = dtype, p.allow_tf32 = allow_tf32;
+      fake::blas = {};
+      fake::blas.math = CUBLAS_DEFAULT_MATH;
+      const auto stream = reinterpret_cast<cudaStream_t>(&p);
+      cublasSetStream(&fake::blas, stream);
+      expect_exact(gemm, p);
+      EXPECT_EQ(fake::blas.products, 1);
+      EXPECT_EQ(fake::blas.stream_used, stream);
+      EXPECT_EQ(fake::blas.math, CUBLAS_DEFAULT_MATH) << "PyTorch's handle is left in another mode";
+      EXPECT_EQ(fake::blas.stream, stream);
+      EXPECT_EQ(fake::blas.workspace, nullptr) << "PyTorch's handle is left with the call's workspace";
+      EXPECT_TRUE(fake::blas.math_used & CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION);
+      EXPECT_EQ((fake::blas.math_used & tf32) == tf32, allow_tf32);
+      EXPECT_EQ(fake::blas.compute_used, dtype == DType::f64                 ? CUBLAS_COMPUTE_64F
+                                         : dtype == DType::f32 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                                             : CUBLAS_COMPUTE_32F);
+    }
+}
+
+// cuBLAS wants its workspace aligned to 256 bytes, as the memory of a call begins.
+TEST(Cuda, CublasGetsTheBeginningOfTheWorkspace) {
+  const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
+  const Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 5, 4, 1), true, false);
+  const Inputs<Conv2dProblem> in(p, {Flush::end, Values::integers});
+  const int64_t bytes = im2col.traits.workspace(p);
+  const Guarded y(extent(p).output * 4, Flush::end), scratch(bytes, Flush::begin);
+  Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+  im2col.run(p, {in.x.stored(), in.weight.stored(), nullptr, nullptr, y.as<char>()}, workspace);
+  EXPECT_EQ(fake::blas.workspace_used, scratch.as<char>());
+}
+
+TEST(Cuda, Im2colIsCutIntoImagesAndRows) {
+  const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
+  for (bool nhwc : {false, true}) {
+    // 8 pixels of patches of 27 floats: 864 bytes an image, so 4 of 5 at once.
+    const Conv2dProblem images = problems::conv2d({5, 3, 4, 6, 2, 3, 3, 1, 1, 0, 0, 1, 1, 1}, nhwc, true);
+    EXPECT_EQ(im2col.traits.workspace(images), kScratch + round_up(4 * 864, 64));
+    fake::blas = {};
+    expect_exact(im2col, images);
+    EXPECT_EQ(fake::blas.products, 2);
+    // Patches of a row of 17 pixels take 1224 bytes: three of eight rows at once, of each of two images, in two groups.
+    const Conv2dProblem rows = problems::conv2d({2, 2, 10, 19, 4, 3, 3, 1, 1, 0, 0, 1, 1, 2}, nhwc, true);
+    EXPECT_EQ(im2col.traits.workspace(rows), kScratch + round_up(3 * 1224, 64));
+    fake::blas = {};
+    expect_exact(im2col, rows);
+    EXPECT_EQ(fake::blas.products, 2 * 3 * 2);
+  }
+}
+
+// 64 channels at 4K were 19 GB of patches.
+TEST(Cuda, Im2colTakesNoMoreForAnImageThanItsLimitOrOneRow) {
+  const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
+  const Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 64, 2160, 3840, 64, 1), true, true);
+  EXPECT_EQ(im2col.traits.workspace(p), kScratch + round_up(int64_t{64} * 9 * 3840 * 4, 64));
+  Conv2dProblem largest = p;
+  largest.in_channels = int64_t{1} << 40, largest.in_width = largest.out_width = int64_t{1} << 40;
+  EXPECT_EQ(im2col.traits.workspace(largest), kOverflow) << "a product that wraps";
+}
+
+TEST(Cuda, Im2colMultipliesThePixelsOfAPointwiseLayerWhereTheyLie) {
+  const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
+  for (int64_t groups : {1, 3})
+    for (bool nhwc : {false, true})
+      for (bool bias : {false, true}) {
+        const Conv2dProblem p = problems::conv2d({2, 6, 7, 9, 12, 1, 1, 1, 1, 0, 0, 1, 1, groups}, nhwc, bias);
+        EXPECT_EQ(im2col.traits.workspace(p), kScratch);
+        fake::launches = 0;
+        expect_exact(im2col, p);
+        EXPECT_EQ(fake::launches, bias) << "nothing but the bias is copied";
+      }
+}
+
+// Positions in the padding are beyond 2^31, although every element's offset is small. In 32 bits they would wrap to what is
+// outside as well, which UndefinedBehaviorSanitizer sees.
+TEST(Cuda, PositionsBeyondThirtyTwoBits) {
+  const int64_t far = int64_t{1} << 30;
+  for (const char* name : {"direct", "im2col", "implicit_precomp_gemm"})
+    for (bool nhwc : {false, true}) {
+      expect_exact(on_cuda<Conv2dProblem>("conv2d", name),
+                   problems::conv2d({1, 2, 3, 4, 3, 3, 1, 1, 1, far, 0, far, 1, 1}, nhwc, true));
+      expect_exact(on_cuda<Conv2dProblem>("conv2d", name),
+                   problems::conv2d({1, 2, 4, 3, 3, 1, 3, 1, 1, 0, far, 1, far, 1}, nhwc, true));
+    }
+}
+
+// Every call of the tests below is a problem that no other test has.
+Conv2dProblem dnn_problem(int64_t height) {
+  return problems::conv2d({1, 2, height, 3, 4, 3, 3, 1, 1, 1, 1, 1, 1, 2}, false, true);
+}
+const Algorithm<Conv2dProblem>& precomp() { return on_cuda<Conv2dProblem>("conv2d", "implicit_precomp_gemm"); }
+
+TEST(Cudnn, AProblemIsAskedOnceAndOfEachDevice) {
+  const Conv2dProblem p = dnn_problem(101);
+  const int64_t before = fake::dnn_queries;
+  for (int i = 0; i < 3; i++) expect_exact(precomp(), p);
+  EXPECT_EQ(precomp().traits.workspace(p), 128) << "cuDNN's 100 bytes, in multiples of 64";
+  EXPECT_EQ(fake::dnn_queries - before, 1);
+  std::thread([&] { expect_exact(precomp(), p); }).join();
+  EXPECT_EQ(fake::dnn_queries - before, 1) << "another thread asks again";
+  fake::device = 1;
+  expect_exact(precomp(), p);
+  EXPECT_EQ(fake::dnn_device_used, 1);
+  fake::device = 0;
+  EXPECT_EQ(fake::dnn_queries - before, 2);
+  Conv2dProblem other = p;  // differs in what the descriptors or the answer depend on
+  other.allow_tf32 = true;
+  expect_exact(precomp(), other);
+  other.dtype = DType::f64;
+  expect_exact(precomp(), other);
+  EXPECT_EQ(fake::dnn_queries - before, 4);
+}
+
+TEST(Cudnn, PlansAreBounded) {
+  const int64_t before = fake::dnn_descriptors;
+  Reason reason{};
+  for (int64_t i = 0; i < 3000; i++) ASSERT_TRUE(precomp().traits.supports(dnn_problem(1000 + i), reason)) << reason.text;
+  EXPECT_LE(fake::dnn_descriptors, std::max<int64_t>(before, 4 * 1026));
+  EXPECT_GT(fake::dnn_descriptors, 4) << "keeps none";
+}
+
+TEST(Cudnn, EachThreadHasAHandleThatTheNextTakesOver) {
+  const Conv2dProblem p = dnn_problem(102);
+  int64_t made = 0;
+  for (int round = 0; round < 5; round++) {
+    const fake::Dnn* used[4];
+    {
+      std::barrier alive(4);  // until each has called
+      std::vector<std::jthread> threads;
+      for (auto& handle : used)
+        threads.emplace_back([&] {
+          for (int i = 0; i < 10; i++) expect_exact(precomp(), p);
+          handle = fake::dnn_handle_used;
+          alive.arrive_and_wait();
+        });
+    }
+    EXPECT_EQ(std::set(std::begin(used), std::end(used)).size(), 4) << "threads share a handle";
+    if (round == 0) made = fake::dnn_handles;
+  }
+  for (int i = 0; i < 20; i++) std::thread([&] { expect_exact(precomp(), p); }).join();
+  EXPECT_EQ(fake::dnn_handles, made) << "threads that have ended leave their handles to others";
+}
+
+TEST(Cudnn, RunsOnTheCallsStream) {
+  const Conv2dProblem p = dnn_problem(103);
+  const Inputs<Conv2dProblem> in(p, {Flush::end, Values::integers});
+  const int64_t bytes = precomp().traits.workspace(p);
+  const Guarded y(extent(p).output * 4, Flush::end), scratch(bytes, Flush::end);
+  for (void* stream : {static_cast<void*>(y.as<char>()), static_cast<void*>(nullptr)}) {
+    Workspace workspace{scratch.as<char>(), bytes, 0, stream};
+    precomp().run(p, {in.x.stored(), in.weight.stored(), in.bias.stored(), nullptr, y.as<char>()}, workspace);
+    EXPECT_EQ(fake::dnn_stream_used, stream);
+    EXPECT_EQ(workspace.used, bytes);
+  }
+}
+
+TEST(Cudnn, FloatsAreRoundedToTf32OnlyWhereThatIsAllowed) {
+  Conv2dProblem p = dnn_problem(104);
+  for (bool allow_tf32 : {false, true})
+    for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+      p.dtype = dtype, p.allow_tf32 = allow_tf32;
+      expect_exact(precomp(), p);
+      EXPECT_EQ(fake::dnn_math_used, size_of(dtype) == 2                  ? CUDNN_TENSOR_OP_MATH
+                                     : dtype == DType::f32 && !allow_tf32 ? CUDNN_FMA_MATH
+                                                                          : CUDNN_DEFAULT_MATH);
+    }
+}
+
+TEST(Cudnn, RefusalsAreInItsOwnWords) {
+  Reason reason{};
+  fake::dnn_answer = CUDNN_STATUS_NOT_SUPPORTED;
+  EXPECT_FALSE(precomp().traits.supports(dnn_problem(105), reason));
+  EXPECT_STREQ(reason.text, "cuDNN refuses: CUDNN_STATUS_NOT_SUPPORTED: for a test");
+  // A failure that is not the problem's is not kept.
+  fake::dnn_answer = CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED;
+  try {
+    precomp().traits.workspace(dnn_problem(106));
+    ADD_FAILURE() << "no error";
+  } catch (const std::runtime_error& e) {
+    EXPECT_STREQ(e.what(),
+                 "ai3: cudnnGetConvolutionForwardWorkspaceSize: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED: "
+                 "for a test");
+  }
+  fake::dnn_answer = CUDNN_STATUS_SUCCESS;
+  EXPECT_FALSE(precomp().traits.supports(dnn_problem(105), reason)) << "a refusal is asked for once";
+  EXPECT_TRUE(precomp().traits.supports(dnn_problem(106), reason)) << reason.text;
+  // What 32 bits do not hold.
+  EXPECT_FALSE(precomp().traits.supports(dnn_problem(int64_t{1} << 31), reason));
+  EXPECT_STREQ(reason.text, "cuDNN takes sizes and strides below 2147483648, got 25769803776");
+}
+
+TEST(Cudnn, WithoutAGpuItIsListedAndNotAsked) {
+  const Capability none(0);
+  const int64_t before = fake::dnn_queries;
+  Reason reason{};
+  EXPECT_TRUE(precomp().traits.supports(dnn_problem(107), reason)) << reason.text;
+  EXPECT_THROW(precomp().traits.workspace(dnn_problem(107)), std::runtime_error);
+  EXPECT_EQ(fake::dnn_queries, before);
+}
+
+}  // namespace

@@ -1,0 +1,105 @@
+"""The CUDA part: what is known without a GPU, and what only a GPU shows. Its kernels' values are tested in tests/cpp and, with a
+GPU, in the tests of every operator."""
+
+import itertools
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ai3_ops
+from ai3_ops import _library
+
+LIBRARY = Path(ai3_ops.__file__).parent / "_C_cuda.so"
+built = pytest.mark.skipif(
+    not LIBRARY.exists() or not torch.version.cuda, reason="needs the CUDA part, which was not built"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@built
+def test_every_file_of_the_cuda_part_is_an_algorithm():
+    source = Path(ai3_ops.__file__).parent.parent / "csrc/cuda"
+    if not source.is_dir():
+        pytest.skip("needs the source tree, which a wheel has not")
+    files = {(p.parent.name, p.stem) for p in source.glob("*/*.cu") if p.parent.name != "core"}
+    assert {(a.operation, a.name) for a in ai3_ops.algorithms(device="cuda") if not a.python} == files
+
+
+@built
+def test_cudnn_is_the_one_that_torch_loads():
+    """A dependency by name, without a path: the process has one cuDNN."""
+    tool = subprocess.run(["readelf", "-d", str(LIBRARY)], capture_output=True, text=True, check=False)
+    if tool.returncode:
+        pytest.skip("needs readelf")
+    assert "[libcudnn.so.9]" in tool.stdout
+    assert "RPATH" not in tool.stdout
+    assert "RUNPATH" not in tool.stdout
+
+
+@built
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_cudnn_is_listed_for_every_dtype(dtype):
+    (info,) = [a for a in ai3_ops.algorithms("conv2d", "cuda") if a.name == "implicit_precomp_gemm"]
+    assert str(dtype).removeprefix("torch.") in info.dtypes
+    assert info.deterministic
+    assert info.accuracy == "exact"
+
+
+@built
+def test_packs_of_as_many_elements_differ_in_size():
+    """A pack on CUDA is checked by its size alone: a tag in it could be read only by waiting for the device."""
+
+    def conv2d(k, c, r, s):
+        sizes = _library.Sizes([1, c, 9, 9, k, r, s, 1, 1, 0, 0, 1, 1, 1, 0, 0, 0])
+        return _library.packed_bytes("conv2d", "im2col", "cuda", torch.float32, sizes)
+
+    def linear(rows, columns):
+        names = _library.size_names("linear")
+        sizes = {"in_features": columns, "out_features": rows}
+        numbers = _library.Sizes([sizes.get(name, 1) for name in names])
+        return _library.packed_bytes("linear", "gemm", "cuda", torch.float32, numbers)
+
+    for a, b in itertools.permutations((8, 16, 64, 96, 512), 2):
+        assert conv2d(a, b, 3, 3) != conv2d(b, a, 3, 3)
+        assert linear(a, b) != linear(b, a)
+    assert len({conv2d(64, 64, *window) for window in ((1, 9), (3, 3), (9, 1))}) == 3
+    assert conv2d(64, 64, 3, 3) - 64 * 64 * 9 * 4 < 32 << 10
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_cudnn_computes_the_convolution_on_any_stream(dtype, memory_format):
+    x = torch.randint(-3, 4, (2, 8, 9, 11), device="cuda").to(dtype).to(memory_format=memory_format)
+    w = torch.randint(-3, 4, (12, 4, 3, 3), device="cuda").to(dtype)
+    b = torch.randint(-3, 4, (12,), device="cuda").to(dtype)
+    expected = F.conv2d(x.double(), w.double(), b.double(), 2, 1, 1, 2).to(dtype)
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            y = torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, b, 2, 1, 1, 2)
+        stream.synchronize()
+        assert torch.equal(y, expected)
+        assert y.stride() == F.conv2d(x, w, b, 2, 1, 1, 2).stride()
+
+
+@needs_gpu
+def test_a_pack_of_other_sizes_is_refused():
+    pack = torch.ops.ai3._conv2d_im2col_pack(torch.randn(8, 16, 3, 3, device="cuda"))
+    with pytest.raises(RuntimeError, match="needs a packed weight of"):
+        torch.ops.ai3._conv2d_im2col_packed(torch.randn(1, 8, 9, 9, device="cuda"), pack, [16, 8, 3, 3])
+
+
+@needs_gpu
+def test_cudnn_runs_in_a_cuda_graph():
+    x, w = torch.randn(1, 8, 14, 14, device="cuda"), torch.randn(16, 8, 3, 3, device="cuda")
+    torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1))
