@@ -31,6 +31,8 @@ from torch import Tensor, nn
 
 import ai3_ops
 from ai3_ops import _library, doctor, registry
+from ai3_ops.nn import leaf_class
+from ai3_ops.operations.calls import Call
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ROOT / "benchmarks" / "shapes"
@@ -67,39 +69,18 @@ class Layer:
 
     def batch(self, n: int) -> Layer:
         """The same layer on n images (a count of elements or rows belongs to one)."""
-        if self.operation in ("linear", "relu", "flatten"):
+        if "H" not in self.sizes:
             return Layer(re.sub(r"\b(M|count)=(\d+)", lambda size: f"{size[1]}={n * int(size[2])}", self.line))
         return Layer(re.sub(r"\bN=\d+", f"N={n}", self.line))
 
     def module(self) -> nn.Module:
         """PyTorch's module with weights that keep the scale of their input."""
-        s = self.sizes
-        match self.operation:
-            case "conv2d":
-                window = s["kernel"], s["stride"], s["pad"], s["dilation"]
-                return nn.Conv2d(s["C"], s["K"], *window, groups=s["groups"])
-            case "linear":
-                return nn.Linear(s["K"], s["N"])
-            case "max_pool2d":
-                return nn.MaxPool2d(s["kernel"], s["stride"], s["pad"], ceil_mode=bool(s["ceil"]))
-            case "avg_pool2d":
-                return nn.AvgPool2d(s["kernel"], s["stride"], s["pad"], ceil_mode=bool(s["ceil"]))
-            case "adaptive_avg_pool2d":
-                return nn.AdaptiveAvgPool2d(s["out"])
-            case "relu":
-                return nn.ReLU()
-            case "flatten":
-                return nn.Flatten(0)
-        raise ValueError(f"no such layer: {self.line}")
+        return registry.OPERATIONS[self.operation].module_of(self.sizes)
 
     def input(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Normal numbers, images in channels_last."""
-        s = self.sizes
-        if self.operation == "linear":
-            return torch.randn(s["M"], s["K"]).to(dtype)
-        if "count" in s:
-            return torch.randn(s["count"]).to(dtype)
-        return torch.randn(s["N"], s["C"], s["H"], s["W"]).to(dtype).to(memory_format=torch.channels_last)
+        x = torch.randn(registry.OPERATIONS[self.operation].input_of(self.sizes)).to(dtype)
+        return x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
 
     @property
     def output_size(self) -> tuple[int, int]:
@@ -133,7 +114,7 @@ class Layer:
         match self.operation:
             case "linear":
                 elements = s["M"] * s["K"] + s["K"] * s["N"] + s["M"] * s["N"]
-            case "relu" | "flatten":
+            case _ if "count" in s:
                 elements = 2 * s["count"]
             case _:
                 channels = s.get("K", s["C"])
@@ -233,18 +214,9 @@ def choice(layer: Layer, module: nn.Module, x: Tensor, rule: str = "default") ->
 
 def arguments(module: nn.Module, x: Tensor) -> tuple[Any, ...]:
     """Those of the operator that computes a module."""
-    match module:
-        case nn.Conv2d():
-            return x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups
-        case nn.Linear():
-            return x, module.weight, module.bias
-        case nn.MaxPool2d():
-            return x, module.kernel_size, module.stride, module.padding, module.dilation, module.ceil_mode
-        case nn.AvgPool2d():
-            return x, module.kernel_size, module.stride, module.padding, module.ceil_mode
-        case nn.AdaptiveAvgPool2d():
-            return x, module.output_size
-    return (x,)
+    leaf = leaf_class(type(module))
+    assert leaf is not None
+    return Call.by_name[leaf._ai3_operation]().arguments(*leaf._ai3_arguments(module, x))
 
 
 def once(function: Function) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +17,8 @@ import torchvision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ai3_ops.nn.calls import Call
+from ai3_ops.operations.calls import Call
+from ai3_ops.registry import OPERATIONS
 
 HERE = Path(__file__).resolve().parent / "shapes"
 NETWORKS = {
@@ -64,38 +64,8 @@ class UNet(nn.Module):
         return self.classes(x)
 
 
-def _pair(value: int | Sequence[int]) -> str:
-    a, b = (value, value) if isinstance(value, int) else value
-    return str(a) if a == b else f"{a},{b}"
-
-
-def _image(x: Tensor) -> str:
-    n, c, h, w = x.shape
-    return f"N={n} C={c} H={h} W={w}"
-
-
 def _linear(x: Tensor, features: int) -> str:
     return f"linear M={x.numel() // x.shape[-1]} K={x.shape[-1]} N={features}"
-
-
-def _line(call: Call, y: Tensor, x: Tensor, *args: Any) -> str:
-    """What a call computes, given its output and the operator's arguments."""
-    match call.operation, args:
-        case "conv2d", (weight, _, stride, pad, dilation, groups):
-            return (
-                f"conv2d {_image(x)} K={weight.shape[0]} kernel={_pair(weight.shape[2:])} stride={_pair(stride)} "
-                f"pad={_pair(pad)} dilation={_pair(dilation)} groups={groups}"
-            )
-        case "linear", _:
-            return _linear(x, y.shape[-1])
-        case ("max_pool2d", (kernel, stride, pad, 1, ceil)) | ("avg_pool2d", (kernel, stride, pad, ceil, True, None)):
-            window = f"kernel={_pair(kernel)} stride={_pair(stride)} pad={_pair(pad)}"
-            return f"{call.operation} {_image(x)} {window} ceil={int(ceil)}"
-        case "adaptive_avg_pool2d", _:
-            return f"adaptive_avg_pool2d {_image(x)} out={_pair(y.shape[-2:])}"
-        case "relu" | "flatten", _:
-            return f"{call.operation} count={x.numel()}"
-    raise ValueError(f"no line says {call.operation} with {args}")
 
 
 class _Layers(TorchFunctionMode):
@@ -114,7 +84,7 @@ class _Layers(TorchFunctionMode):
             x = args[0]
             self.found.update([_linear(x, 3 * x.shape[-1]), _linear(x, x.shape[-1])])
         elif call := self.calls.get(func):
-            self.found[_line(call, y, *call.arguments(*args, **kwargs))] += 1
+            self.found[OPERATIONS[call.operation].line(y, *call.arguments(*args, **kwargs))] += 1
         return y
 
 
@@ -126,7 +96,9 @@ def text(name: str) -> str:
         x = torch.empty(1, 3, size, size)
         with _Layers() as layers:
             model(x)
-    return "\n".join([f"# {name}, {tuple(x.shape)}", *(f"{line} # x{n}" for line, n in layers.found.items()), ""])
+    return "\n".join(
+        [f"# {name}, {tuple(x.shape)}", *(f"{line} # x{n}" for line, n in layers.found.items() if line), ""]
+    )
 
 
 def main() -> None:

@@ -199,6 +199,14 @@ def page(data: dict[str, Any]) -> Iterator[str]:
         head = ["network", *(f"{d} {short[layout]} {b}" for d, layout, b in columns)]
         yield from measure.table(head, rows, " " + "r" * len(columns))
         yield ""
+    yield "## NCHW input"
+    yield ""
+    yield "How many times as long the swapped model takes for an NCHW input as for channels_last; inference, above 1.1 in bold."
+    yield ""
+    columns = [(d, b) for d in DTYPES for b in BATCHES]
+    rows = [[name, *(_nchw(data["cells"], name, dtype, batch) for dtype, batch in columns)] for name in MODELS]
+    yield from measure.table(["network", *(f"{d} {b}" for d, b in columns)], rows, " " + "r" * len(columns))
+    yield ""
     yield "## Forms of the swapped model"
     yield ""
     yield "How many times as long the swapped model takes eagerly as in this form: float32, NCHW, batch 1, inference."
@@ -208,6 +216,14 @@ def page(data: dict[str, Any]) -> Iterator[str]:
         found = [data["forms"].get(f"{name} {which}") for which in FORMS]
         rows.append([name, *("" if f is None else _ratio(f["ratio"], 1 / 1.05) for f in found)])
     yield from measure.table(["network", *FORMS], rows, " " + "r" * len(FORMS))
+
+
+def _nchw(cells: dict[str, Any], name: str, dtype: str, batch: int) -> str:
+    nchw, last = (cells.get(f"{name} {dtype} {layout} inference {batch}") for layout in LAYOUTS)
+    if nchw is None or last is None:
+        return ""
+    ratio = nchw["ai3_ms"] / last["ai3_ms"]
+    return f"{ratio:.2f}" if ratio <= 1.1 / REACHED else f"**{ratio:.2f}**"
 
 
 def _ratio(value: float, least: float = REACHED) -> str:

@@ -220,6 +220,7 @@ void add_conv2d(const Shape& s, const Type& type, const std::string& layout, int
 void add_linear(const Shape& s, const Type& type, int threads) {
   LinearProblem p{};
   p.dtype = type.dtype, p.threads = threads, p.rows = s["M"], p.in_features = s["K"], p.out_features = s["N"], p.has_bias = true;
+  p = with_dense_rows(p);
   const std::string name =
       "M" + std::to_string(p.rows) + "_K" + std::to_string(p.in_features) + "_N" + std::to_string(p.out_features);
   add<LinearProblem>("linear", type.name, name, p, [=] {
@@ -274,7 +275,7 @@ void add_pool2d(const Shape& s, const Type& type, const std::string& layout, int
 }
 
 void add_elementwise(const Shape& s, const Type& type, int threads) {
-  ElementwiseProblem p{type.dtype, threads, s["count"]};
+  const ElementwiseProblem p = contiguous_elements(type.dtype, threads, s["count"]);
   add<ElementwiseProblem>(s.operation, type.name, "n" + std::to_string(p.count), p, [=] {
     Case<ElementwiseProblem> c;
     c.problem = p;
