@@ -12,7 +12,7 @@
 namespace ai3::ops {
 namespace {
 
-constexpr int64_t kKeptBytes = int64_t{256} << 20;
+constexpr int kKeptBytes = 256 << 20;
 constexpr int kKeptBlocks = 64;
 
 struct Block {
@@ -27,14 +27,21 @@ int kept_blocks = 0;
 int64_t kept_bytes = 0;
 
 #ifdef __GLIBC__
-// glibc gives the end of its heap back to the system when that is longer than twice the largest mapped block that was freed so
-// far, of up to 32 MiB (mallopt(3), M_MMAP_THRESHOLD): until then outputs come in fresh pages in every call, which take longer to
-// get than many an output to compute (docs/decisions/memory.md). So it sees one of 32 MiB, which is not touched; what the user
-// has set in the environment stays as it is.
+bool is_set(const char* name, const char* within = "") {
+  const char* value = std::getenv(name);
+  return value && std::strstr(value, within);
+}
+
+// glibc gives the end of its heap back to the system when that is longer than M_TRIM_THRESHOLD (mallopt(3)), 128 KiB at first:
+// outputs then come in fresh pages in every call, which take longer to get than many an output to compute
+// (docs/decisions/memory.md). What the user has set in the environment stays as it is.
 [[gnu::constructor]] void keep_heap() {
-  void* block = std::malloc((size_t{32} << 20) - 8192);
-  asm volatile("" : "+r"(block));  // not left out as unused
-  std::free(block);
+  for (const char* name : {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"}) {
+    if (is_set(name)) return;
+  }
+  if (is_set("GLIBC_TUNABLES", "glibc.malloc.")) return;
+  mallopt(M_TRIM_THRESHOLD, kKeptBytes);
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest that glibc takes: larger blocks are mappings of their own
 }
 #endif
 
