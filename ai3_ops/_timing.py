@@ -46,11 +46,21 @@ class Measured:
     workspace_bytes: int  # that a call allocates besides the pack; 0 where PyTorch computes, which does not tell
     packed_bytes: int  # of the packed weight that the layer keeps
     rough: bool = False  # of a first look only: far slower than the fastest
+    failed: str = ""  # the error of its call; there are then no times, and nothing chooses it
 
     @property
     def bytes(self) -> int:
         """All memory that this way takes besides tensors that the user sees."""
         return self.workspace_bytes + self.packed_bytes
+
+    @classmethod
+    def failure(cls, error: str) -> Measured:
+        """Of a call that fails."""
+        return cls(math.inf, 0.0, math.inf, 0, 0, failed=error)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fit for JSON, which has no infinity."""
+        return {"failed": self.failed} if self.failed else {k: v for k, v in asdict(self).items() if k != "failed"}
 
 
 @dataclass(frozen=True)
@@ -229,7 +239,8 @@ def measure(
 ) -> dict[str, Measured]:
     """Times of each, which take turns; the first named is measured well however slow it is.
 
-    A first look drops those far slower than the fastest, marked rough.
+    A first look drops those far slower than the fastest, marked rough. An algorithm whose call fails, such as for want of
+    memory, has the error in `failed`; PyTorch's own failing ("torch") raises.
     """
     arguments = layer.tensors(layout)
     input = arguments[0]
@@ -238,9 +249,12 @@ def measure(
     functions = {name: (layer.function(name, arguments), layer.function(name, others)) for name in names}
     found: dict[str, list[float]] = {}
     error: dict[str, float] = {}
+    failed: dict[str, str] = {}
     with torch.inference_mode():
         before = input.clone() if layer.in_place else None
-        for name, (function, twin) in functions.items():
+
+        def look(name: str) -> None:
+            function, twin = functions[name]
             start = clock()
             output = function()  # packs the weight
             first = clock() - start
@@ -250,8 +264,24 @@ def measure(
                 input.copy_(before)
             looks = 2 if first < _WARM_SECONDS else 1
             found[name] = [surroundings.sample(function, twin, input) for _ in range(looks)]
+
+        def attempt(name: str, step: Callable[[str], None]) -> None:
+            try:
+                step(name)
+            except Exception as cause:  # a user's algorithm may raise anything
+                if name == "torch":
+                    raise
+                failed[name] = f"{type(cause).__name__}: {cause}"
+                found.pop(name, None)
+                _library.release_workspace()  # for want of which it may have failed
+                if before is not None:
+                    input.copy_(before)
+
+        for name in names:
+            attempt(name, look)
         limit = HOPELESS * min(map(min, found.values()))
-        close = [name for name in names if name == names[0] or min(found[name]) <= limit]
+        well = next(name for name in names if name in found)
+        close = [name for name in found if name == well or min(found[name]) <= limit]
         rounds = ROUNDS_P99
         if not p99:
             of_a_round = sum(min(found[name]) for name in close)
@@ -260,11 +290,15 @@ def measure(
             found[name] = []
         for i in range(rounds * (1 if p99 else _PATIENCE)):
             for name in close if i % 2 else reversed(close):
-                found[name].append(surroundings.sample(*functions[name], input))
+                attempt(name, lambda name: found[name].append(surroundings.sample(*functions[name], input)))
+            close = [name for name in close if name not in failed]
             if all(len(_kept(found[name])) >= rounds for name in close):
                 break
     results = {}
     for name in names:
+        if name in failed:
+            results[name] = Measured.failure(failed[name])
+            continue
         seconds, noise = percentile(found[name]) if p99 and name in close else median(found[name])
         workspace, packed = layer.memory(name, layout)
         rough = name not in close
@@ -349,13 +383,19 @@ def conversion(shape: Sequence[int], dtype: torch.dtype, device: str, surroundin
 
 def to_json(measured: Mapping[str, Measured]) -> dict[str, Any]:
     """By name."""
-    return {name: asdict(m) for name, m in measured.items()}
+    return {name: m.to_dict() for name, m in measured.items()}
 
 
 def from_json(data: Any) -> dict[str, Measured]:
     """TypeError or ValueError for what `to_json` does not make."""
-    found = {name: Measured(**values) for name, values in data.items()}
-    for m in found.values():
+    found = {}
+    for name, values in data.items():
+        if set(values) == {"failed"}:
+            if not isinstance(values["failed"], str):
+                raise ValueError("no words")
+            found[name] = Measured.failure(values["failed"])
+            continue
+        found[name] = m = Measured(**values)
         numbers = (m.time_us, m.noise_us, m.error)
         if not all(isinstance(n, (int, float)) for n in numbers) or not all(
             isinstance(n, int) for n in (m.workspace_bytes, m.packed_bytes, m.rough)

@@ -249,9 +249,10 @@ class Meter:
         self.surroundings = Surroundings(network_bytes)
         self.p99, self.approximate = settings.objective == "p99", settings.allow_approximate
         self.cache = _cache.Cache(cache)
+        self.told: set[tuple[str, str]] = set()  # algorithms whose failure a warning has named
 
     def key(self, layer: Layer, layout: str) -> dict[str, Any]:
-        """What an entry hangs on."""
+        """What an entry depends on."""
         surroundings = {"bytes": self.surroundings.bytes, "p99": self.p99, "approximate": self.approximate}
         return layer.key() | {"layout": layout} | surroundings
 
@@ -278,6 +279,7 @@ class Meter:
         except (TypeError, ValueError, AttributeError) as error:
             self.cache.broken(key, error)
             return None
+        self.tell(layer, found, "; measured with cache=False, it is tried again")
         return found
 
     def measured(self, layer: Layer) -> dict[str, dict[str, Measured]]:
@@ -288,7 +290,19 @@ class Meter:
         """One layout's, now."""
         found = _timing.measure(layer, layout, layer.candidates(layout, self.approximate), self.surroundings, self.p99)
         self.cache.put(self.key(layer, layout), _timing.to_json(found))
+        self.tell(layer, found)
         return found
+
+    def tell(self, layer: Layer, found: Mapping[str, Measured], more: str = "") -> None:
+        """A warning of each algorithm that fails, once: at the first layer that shows it."""
+        for name, m in found.items():
+            if m.failed and (layer.operation, name) not in self.told:
+                self.told.add((layer.operation, name))
+                warnings.warn(
+                    f"ai3_ops.tune: {layer.operation} {name!r} fails on the layer {layer} and is not chosen where it does: "
+                    f"{m.failed}{more}",
+                    stacklevel=8,
+                )
 
     def conversion(self, edge: _Edge, layer: Layer) -> float:
         """Microseconds to bring the edge's tensor into channels_last."""
@@ -348,6 +362,8 @@ def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings:
     if name == "torch":
         return ""
     info, m = registry.algorithm(layer.operation, name, layer.device), found[name]
+    if m.failed:
+        return f"its call fails: {m.failed}"
     if settings.deterministic and not info.deterministic:
         return "not deterministic"
     limit = settings.tolerance
@@ -381,7 +397,7 @@ def select(
 
     better = [name for name in allowed if clearly(name, base_name)]
     if not better:
-        why = "default" if base_name == first else f"default is forbidden: {forbidden[first]}"
+        why = "default" if base_name == first else f"default is not taken: {forbidden[first]}"
         return base_name, cost[base_name], why
     best = min(better, key=cost.__getitem__)
     chosen = next(name for name in better if not clearly(best, name))
@@ -521,7 +537,7 @@ def _planned(site: _Site, name: str, layout: str, why: str, times: Times) -> Pla
     candidates = {}
     for each in layer.layouts:
         for other, m in times.get((layer, each), {}).items():
-            candidates[f"{other} {each}" if len(layer.layouts) > 1 else other] = asdict(m)
+            candidates[f"{other} {each}" if len(layer.layouts) > 1 else other] = m.to_dict()
     return PlannedLayer(
         layer.operation,
         name,
@@ -564,13 +580,15 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
     ):
         rivals = [layer.default(layout), "torch", *_rivals(plan.layers[names[0]], layer, layout)]
         found = _timing.measure(layer, layout, list(dict.fromkeys([algorithm, *rivals])), meter.surroundings, meter.p99)
+        meter.tell(layer, found)
+        failed = found[algorithm].failed
         chosen, _, why = select(layer, found, settings)
         if chosen == algorithm:
             why = "verified"
         else:
             found = meter.measured(layer)[layout]
             chosen, _, why = select(layer, found, settings)
-            why = f"{algorithm} lost here: {why}"
+            why = f"{algorithm} {'fails' if failed else 'lost'} here: {why}"
         for name in names:
             layers[name] = _planned(sites[name], chosen, layout, why, {(layer, layout): found})
     return Plan(layers, _cache.machine(), plan.settings)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import sys
 
 import pytest
 import torch
+
+from ai3_ops import registry
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +20,20 @@ def _fixed_state():
     torch.set_num_threads(1)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def built_in_only(monkeypatch):
+    """Without the algorithms that tests before this one registered, some of which fail or are slow on purpose."""
+    of_text = registry._of_text
+    built_in = sys.modules["ai3_ops.register"]._BUILT_IN
+    before = {(a.operation, a.name) for a in registry.registered()} - built_in
+
+    def known(text):
+        return [a for a in of_text(text) if (a.operation, a.name) not in before]
+
+    monkeypatch.setattr(registry, "_of_text", known)
+    monkeypatch.setattr(registry, "_python", {})
 
 
 @pytest.fixture(scope="session")

@@ -54,9 +54,9 @@ def x():
 
 
 @pytest.fixture(autouse=True)
-def _cache_directory(tmp_path, monkeypatch):
+def _cache_directory(tmp_path, monkeypatch, built_in_only):
+    """An empty one; while others' tests have callables registered, nothing would be kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(registry, "_python", {})  # while others' tests have callables registered, nothing is kept
 
 
 @pytest.fixture
@@ -546,6 +546,133 @@ def test_python_callables_are_not_kept(model, x, given, tmp_path):
     plan = tuned(model, x)
     assert plan.layers[":relu_0"].algorithm == "tune_test"
     assert not entries(tmp_path)
+
+
+# Algorithms that fail --------------------------------------------------------------------------------------------------
+GLUTTON = """
+#include <ai3/algorithm.h>
+template <class T>
+void {operation}_{name}(const ai3::{problem}& p, {arguments} T*, ai3::Workspace& workspace) {{
+  workspace.take<char>(int64_t{{1}} << 62);
+}}
+AI3_ALGORITHM({operation}, {name})
+"""
+
+
+def glutton(operation, name, tmp_path, problem="Conv2dProblem", arguments="const T*, const T*, const T*,"):
+    """An algorithm that wants more memory than there is."""
+    header = tmp_path / f"{name}.h"
+    header.write_text(GLUTTON.format(operation=operation, name=name, problem=problem, arguments=arguments))
+    ai3_ops.register(operation, name, header)
+
+
+def failures(plan):
+    return {
+        (layer, name.split()[0]): m["failed"]
+        for layer, planned in plan.layers.items()
+        for name, m in planned.candidates.items()
+        if "failed" in m
+    }
+
+
+def test_an_algorithm_that_fails_is_not_chosen(x, tmp_path, monkeypatch):
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 1)).eval()
+    glutton("conv2d", "tune_glutton", tmp_path)
+    glutton("relu", "tune_starving", tmp_path, "ElementwiseProblem", "const T*,")
+    with pytest.warns(UserWarning, match="fails on the layer") as warned:
+        plan = tuned(model, x)
+    said = [str(w.message) for w in warned]
+    assert len(said) == 2  # of each algorithm one, though two layers and two layouts show the first
+    assert any(
+        re.search(r"conv2d 'tune_glutton' fails on the layer conv2d .*8x3x3x3.*not enough memory", s) for s in said
+    )
+    assert any("relu 'tune_starving' fails on the layer relu 2x8x12x12" in s for s in said)
+    assert set(failures(plan)) == {("0", "tune_glutton"), ("1", "tune_starving"), ("2", "tune_glutton")}
+    assert "tune_glutton" not in str(plan)
+    assert len(str(plan).splitlines()) == 5
+    plan.save(tmp_path / "plan.json")
+    assert "Infinity" not in (tmp_path / "plan.json").read_text()
+    assert Plan.load(tmp_path / "plan.json") == plan
+    close(ai3_ops.swap(model, plan, x)(x), model(x))
+    monkeypatch.setattr(_timing, "measure", lambda *_: pytest.fail("measured although it is in the cache"))
+    with pytest.warns(UserWarning, match="not enough memory.*cache=False"):
+        assert tuned(model, x) == plan
+
+
+def test_a_default_that_fails_falls_to_pytorch(x, monkeypatch):
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+
+    def broken(x, weight, bias, stride, padding, dilation, groups):
+        raise ValueError("no luck today")
+
+    ai3_ops.register("conv2d", "tune_unlucky", broken, replace=True)
+    layer = conv()
+    found = measure(layer, CHANNELS_LAST, ["tune_unlucky", "torch", "im2col"], Surroundings(2**20))
+    assert list(found) == ["tune_unlucky", "torch", "im2col"]
+    assert found["tune_unlucky"].failed == "ValueError: no luck today"
+    assert not found["torch"].rough  # now the one to beat
+    slow = {name: replace(m, time_us=100.0) if not m.failed else m for name, m in found.items()}
+    name, _, why = select(layer, slow, Settings())
+    assert name == "torch"
+    assert "its call fails: ValueError: no luck today" in why
+    assert _timing.from_json(json.loads(json.dumps(_timing.to_json(found)))) == found
+
+
+def test_pytorch_failing_raises(monkeypatch):
+    clock = Clock(monkeypatch, {"direct": 0.010, "torch": lambda n: 1 / 0})
+    with pytest.raises(ZeroDivisionError):
+        measure(conv(), CHANNELS_LAST, ["direct", "torch"], Surroundings(2**20))
+    assert "direct" in clock.order
+
+
+def test_failing_in_place_leaves_the_input_to_the_others(monkeypatch):
+    """A call that fails half way: what is measured next sees the numbers that it should."""
+    function = Layer.function
+
+    def half(layer, name, arguments):
+        def run():
+            arguments[0].fill_(-7.0)
+            raise MemoryError("half way")
+
+        return run if name == "direct" else function(layer, name, arguments)
+
+    monkeypatch.setattr(Layer, "function", half)
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    layer = Layer("relu", (Spec((1, 8, 4, 4), (), torch.float32, "cpu"),), (False,), True)
+    found = measure(layer, CONTIGUOUS, ["direct", "torch"], Surroundings(2**20))
+    assert found["direct"].failed == "MemoryError: half way"
+    assert found["torch"].error == 0.0
+
+
+def test_failing_later_than_the_first_call(monkeypatch):
+    def tired(n):
+        if n > 8:
+            raise RuntimeError("tired")
+        return 0.010
+
+    Clock(monkeypatch, {"direct": 0.010, "torch": 0.012, "im2col": tired})
+    found = measure(conv(), CHANNELS_LAST, ["direct", "torch", "im2col"], Surroundings(2**20))
+    assert [m.failed for m in found.values()] == ["", "", "RuntimeError: tired"]
+
+
+def test_verify_of_an_algorithm_that_fails(x, tmp_path, monkeypatch):
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    glutton("conv2d", "tune_glutton_verified", tmp_path)
+    model = nn.Conv2d(3, 8, 3, padding=1)
+    plan = Plan({"": PlannedLayer("conv2d", "tune_glutton_verified")})
+    with pytest.warns(UserWarning, match="'tune_glutton_verified' fails on the layer"):
+        verified = plan.verify(model, x, progress=False)
+    assert verified.layers[""].algorithm != "tune_glutton_verified"
+    assert verified.layers[""].reason.startswith("tune_glutton_verified fails here")
+
+
+def test_optimize_without_an_algorithm_that_fails(x, tmp_path):
+    glutton("conv2d", "tune_glutton_optimized", tmp_path)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()).eval()
+    with pytest.warns(UserWarning, match="'tune_glutton_optimized' fails on the layer"):
+        fast = ai3_ops.optimize(model, x, progress=False)
+    close(fast(x), model(x))
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------
