@@ -4,7 +4,7 @@ import pytest
 import torch
 
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
-from benchmarks import figures, layers, shapes  # noqa: E402
+from benchmarks import figures, layers, paper, shapes  # noqa: E402
 
 LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
 
@@ -111,3 +111,21 @@ def test_rows_run():
         assert sample.error < 1e-4
     page = "\n".join(figures.document({"processor": "one"}, [(figures.ROWS[0], samples)]))
     assert "missed" in page
+
+
+def small():
+    """Two convolutions, of which Winograd computes one."""
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 1)), torch.randn(1, 3, 9, 9)
+
+
+def test_figures_of_the_paper():
+    line = measure.conv2d(1, 8, 9, 8, pad=0)
+    found = paper.layer(line, 0.01)
+    for figure in ("2", "3"):
+        assert {"torch", "direct", "smm", "winograd_f4", "default"} <= set(found[figure])
+        assert "depthwise" not in found[figure]  # does not support the layer
+    whole = paper.network(f"{__name__}:small", 1, 0.01)
+    assert whole["computed"]["direct"] == (2, 2)
+    assert whole["computed"]["winograd_f4"] == (1, 2)
+    text = "\n".join(paper.page({"layers": {line.line: found}, "networks": {"small": whole}}))
+    assert "(1 of 2)" in text
