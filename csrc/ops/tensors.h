@@ -154,7 +154,7 @@ inline void check_same(const Entry& entry, const Tensor& input, const Tensor& ot
         device_text(other));
 }
 
-// A list argument for `count` dimensions: one element speaks of all of them, as in ATen.
+// A list argument for `count` dimensions: one element stands for all of them, as in ATen.
 inline void spread(const Entry& entry, Sizes& list, size_t count, const char* name) {
   if (list.size() == 1) list.resize(count, list[0]);
   check(list.size() == count, entry, name, " needs 1 or ", count, " elements, got ", list);

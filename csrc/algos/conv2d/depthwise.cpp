@@ -95,7 +95,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
     const int64_t to = n * p.y_stride.n + row * p.y_stride.h + column * p.y_stride.w + m;
     const int first = static_cast<int>(smaller(reach, larger(0, -left))),
               last = static_cast<int>(larger(0, smaller(reach, p.in_width - left)));
-    // From memory, the rows that the tile below adds are asked for now, and the lines that it writes.
+    // From memory, the rows that the tile below adds are prefetched here, and the lines that it writes.
     const bool ahead = columns > 0 && call.from_memory && row + 2 * height <= p.out_height;
     const T* below = image + ((height - 1) * p.stride_h + p.kernel_height) * p.x_stride.h;
     auto vector = [&]<bool whole>(int64_t c, int64_t lanes) {
@@ -375,7 +375,7 @@ void input_gradient(const Conv2dProblem& p, const T* gy, const T* w, T* dx, Work
 
 // A row of dY against the rows of x below `rows` rows of the kernel: one vector of channels' sums, a vector for each tap. A
 // number of columns that is known keeps them in registers, and each element of dY is loaded once; several rows at once, so that
-// enough sums are under way. The next vector of channels of what is new is asked for: pixels are too far apart for the
+// enough sums are under way. The next vector of channels of what is new is prefetched: pixels are too far apart for the
 // prefetchers.
 template <class T, int rows, int columns>
 void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64_t lanes, Acc<T>* sums) {

@@ -106,14 +106,14 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
 }
 
 // How sums come into the output: its lines, which are not read, are likely in a cache where it is small; those of a larger one go
-// past the caches where they are stored as a whole, else they are asked for beforehand; or sums are added to what is there.
+// past the caches where they are stored as a whole, else they are prefetched; or sums are added to what is there.
 enum class Lines { cached, asked_for, past_caches, added_to };
 constexpr int64_t kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;  // bytes of output; of layers of up to four channels
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
 // the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; how far behind
-// its own pixels those lie that a tile asks for, which others need next (0: none). `spread`: a vector of a pixel's channels holds
-// those of several groups, `channels` each.
+// its own pixels those lie that a tile prefetches, which others need next (0: none). `spread`: a vector of a pixel's channels
+// holds those of several groups, `channels` each.
 struct Span {
   int64_t rows, columns, channels;
   int64_t x_row, x_column, x_channel, x_pixel;
@@ -132,7 +132,7 @@ template <class A, int n, int v, bool spread = false>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
-  // Each row of the window asks for that many pixels of the row as the tile has, each step for its share of them.
+  // Each row of the window prefetches as many pixels of the row as the tile has, each step its share of them.
   const int64_t steps = span.blocks * span.columns * span.channels,
                 share_bytes = span.ahead ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / steps : 0;
   const Places<A> own = spread ? first_of_group<A>(span.channels) : Places<A>{};
@@ -291,7 +291,7 @@ Conv2dProblem regrouped(Conv2dProblem p) {
 }
 
 // Rows of pixels with a prologue. A slab of them at a time, and a part of its channels, goes through a buffer in the L1 cache. In
-// the meantime the first one asks for the panels, the others for the slab after them.
+// the meantime the first one prefetches the panels, the others the slab after them.
 template <class T>
 struct PrologueRows {
   const T* data;

@@ -301,7 +301,7 @@ struct InputGradient {
     });
   }
 
-  // Each task copies a panel of weights after the other, asks for the next one, and adds up all pixels of its channels.
+  // Each task copies a panel of weights after the other, prefetches the next one, and adds up all pixels of its channels.
   void run_as_weights(const T* gy, const T* w, T* dx, A* buffers) const {
     const int64_t slabs = ceil_div(s.rows, kRows);
     parallel_for(threads, p.groups * columns.blocks, [&](int64_t i, int thread) {

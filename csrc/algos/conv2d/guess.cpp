@@ -11,7 +11,7 @@ namespace {
 constexpr double kErrorBound = 5e-5;  // of what may be chosen unasked: Winograd F(6x6, 3x3) may not
 
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
-  const Machine m = machine(1);  // one core's: the choice must not hang on the number of threads
+  const Machine m = machine(1);  // one core's: the choice must not depend on the number of threads
   // Which of two times is lower depends on the machine only through operations per byte.
   const double balance = steady_balance(m, Vec<float>::width) * (p.dtype == DType::f64 ? .5 : 1);
   Conv2dProblem known = p;  // a query may leave sizes open: then it is about the smallest

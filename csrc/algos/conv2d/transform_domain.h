@@ -388,8 +388,9 @@ struct TransformDomain {
     }
   }
 
-  // The input of a thread's next block of tiles, asked for evenly over the turns in which it multiplies this one: in each at most
-  // one row of the pixels that a tile adds to those of its neighbours. Asked for all at once they keep the products waiting.
+  // The input of a thread's next block of tiles, prefetched evenly over the turns in which it multiplies this one: in each at
+  // most one row of the pixels that a tile adds to those of its neighbours. Prefetched all at once they keep the products
+  // waiting.
   struct Ahead {
     const TransformDomain& d;
     const T* x;
@@ -415,8 +416,8 @@ struct TransformDomain {
       return {reinterpret_cast<const char*>(line + r * d.p.x_stride.h), step};
     }
   };
-  // For n tiles from `first` on; none where a row of a tile's pixels is no run of memory, or too long for a turn, which asks for
-  // two lines with each element of k.
+  // For n tiles from `first` on; none where a row of a tile's pixels is no run of memory, or too long for a turn, which
+  // prefetches two lines with each element of k.
   Ahead ahead_of(const T* x, int64_t first, int64_t n, int64_t tiles_now) const {
     const int64_t slabs = ceil_div(tiles_now, kRows),
                   turns = kPositions * p.groups * ceil_div(panels, shares) * parts * (cached ? slabs : slabs - 1);
@@ -445,7 +446,7 @@ struct TransformDomain {
     const int64_t length = depth / parts, slabs = ceil_div(rows, kRows), bytes = kPanel<A> * static_cast<int64_t>(sizeof(Stored));
     for (int64_t part = 0; part < parts; part++, out.add = true, panel_at += length * kPanel<A>) {
       const TileRows<A, Stored> from{v + position * stride + part * p.in_channels + group * group_in, row, panel_at};
-      // The panel behind this one is multiplied next: it is asked for over all slabs or, where other turns are for the input,
+      // The panel behind this one is multiplied next: it is prefetched over all slabs or, where other turns are for the input,
       // one.
       const int64_t others = panel + 1 == own.end && part + 1 == parts ? (panels - count) * depth * kPanel<A> + kSkew : 0;
       const char* panel_next = reinterpret_cast<const char*>(panel_at + length * kPanel<A> + others);

@@ -37,8 +37,8 @@ AI3_INLINE bool rows_collide(int64_t stride) {
 
 // ---- Micro-kernel ------------------------------------------------------------------------------------------------------------
 
-// Memory that is needed next: the micro-kernel asks for `step` bytes of it with each element of k, as far ahead of its use as one
-// tile takes. The hardware's prefetchers stop at each page, which a panel fills 32 elements of k later.
+// Memory that is needed next: the micro-kernel prefetches `step` bytes of it with each element of k, as far ahead of its use as
+// one tile takes. The hardware's prefetchers stop at each page, which a panel fills 32 elements of k later.
 struct Next {
   const char* data;
   int64_t step;
@@ -194,7 +194,7 @@ struct Tile {
   int64_t start_stride;  // 0: the same for all rows
   C* c;                  // bfloat16 only for sums of pairs
   int64_t ldc;
-  const char* output;  // the tile's lines of the output, which are asked for before the sums are done
+  const char* output;  // the tile's lines of the output, which are prefetched before the sums are done
   int64_t output_stride;
   Next next;
 };
@@ -341,7 +341,7 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
 }
 
 // out[rows][columns] (=, +=) A * B; A as StridedRows or IndirectRows. The operand in the inner loop stays in the L2 cache, the
-// other one passes once: the next slab is asked for evenly over the panels of the slab before it, and the next panel over the
+// other one passes once: the next slab is prefetched evenly over the panels of the slab before it, and the next panel over the
 // slabs of the panel before it, or, where two panels would not stay in the cache, a little ahead. Panels lie panel_stride apart:
 // k * kPanel where B is the whole of the packed matrix, more where it is a part of k.
 template <class T, class Rows>

@@ -46,7 +46,7 @@ inline const std::string& level() {
   return chosen;
 }
 
-// Whether its kernels multiply pairs of bfloat16 (has_pair_products in gemm.h), which forms of packed weights hang on.
+// Whether its kernels multiply pairs of bfloat16 (has_pair_products in gemm.h), on which forms of packed weights depend.
 inline bool level_has_pair_products() { return level() == "avx512" && uses_bf16_instructions(); }
 
 inline Machine measure_machine(int threads, bool again = false) {

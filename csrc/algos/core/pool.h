@@ -68,11 +68,11 @@ struct Mean {
 namespace detail {
 
 inline constexpr int kPoolVectors = 4;       // NHWC: vectors of channels that pass over a window together
-inline constexpr int64_t kPoolAhead = 4096;  // NHWC: bytes from a vector to the one that is asked for
+inline constexpr int64_t kPoolAhead = 4096;  // NHWC: bytes from a vector to the one that is prefetched
 inline constexpr int64_t kPoolSpan = 1024;   // NCHW: columns of a window's reduced rows that are held at a time
 
 // NHWC: whether the output goes past the caches, in whole lines; how many rows and columns of a window are new to it, and are
-// asked for: 0 where the input does not come from memory.
+// prefetched: 0 where the input does not come from memory.
 struct Traffic {
   bool past_caches;
   int64_t new_rows, new_columns;
