@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import inspect
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -318,9 +319,24 @@ def _build(operation: str, name: str, header: Path) -> Path:
             try:
                 _run([*compiler, *flags, "-o", str(building)], unit, header)
                 building.replace(library)
+            except RuntimeError as error:
+                raise RuntimeError(f"{_misnamed(operation, name, header)}{error}") from None
             finally:
                 building.unlink(missing_ok=True)
     return library
+
+
+def _misnamed(operation: str, name: str, header: Path) -> str:
+    """A line for a header that does not compile and whose macro, as it is written there, names something else; else ""."""
+    written = re.findall(r"\bAI3_ALGORITHM\w*\(\s*(\w+)\s*,\s*(\w+)", header.read_text(errors="replace"))
+    if not written or (operation, name) in written:
+        return ""
+    return f"{_needs(operation, name, header, [', '.join(pair) for pair in written])}\n"
+
+
+def _needs(operation: str, name: str, header: Path, found: list[str]) -> str:
+    has = " and ".join(f"AI3_ALGORITHM({f})" for f in found) or "none"
+    return f"ai3_ops.register: {header} needs one AI3_ALGORITHM({operation}, {name}, ...), has {has}"
 
 
 def _add(operation: str, name: str, library: Path, header: Path, replace: bool) -> None:
@@ -330,10 +346,7 @@ def _add(operation: str, name: str, library: Path, header: Path, replace: bool) 
     records = loaded.ai3_records()[: loaded.ai3_record_count()]
     found = [f"{r.contents.operation.decode()}, {r.contents.name.decode()}" for r in records]
     if found != [f"{operation}, {name}"]:
-        raise RuntimeError(
-            f"ai3_ops.register: {header} needs one AI3_ALGORITHM({operation}, {name}, ...), has "
-            + (" and ".join(f"AI3_ALGORITHM({f})" for f in found) or "none")
-        )
+        raise RuntimeError(_needs(operation, name, header, found))
     error = ctypes.create_string_buffer(4096)
     if not _library.C.ai3_register(records[0], int(replace), error, len(error)):
         raise RuntimeError(error.value.decode())

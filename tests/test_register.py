@@ -254,6 +254,25 @@ def test_what_the_header_registers_must_be_what_was_asked_for(header):
         register_function("conv2d", "user_asked", header("#include <ai3/algorithm.h>\n"))
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_macro_of_another_operation_is_an_error_that_names_both(header, compiles):
+    """Whether its function has the name of the operation that was asked for, which then does not compile, or the macro's."""
+    text = SCALED.replace("AI3_ALGORITHM(conv2d,", "AI3_ALGORITHM(linear,")
+    if compiles:
+        text = text.replace("conv2d_{name}", "linear_{name}").replace("Conv2dProblem", "LinearProblem")
+        text = re.sub(r"p\.batch \* .*?; i\+\+", "p.rows; i++", text)
+        text = re.sub(r"const int64_t weights = [^;]*;", "const int64_t weights = p.in_features;", text)
+    path = header(text.format(name="user_macro", factor=1, include="", traits=""))
+    with pytest.raises(RuntimeError) as error:
+        register_function("conv2d", "user_macro", path)
+    first, *rest = str(error.value).splitlines()
+    assert first == (
+        f"ai3_ops.register: {path} needs one AI3_ALGORITHM(conv2d, user_macro, ...), has AI3_ALGORITHM(linear, user_macro)"
+    )
+    assert bool(rest) != compiles
+    assert compiles or rest[0] == f"ai3_ops.register: {path} does not compile:"
+
+
 def test_no_compiler_is_one_sentence(header, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
