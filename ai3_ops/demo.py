@@ -11,6 +11,7 @@ import copy
 import os
 import pickle
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +36,7 @@ CERTAIN_TURNS = 5  # of fewer, a median says little where the machine does other
 SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
 OPTIMIZED = "optimized"  # the row of ai3_ops.optimize
 OPTIMIZE_SECONDS = 5.0  # for its search
+SILENT_SECONDS = 5.0  # after so long a line says what is done, where there is no terminal for a bar
 
 
 class Network(NamedTuple):
@@ -209,7 +211,7 @@ class Run:
 
 
 def for_digits(selectors: Any) -> tuple[Any, list[str]]:
-    """What of the selectors speaks of any network, and so of the one for digits; and what speaks of the other's layers."""
+    """The selectors that may match any network, and so the one for digits; and those that name layers of the other one."""
     if isinstance(selectors, list):
         return "torch", ["a list"]
     if not isinstance(selectors, dict):
@@ -219,19 +221,22 @@ def for_digits(selectors: Any) -> tuple[Any, list[str]]:
     return taken, [k for k in selectors if k not in taken]
 
 
-def prepare(net: Network, digits: Digits, selectors: Any, x: Tensor) -> list[Run]:
+def prepare(
+    net: Network, digits: Digits, selectors: Any, x: Tensor, step: Callable[[str], None] = lambda _: None
+) -> list[Run]:
     """PyTorch in both memory layouts, what the selectors say, and each conv2d algorithm by itself."""
     device = x.device
 
     def swapped(model: nn.Module, choice: Any, example: Tensor) -> nn.Module:
         # Not under inference_mode: the copy's weights would be inference tensors, whose packs cannot be kept.
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # says how many layers stay PyTorch's; the tables say which
+            warnings.simplefilter("ignore")  # it counts layers that keep PyTorch's implementation; the tables list them
             result = ai3_ops.swap(model, choice, example)
             return result.to(memory_format=torch.channels_last)
 
     example = x[:1].contiguous(memory_format=torch.channels_last)
     digit = digits.images[:1].to(device)
+    step(f"{net.name}: swapping, selected")
     runs = [
         Run("PyTorch", net.model, digits.model, "all", channels_last=False),
         Run(
@@ -253,9 +258,12 @@ def prepare(net: Network, digits: Digits, selectors: Any, x: Tensor) -> list[Run
         def fast(model: nn.Module, example: Tensor) -> nn.Module:
             return ai3_ops.optimize(model, example, "default", budget_seconds=OPTIMIZE_SECONDS, progress=False)
 
-        models = fast(net.model, x[:1]), fast(digits.model, digit)
-        runs.append(Run(OPTIMIZED, *models, "all", channels_last=False))
+        step(f"{net.name}: ai3_ops.optimize")
+        optimized = fast(net.model, x[:1])
+        step("digits: ai3_ops.optimize")
+        runs.append(Run(OPTIMIZED, optimized, fast(digits.model, digit), "all", channels_last=False))
     for a in registry.algorithms("conv2d", device):
+        step(f"{net.name}: swapping, {a.name}")
         model = swapped(net.model, {"conv2d": a.name}, example)
         if share := _share(model, "conv2d"):
             approximate = a.accuracy == "approximate"
@@ -269,12 +277,14 @@ def _share(model: nn.Module, operation: str | None) -> str:
     return f"{taken} of {len(layers)}" if taken else ""
 
 
-def measure(runs: list[Run], x: Tensor, digits: Digits, repeats: int, step: Callable[[str], None]) -> None:
+def measure(
+    runs: list[Run], x: Tensor, digits: Digits, repeats: int, step: Callable[[str], None], name: str = "network"
+) -> None:
     """Outputs, predictions and times of every run; timed in turns, so that all see the machine in the same states."""
     digit_images = digits.images.to(x.device)
     with torch.inference_mode():
         for run in runs:
-            step(run.label)
+            step(f"{name}: outputs, {run.label}")
             layout = torch.channels_last if run.channels_last else torch.contiguous_format
             start = time.perf_counter()
             run.outputs = run.model(x.contiguous(memory_format=layout)).cpu()
@@ -282,7 +292,7 @@ def measure(runs: list[Run], x: Tensor, digits: Digits, repeats: int, step: Call
             run.slow = time.perf_counter() - start > SLOW_SECONDS * len(x)
         for i in range(repeats):
             for run in runs:
-                step(f"turn {i + 1} of {repeats}: {run.label}")
+                step(f"{name}: turn {i + 1} of {repeats}, {run.label}")
                 if i < 3 or not run.slow:
                     layout = torch.channels_last if run.channels_last else torch.contiguous_format
                     run.seconds.append(_time(run.model, x[:1].contiguous(memory_format=layout)))
@@ -327,7 +337,16 @@ def layer_errors(original: nn.Module, swapped: nn.Module, x: Tensor) -> dict[str
 
 
 @contextmanager
-def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+def _progress(total: int, console: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """Says on standard error what is done: a bar on a terminal; elsewhere, in a log or a pipe, a line every few seconds.
+
+    The function that it gives is called at the beginning of each of `total` steps.
+    """
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        with _lines(total, console) as step:
+            yield step
+        return
     columns = (
         TextColumn("{task.description:<42}"),
         BarColumn(),
@@ -343,9 +362,40 @@ def _progress(console: Console, total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
+@contextmanager
+def _lines(total: int, console: Console) -> Iterator[Callable[[str], None]]:
+    """From a thread of its own, since a single step may take longer than anybody waits for a word."""
+    done, description, begun = 0, "", time.monotonic()
+    end = threading.Event()
+
+    def tell() -> None:
+        while not end.wait(SILENT_SECONDS):
+            seconds = time.monotonic() - begun
+            console.print(
+                f"{description} (step {done} of {total}, {seconds:.0f} s)",
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
+
+    def step(text: str) -> None:
+        nonlocal done, description
+        done, description = done + 1, text
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield step
+    finally:
+        end.set()
+        thread.join()
+
+
 def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
-    net = network(arguments.model, arguments.weights)
+    with _progress(1) as step:
+        step(f"{arguments.model}: building the network")
+        net = network(arguments.model, arguments.weights)
     try:
         device = torch.device(arguments.device)
     except RuntimeError as error:
@@ -367,15 +417,19 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ai3_ops.swap(net.model, arguments.selectors)  # wrong selectors are refused before anything takes time
-    _print_facts({**doctor.machine(), **doctor.limits()}, console)
+    with _progress(1) as step:
+        step("measuring the machine's limits")
+        facts = {**doctor.machine(), **doctor.limits()}
+    _print_facts(facts, console)
     net.model.to(arguments.device)
-    photos, pictures = photographs(net)
-    x = photos.to(arguments.device)
-    with _progress(console, DIGITS_EPOCHS) as step:
-        digits = train_digits(lambda: step("training on digits"))
+    with _progress(1 + DIGITS_EPOCHS) as step:
+        step("reading the photographs")
+        photos, pictures = photographs(net)
+        x = photos.to(arguments.device)
+        digits = train_digits(lambda: step("digits: training"))
     digits.model.to(arguments.device)
     _, left = for_digits(arguments.selectors)
-    without = f"; selectors that speak of {net.name}'s layers ({', '.join(left)}) leave it alone" if left else ""
+    without = f"; selectors that name layers of {net.name} ({', '.join(left)}) leave it alone" if left else ""
     _print_facts(
         {
             "network": f"{net.name}, {net.origin}; scikit-learn's {len(photos)} photographs at {net.size}x{net.size}",
@@ -383,17 +437,19 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
         },
         console,
     )
-    with console.status("swapping"):
-        runs = prepare(net, digits, arguments.selectors, x)
+    with _progress(3 + 2 * (device.type == "cpu") + len(registry.algorithms("conv2d", device))) as step:
+        runs = prepare(net, digits, arguments.selectors, x, step)
+        step(f"{net.name}: the reference in float64")
         reference = _reference(net.model, x)
         if not reference.any():
             raise ValueError(
                 f"the output of {net.name} is 0 for both photographs ({net.origin}), so that no error has a meaning; other "
                 "weights (--weights) help"
             )
+        step(f"{net.name}: errors of its layers")
         errors = layer_errors(net.model, runs[2].model, x)
-    with _progress(console, len(runs) * (1 + arguments.repeats)) as step:
-        measure(runs, x, digits, arguments.repeats, step)
+    with _progress(len(runs) * (1 + arguments.repeats)) as step:
+        measure(runs, x, digits, arguments.repeats, step, net.name)
 
     _print_layers(runs[2].model, errors, arguments.selectors, console)
     agreed = _print_runs(runs, reference, digits, arguments.tolerance, console)
@@ -407,7 +463,9 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     if net.categories:
         for picture, row in zip(("china", "flower"), runs[2].outputs, strict=True):  # type: ignore[arg-type]
             console.print(f"{picture}: {net.categories[int(row.argmax())]}", highlight=False)
-    draw(net, runs, reference, digits, pictures, arguments.tolerance, arguments.output)
+    with _progress(1) as step:
+        step("drawing the picture")
+        draw(net, runs, reference, digits, pictures, arguments.tolerance, arguments.output)
     console.print(f"Picture: {arguments.output}", highlight=False)
     verdict = "All exact and bounded algorithms agree" if agreed else "Outputs differ"
     console.print(

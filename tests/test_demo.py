@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -139,13 +141,32 @@ def test_every_classification_network_can_be_built(name):
 
 def test_progress_bar():
     out = io.StringIO()
-    with demo._progress(Console(file=out, force_terminal=True, width=80, _environ={}), 4) as step:
+    with demo._progress(4, Console(file=out, force_terminal=True, width=80, _environ={})) as step:
         for i in range(4):
             step(f"turn {i}")
     shown = re.sub(r"\x1b\[[0-9;?]*\w", "", out.getvalue())
     assert "turn 3" in shown
     assert "100 %" in shown
     assert "━" in shown
+
+
+def test_progress_without_a_terminal(monkeypatch):
+    """Lines while a step lasts, from a thread; each names the step."""
+    monkeypatch.setattr(demo, "SILENT_SECONDS", 0.01)
+    out, said = io.StringIO(), threading.Event()
+    write = out.write
+    monkeypatch.setattr(out, "write", lambda text: (write(text), said.set())[0])
+    before = threading.active_count()
+    with demo._progress(2, Console(file=out, width=80, _environ={})) as step:
+        step("resnet18: building")
+        step("resnet18: turn 1 of 7, smm")
+        said.clear()
+        assert said.wait(60)
+    assert "resnet18: turn 1 of 7, smm (step 2 of 2, 0 s)\n" in out.getvalue()
+    assert threading.active_count() == before
+    with pytest.raises(ZeroDivisionError), demo._progress(1, Console(file=out, _environ={})):
+        _ = 1 / 0
+    assert threading.active_count() == before
 
 
 def shown(capsys, *arguments):
@@ -160,7 +181,15 @@ def test_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "DIGITS_EPOCHS", 3)
     bars = []
     progress = demo._progress
-    monkeypatch.setattr(demo, "_progress", lambda console, total: bars.append(total) or progress(console, total))
+
+    @contextmanager
+    def counting(total):
+        steps = []
+        with progress(total) as step:
+            yield lambda text: (steps.append(text), step(text))
+        bars.append((total, steps))
+
+    monkeypatch.setattr(demo, "_progress", counting)
     settings = dict(matplotlib.rcParams)
     picture = tmp_path / "demo.png"
     selectors = '{"features.0": "direct", "conv2d": "implicit_gemm"}'
@@ -169,14 +198,19 @@ def test_demo(tmp_path, monkeypatch, capsys):
     for word in ("processor", "instruction set", "threads", "GPU", "versions", "random weights"):
         assert word in out
     assert "direct was asked for" in out
-    assert "selectors that speak of squeezenet1_1's layers (features.0) leave it alone" in out
+    assert "selectors that name layers of squeezenet1_1 (features.0) leave it alone" in out
     assert "All exact and bounded algorithms agree with PyTorch in float64" in out
     words = " ".join(out.split())
     assert "selected: what --selectors says" in words
     assert "from PyTorch's in float64" in words
     assert "names rightly of 599 digits" in words
     assert "~: of fewer than 5 turns" in words
-    assert len(bars) == 2
+    assert [len(steps) for _, steps in bars] == [total for total, _ in bars]
+    words = [text for _, steps in bars for text in steps]
+    assert words[:2] == ["squeezenet1_1: building the network", "measuring the machine's limits"]
+    assert "squeezenet1_1: ai3_ops.optimize" in words
+    assert words[-2].startswith("squeezenet1_1: turn 1 of 1, ")
+    assert words[-1] == "drawing the picture"
     table = out[out.index("Each algorithm beside the other") :]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
     found = {label: cells for label, *cells in rows}
