@@ -100,11 +100,13 @@ def parser() -> argparse.ArgumentParser:
         tune.add_argument(f"--{name}", type=kind, help=text)
     tune.add_argument("--deterministic", action="store_true", help="leave out what may vary from run to run")
     tune.add_argument("--allow-approximate", action="store_true", help="also algorithms that approximate")
-    tune.add_argument("--channels-last", action="store_true", help="give the network its input in that layout")
     tune.add_argument("--no-cache", dest="cache", action="store_false", help="measure all of it now, and keep nothing")
     for command in (explain, tune):
-        command.add_argument("--batch", type=at_least_one, default=1, help="images (default: 1)")
-        command.add_argument("--size", type=at_least_one, help="of the images (default: the network's)")
+        command.add_argument("--batch", type=at_least_one, default=1, help="number of images (default: 1)")
+        command.add_argument("--size", type=at_least_one, help="their height and width (default: the network's)")
+        command.add_argument(
+            "--channels-last", action="store_true", help="give the network its images in channels_last (default: NCHW)"
+        )
 
     bench = commands.add_parser("bench", help="whole networks on this package and on other engines")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="default: nine networks of torchvision")
@@ -124,7 +126,9 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--model", help=network)
         command.add_argument("network", nargs="?", metavar="model", help="the same as --model")
         command.add_argument(
-            "--weights", type=Path, help="a state_dict; else pretrained weights if in torch's cache, else random"
+            "--weights",
+            type=Path,
+            help="a file with a state_dict; else pretrained weights if in torch's cache, else random ones",
         )
         if command is tune:
             continue
@@ -175,6 +179,25 @@ def list_algorithms(operation: str | None, as_json: bool, console: Console) -> i
     return 0
 
 
+def _laid_out(inputs: Any, channels_last: bool) -> Any:
+    """Images in channels_last where that is wanted; what a factory gives stays as it is."""
+    import torch
+
+    if channels_last and isinstance(inputs, torch.Tensor) and inputs.ndim == 4:
+        return inputs.contiguous(memory_format=torch.channels_last)
+    return inputs
+
+
+def _described(inputs: Any) -> str:
+    """The size and memory layout of images, after a comma."""
+    import torch
+
+    if not isinstance(inputs, torch.Tensor) or inputs.ndim != 4:
+        return ""
+    last = inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
+    return f", images {'x'.join(map(str, inputs.shape))} in {'channels_last' if last else 'NCHW'}"
+
+
 def explain_network(arguments: argparse.Namespace, console: Console) -> int:
     """Swaps a network, runs it once, and prints what computes each layer."""
     import torch
@@ -183,14 +206,15 @@ def explain_network(arguments: argparse.Namespace, console: Console) -> int:
     from ai3_ops import _models
 
     net = _models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
-    swapped = ai3_ops.swap(net.model, arguments.selectors, net.inputs)
+    inputs = _laid_out(net.inputs, arguments.channels_last)
+    swapped = ai3_ops.swap(net.model, arguments.selectors, inputs)
     with torch.inference_mode():
-        swapped(*net.inputs) if isinstance(net.inputs, tuple) else swapped(net.inputs)
+        swapped(*inputs) if isinstance(inputs, tuple) else swapped(inputs)
     report = ai3_ops.explain(swapped)
     if arguments.json:
         print(json.dumps(report.to_dict(), indent=2))
     else:
-        console.print(f"{arguments.model}, {net.origin}", highlight=False)
+        console.print(f"{arguments.model}, {net.origin}{_described(inputs)}", highlight=False)
         print(report)
     return 0
 
@@ -206,9 +230,7 @@ def tune_network(arguments: argparse.Namespace, console: Console) -> int:
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     net = _models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
-    model, inputs = net.model, net.inputs
-    if arguments.channels_last and isinstance(inputs, torch.Tensor):
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
+    model, inputs = net.model, _laid_out(net.inputs, arguments.channels_last)
     status = 0
     try:
         if arguments.verify:
@@ -220,7 +242,7 @@ def tune_network(arguments: argparse.Namespace, console: Console) -> int:
             plan = ai3_ops.tune(model, inputs, **{name: getattr(arguments, name) for name in names})
     except Interrupted as stop:
         plan, status = stop.plan, 130
-    console.print(f"{arguments.model}, {net.origin}", highlight=False)
+    console.print(f"{arguments.model}, {net.origin}{_described(inputs)}", highlight=False)
     print(plan)
     if arguments.output:
         plan.save(arguments.output)

@@ -82,6 +82,33 @@ def limits() -> dict[str, str]:
     }
 
 
+def physical_cores() -> int | None:
+    """How many this process may use, as Linux tells it; None where nothing does."""
+    try:
+        cpus = os.sched_getaffinity(0)
+        topology = [Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") for cpu in cpus]
+        return len({path.read_text().strip() for path in topology})
+    except (AttributeError, OSError):
+        return None
+
+
+def remarks() -> list[str]:
+    """What is not broken and yet costs time: more threads than cores, or threads that do not help."""
+    threads, cores, found = torch.get_num_threads(), physical_cores(), []
+    if cores is not None and threads > cores:
+        found.append(
+            f"{threads} threads on {cores} physical cores: a core's second thread seldom helps; "
+            f"torch.set_num_threads({cores}) or OMP_NUM_THREADS={cores}"
+        )
+    flops, flops_1 = (_library.machine(n)[0] for n in (threads, 1))
+    if threads > 1 and flops < flops_1:
+        found.append(
+            f"{threads} threads multiply slower than one ({flops / 1e9:.0f} and {flops_1 / 1e9:.0f} GFLOP/s): other work has the "
+            "cores, or a container's quota is smaller than its number of cores; try again on an idle machine, or fewer threads"
+        )
+    return found
+
+
 def cuda_state() -> tuple[str, str]:
     """The CUDA part in words, and what to do about it ("" when there is nothing to do)."""
     build, gpus = _library.BUILD, gpu_names()
@@ -177,6 +204,8 @@ def main(console: Console | None = None) -> int:
             missing.append(f"{package} for {purpose}: pip install 'ai3_ops[demo]'")
     for line in missing:
         console.print(f"missing: {line}", style="yellow", markup=False, highlight=False)
+    for line in remarks():
+        console.print(f"remark: {line}", style="yellow", markup=False, highlight=False)
     broken = problems()
     for line in broken:
         console.print(f"broken: {line}", style="red", markup=False, highlight=False)

@@ -6,7 +6,7 @@ import fnmatch
 import html
 import io
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,13 +28,15 @@ class Layer:
 
     name: str
     operation: str
-    requested: str | None  # what a selector asked for; None where none spoke of it
+    requested: str | None  # what a selector asked for; None where none matched it
     used: str  # the algorithm; for rules (`default`) the one that they chose, once they saw shapes
     reason: str  # why it is not what was requested, why a rule chose it, or that this is not known yet
     shapes: list[tuple[int, ...]] | None  # of the tensors of the first call seen
     calls: int | None  # since the swap, compiled ones not counted; None for layers that are PyTorch's
     torch_calls: int  # those of them that PyTorch computed
-    layout: str = ""  # of the first input, where it has four dimensions: "NCHW" or "NHWC", and whether it is copied
+    # Of a swapped call's first input, where it has four dimensions: "NCHW" or "NHWC", and whether it is copied; before the first
+    # call as in the run with example inputs, in which PyTorch computed.
+    layout: str = ""
     # Of an algorithm that packs its weight: "kept", made "each call" or "not yet" made; of another one "kept", where it keeps a
     # copy of its weight in the order that it reads.
     packs: str = ""
@@ -61,10 +63,15 @@ class Report:
 
     layers: list[Layer]
     unreached: list[Unreached]
-    optimization: OptimizeReport | None = None  # of a module that `optimize` returned: its steps, rewrites and gain
+    optimization: OptimizeReport | None = (
+        None  # of a module that `optimize` returned, or torch.compile(backend="ai3"): steps, rewrites, gain
+    )
     optimized: dict[str, OptimizeReport] = field(
         default_factory=dict
     )  # the same of such modules inside of the model, by name
+    notes: list[str] = field(
+        default_factory=list
+    )  # what torch.compile computes, and what this report does not see of it
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and dicts, fit for JSON."""
@@ -87,7 +94,7 @@ class Report:
         ]
         unreached = [module for module in self.unreached if match(module.name, name)]
         optimized = {of: report for of, report in self.optimized.items() if match(of, name)}
-        return Report(layers, unreached, self.optimization, optimized)
+        return Report(layers, unreached, self.optimization, optimized, self.notes)
 
     @property
     def summary(self) -> list[str]:
@@ -104,26 +111,26 @@ class Report:
         most = max((layer.workspace or 0 for layer in self.layers), default=0)
         memory = [f"{_bytes(kept)} of packed weights kept"] if kept else []
         memory += [f"{_bytes(most)} the largest workspace"] if most else []
+        nothing = "" if self.optimization or self.optimized else "0 calls"
         found = [
-            f"{len(self.layers)} calls: {', '.join(computed)}",
+            f"{len(self.layers)} calls: {', '.join(computed)}" if computed else nothing,
             f"asked for: {'; '.join(reached)}" if reached else "",
             f"memory: {', '.join(memory)}" if memory else "",
         ]
         each = [layer.name for layer in self.layers if layer.packs == "each call"]
-        plain = [
-            a.name for a in self.layers if a.used != "torch" and a.operation == "conv2d" and a.layout.startswith("NCHW")
-        ]
+        plain = [a.name for a in self.layers if a.calls and a.operation == "conv2d" and a.layout.startswith("NCHW")]
         copied = [layer.name for layer in self.layers if "copied" in layer.layout]
         torch_calls = sum(layer.torch_calls for layer in self.layers)
         found += [
             f"packs its weight at every call: {listed(each)}" if each else "",
-            f"runs in NCHW: {len(plain)} conv2d calls; input and model in torch.channels_last are as fast or faster"
+            f"reads images in NCHW: {listed(plain)}; in torch.channels_last they are as fast or faster"
             if plain
             else "",
             f"copies its input: {listed(copied)}" if copied else "",
             f"computed by PyTorch although an algorithm was chosen: {torch_calls} calls" if torch_calls else "",
             f"not reached: {len(self.unreached)} modules with calls of their own" if self.unreached else "",
             f"optimized, as explain of each lists: {listed(list(self.optimized))}" if self.optimized else "",
+            *self.notes,
         ]
         return [line for line in found if line]
 
@@ -153,31 +160,35 @@ class Report:
         return ["not reached", "type", "its calls", "reason"], rows
 
     def __str__(self) -> str:
-        if self.optimization is not None:
-            return str(self.optimization)
+        above = [] if self.optimization is None else [str(self.optimization)]
+        return "\n".join(filter(None, [*above, *([] if above and not self.layers else self._table()), *self.summary]))
+
+    def _table(self) -> list[str]:
+        """The lines of the layers and of the modules out of reach."""
         from rich.console import Console
         from rich.table import Table
 
         text = io.StringIO()
-        console = Console(file=text, width=_WIDTH, color_system=None)
         notes: dict[str, int] = {}  # long reasons, below the table: a layer is one line
         heads, rows = self._rows()
         for row in rows if heads[-1] == "reason" else ():
             if len(row[-1]) > _LONG:
                 row[-1] = f"[{notes.setdefault(row[-1], len(notes) + 1)}]"
-        for columns, lines in ((heads, rows), self._unreached_rows()):
+        # A layer's name is what selectors need and must not be cut; a module out of reach has sentences, which are folded.
+        for (columns, lines), width in (((heads, rows), _WIDEST), (self._unreached_rows(), _WIDTH)):
             if not lines:
                 continue
+            console = Console(file=text, width=width, color_system=None)
             table = Table(*columns, box=None, pad_edge=False)
             for row in lines:
                 table.add_row(*map(_plain, row))
             console.print(table)
         table_text = [line.rstrip() for line in text.getvalue().splitlines()]
-        return "\n".join([*table_text, *(f"[{number}] {note}" for note, number in notes.items()), *self.summary])
+        return [*table_text, *(f"[{number}] {note}" for note, number in notes.items())]
 
     def _repr_html_(self) -> str:
         """The same in a notebook."""
-        if self.optimization is not None:
+        if self.optimization is not None:  # no tables of its own in HTML
             return f"<pre>{html.escape(str(self))}</pre>"
         parts = ["<ul>", *(f"<li>{html.escape(line)}</li>" for line in self.summary), "</ul>"]
         for heads, rows in (self._rows(), self._unreached_rows()):
@@ -188,7 +199,7 @@ class Report:
         return "\n".join(parts)
 
 
-_WIDTH, _LONG = 160, 40
+_WIDTH, _WIDEST, _LONG = 160, 1000, 24
 
 
 def _plain(text: str) -> Any:
@@ -221,20 +232,90 @@ def explain(model: nn.Module) -> Report:
     """Per layer of `model`: what was requested, what computes it, why, shapes, calls, memory layout, packs and workspace.
 
     str() is a table with a summary below it, `.summary` that alone, `.filter(...)` a part, `.to_dict()` fit for JSON; notebooks
-    show HTML.
+    show HTML. Of what `torch.compile(model, backend="ai3")` returned it has the steps and rewrites of each graph, once the
+    compiled model was called; of other backends, which algorithms swapped layers call, and how to see the rest.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.explain needs an nn.Module, got {type(model).__name__}")
     optimization = vars(model).get("_ai3_report")
     if optimization is not None:
         return Report([], [], optimization)
-    layers, unreached, optimized = [], [], {}
+    if _compiler(model) is not None:
+        return _compiled(model)
+    layers, unreached, optimized, notes = _listed(model)
+    return Report(layers, unreached, None, optimized, notes)
+
+
+def _compiler(module: nn.Module) -> str | None:
+    """The backend of the torch.compile that made a module or was called by its `compile()`; None where none was."""
+    own = vars(module)
+    if own.get("_compiled_call_impl") is not None:
+        from ai3_ops.optimize.backend import graphs_of
+
+        return "ai3" if graphs_of(module) else ""  # which backend it has does not show
+    context = own.get("dynamo_ctx")
+    if context is None or "_orig_mod" not in module._modules or not callable(getattr(context, "callback", None)):
+        return None
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return getattr(backend, "compiler_name", None) or getattr(backend, "__name__", type(backend).__name__)
+
+
+def _compiled(model: nn.Module) -> Report:
+    """Of a model that torch.compile computes."""
+    from ai3_ops.optimize.backend import graphs_of
+
+    backend = _compiler(model)
+    layers, unreached, optimized, notes = _listed(model)
+    if list(optimized) == ["_orig_mod"]:  # of what `optimize` returned
+        return Report([], [], optimized["_orig_mod"], {}, notes)
+    if backend != "ai3":
+        return Report(layers, unreached, None, optimized, notes)
+    parts, left = [], {}
+    for number, graph in enumerate(graphs_of(model), 1):
+        name = f"graph {number} of torch.compile"
+        if graph.report is not None:
+            parts.append(replace(graph.report, name=name))
+        else:
+            left[name] = f"Inductor compiled it: {graph.left}"
+    if not parts and not left:
+        left[""] = "torch.compile has compiled none of it yet: call it (under torch.inference_mode()), then explain it"
+    swapped = any(layer.calls is not None for layer in layers)
+    return Report(
+        layers if swapped else [], unreached if swapped else [], OptimizeReport(parts, left), optimized, notes
+    )
+
+
+def _note(backend: str, name: str) -> str:
+    """What a report does not see of a compiled module."""
+    whose = f"the compiler (backend {backend!r})" if backend else "the compiler"
+    where = f"{name}: " if name else ""
+    return (
+        f"{where}torch.compile computes it. Rows with an algorithm call that operator in compiled code, too, and such calls are "
+        f"not counted; what stands for the rest, {whose} decides: TORCH_LOGS=output_code shows it"
+    )
+
+
+def _listed(model: nn.Module) -> tuple[list[Layer], list[Unreached], dict[str, OptimizeReport], list[str]]:
+    """The rows of a report, and its notes."""
+    layers, unreached, optimized, notes = [], [], {}, []
     operations = registry.operations()
     seen: set[nn.Module] = set()
+    inside: list[str] = []  # how names of modules begin that torch.compile computes
     for name, module in reachable(model):
         if module in seen:
             continue
         seen.add(module)
+        backend = _compiler(module)
+        if backend is not None and not any(map(name.startswith, inside)):
+            inside.append(f"{name}." if name else "")
+            if backend != "ai3":
+                notes.append(_note(backend, name))
+            elif name:
+                notes.append(
+                    f"{name}: torch.compile computes it (backend 'ai3'): ai3_ops.explain of it alone has its steps"
+                )
         if is_optimized(module):
             optimized[name] = vars(module)["_ai3_report"]
             continue
@@ -252,7 +333,13 @@ def explain(model: nn.Module) -> Report:
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
             layers.append(Layer(name, leaf._ai3_operation, None, "torch", "", None, None, 0))
-    return Report(layers, unreached, None, optimized)
+    layers = [
+        replace(layer, used="torch.compile")
+        if layer.used == "torch" and any(map(layer.name.startswith, inside))
+        else layer
+        for layer in layers
+    ]
+    return layers, unreached, optimized, notes
 
 
 def _layer(module: str, call: Call, trouble: str) -> Layer:
@@ -265,7 +352,7 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
     elif rule and call.example is not None:
         used, why = _chosen(call)
     elif rule:
-        why = _UNKNOWN
+        why = _UNCALLED if "not called by the run" in call.reason else _UNKNOWN
     training = "training steps are PyTorch's, which is faster there" if call.left_training else ""
     reasons = (call.missing, call.reason, trouble if swapped else "", why, training)
     memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
@@ -278,7 +365,7 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         call.shapes(),
         call.calls if swapped else None,
         call.torch_calls,
-        **({"layout": _layout(call)} | memory),
+        **({"layout": _layout(call) if swapped else ""} | memory),
     )
 
 
@@ -328,6 +415,7 @@ def _memory(call: Call, used: str) -> dict[str, Any]:
 _TAG = 64  # bytes of a packed tensor that say what it was made for
 
 
+_UNCALLED = "chosen at the first call"
 _UNKNOWN = "not known yet: chosen at the first call, or at a swap with example inputs"
 
 

@@ -57,6 +57,22 @@ def test_explain_a_network(capsys):
 
 
 @needs_torchvision
+def test_explain_in_both_layouts(capsys):
+    given = ["explain", "squeezenet1_1", "--size", "64", "--selectors", "direct"]
+    assert main(given) == 0
+    nchw = capsys.readouterr().out
+    assert main([*given, "--channels-last"]) == 0
+    last = capsys.readouterr().out
+    assert "images 1x3x64x64 in NCHW" in nchw.splitlines()[0]
+    assert "images 1x3x64x64 in channels_last" in last.splitlines()[0]
+    first, second = (
+        next(line for line in shown.splitlines() if line.startswith("features.0 ")) for shown in (nchw, last)
+    )
+    assert "NCHW" in first
+    assert "NHWC" in second
+
+
+@needs_torchvision
 @pytest.mark.parametrize("name", [["resnet81"], ["--model", "resnet81"]])
 @pytest.mark.parametrize("command", ["explain", "demo"])
 def test_an_unknown_network(command, name, capsys, monkeypatch):
@@ -103,6 +119,41 @@ def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     report = capsys.readouterr().out
     assert "ai3::conv2d_direct" in report
     assert "2 OpenMP runtimes" in report
+
+
+def test_doctor_remarks_on_threads(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "self_test", list)
+    monkeypatch.setattr(doctor, "openmp_runtimes", list)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    rates = {1: (50e9, 10e9), 4: (150e9, 20e9)}
+    monkeypatch.setattr(doctor._library, "machine", lambda threads: rates[threads])
+    monkeypatch.setattr(doctor, "physical_cores", lambda: 4)
+
+    def said():
+        assert main(["doctor"]) == 0  # nothing is broken
+        return " ".join(capsys.readouterr().out.split())
+
+    assert "remark:" not in said()
+    monkeypatch.setattr(doctor, "physical_cores", lambda: 2)
+    assert "remark: 4 threads on 2 physical cores" in said()
+    monkeypatch.setattr(doctor, "physical_cores", lambda: None)
+    assert "remark:" not in said()
+    rates[4] = (40e9, 20e9)
+    assert "remark: 4 threads multiply slower than one (40 and 50 GFLOP/s)" in said()
+
+
+def test_physical_cores_are_counted_once(monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: {0, 1, 4, 5})
+    monkeypatch.setattr(
+        Path, "read_text", lambda self: {"cpu0": "0,4", "cpu4": "0,4"}.get(self.parts[-3], "1,5") + "\n"
+    )
+    assert doctor.physical_cores() == 2
+
+    def absent(_):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert doctor.physical_cores() is None
 
 
 def test_self_test_covers_every_operation():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import html
 from collections import OrderedDict
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import explain, swap
-from ai3_ops.optimize import pipeline
+from ai3_ops.optimize import backend, pipeline
 
 
 class Block(nn.Module):
@@ -69,8 +70,14 @@ def test_layouts_are_those_of_the_first_call():
         assert found["2.conv"].layout == word
         assert found["1.conv"].layout == ("NCHW" if word == "NCHW" else "NHWC, copied to NCHW")
         summary = "\n".join(explain(swapped).summary)
-        assert ("runs in NCHW: 3 conv2d calls" in summary) == (word == "NCHW")
+        assert "reads images" not in summary  # swapped weights are channels_last: what the calls read, they will show
         assert ("copies its input: 1.conv" in summary) == (word == "NHWC")
+        with torch.no_grad():
+            swapped(x)
+        summary = "\n".join(explain(swapped).summary)
+        assert ("reads images in NCHW: 0; in torch.channels_last" in summary) == (word == "NCHW")
+        assert layers(swapped)["2.conv"].layout == "NHWC"
+        assert {row.layout for row in layers(swapped).values() if row.used == "torch"} == {""}
     sliced = layers(swap(nn.Conv2d(3, 4, 3), "direct", torch.randn(1, 3, 8, 16)[..., ::2]))[""]
     assert sliced.layout == "strided, copied"
 
@@ -86,7 +93,7 @@ def test_a_part_of_a_report():
         "linear",
     }
     assert report.filter("1*", operation="conv2d", used="dir*").summary[0] == "1 calls: conv2d 1 (direct 1)"
-    assert report.filter(used="no such").summary == ["0 calls: "]
+    assert report.filter(used="no such").summary == ["0 calls"]
 
 
 def test_long_reasons_are_notes_and_a_layer_is_one_line():
@@ -97,6 +104,33 @@ def test_long_reasons_are_notes_and_a_layer_is_one_line():
     (note,) = [line for line in lines if line.startswith("[1] ")]
     assert note == f"[1] {report.layers[0].reason}"
     assert len(report.layers) == sum(line.partition(" ")[0] in {row.name for row in report.layers} for line in lines)
+
+
+def test_long_names_are_shown_whole():
+    """They are the keys that selectors take."""
+    path = "encoder.layers.encoder_layer_11.self_attention_block.projection_of_the_output"
+    net = nn.Module()
+    here = net
+    for part in path.split(".")[:-1]:
+        here.add_module(part, nn.Module())
+        here = here.get_submodule(part)
+    here.add_module(path.rpartition(".")[2], nn.Conv2d(3, 3, 3))
+    lines = str(explain(swap(net, {"conv2d": "default"}))).splitlines()
+    assert lines[1].split()[0] == path
+    assert lines[1].endswith("[1]")
+
+
+def test_a_layer_that_the_examples_do_not_reach():
+    class Some(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    row = layers(swap(Some(), {"conv2d": "default"}, X))["unused"]
+    assert row.reason == "not called by the run with example inputs; chosen at the first call"
 
 
 def test_modules_alike_are_one_row():
@@ -154,7 +188,13 @@ def test_a_filtered_report_on_an_optimized_module_keeps_its_optimization(holder)
     assert report.optimization is not None
     assert report.filter("0").optimization is report.optimization
     assert str(report.filter("0")) == str(report)
-    swapped = swap(holder.neck, "direct")  # has no layer that can be chosen for
+    with pytest.warns(
+        UserWarning, match="is one that ai3_ops.optimize returned, and stays as it is: swap the original"
+    ) as caught:
+        swapped = swap(holder.neck, "direct")  # has no layer that can be chosen for
+    assert len(caught) == 1
+    with pytest.raises(ValueError, match="optimize returned"):
+        swap(holder.neck, "direct", strict=True)
     assert type(swapped) is type(holder.neck)
     assert str(explain(swapped)) == str(report)
 
@@ -193,3 +233,96 @@ def test_layouts_and_choices_are_those_of_the_calls():
         small = [layer.used for layer in ai3_ops.explain(swapped).layers]
     expected = ai3_ops.resolve("conv2d", "default", torch.randn(1, 64, 2, 2), model[0].weight, model[0].bias, 1, 1)
     assert small[0] == expected
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def gains(monkeypatch):
+    """Programs are always faster, so that they are what runs here."""
+    monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (2.0, 2e-3, 1e-3))
+    monkeypatch.setattr(pipeline, "_gain", lambda *_: 2.0)
+    torch.compiler.reset()
+
+
+SMALL = {"backend": backend.ai3, "options": {"selectors": "default", "budget_seconds": 0.2}}
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "Module.compile"])
+def test_the_compile_backend_says_what_it_made_of_each_graph(gains, compiler, way):
+    net = model()
+    if way == "torch.compile":
+        compiled = torch.compile(net, **SMALL)
+        assert "has compiled none of it yet: call it" in str(explain(compiled))
+    else:
+        compiled = net
+        net.compile(**SMALL)
+    with torch.inference_mode():
+        compiled(X)
+    report = explain(compiled)
+    assert report.layers == []
+    (part,) = report.optimization.parts
+    assert part.name == "graph 1 of torch.compile"
+    assert {step.operation for step in part.steps} >= {"conv2d", "linear"}
+    assert any(step.operation == "conv2d" and step.algorithm != "torch" for step in part.steps)
+    text = str(report)
+    assert text.startswith("graph 1 of torch.compile: 2 ms before, 1 ms after")
+    assert "torch.compile (" not in text
+    assert report.to_dict()["optimization"]["parts"][0]["rewrites"]
+    with torch.inference_mode():
+        compiled(torch.cat([X, X]))  # another size may be another graph: the first one stays
+    assert explain(compiled).optimization.parts[0] == part
+    held = explain(nn.Sequential(OrderedDict(neck=compiled, head=nn.Conv2d(4, 4, 1))))
+    assert {layer.used for layer in held.layers if layer.name.startswith("neck.")} == {"torch.compile"}
+    assert [layer.used for layer in held.layers if layer.name == "head"] == ["torch"]
+    assert "neck: torch.compile computes it (backend 'ai3'): ai3_ops.explain of it alone has its steps" in held.summary
+
+
+def test_what_the_compile_backend_leaves_to_inductor_is_said(gains, compiler):
+    swapped = torch.compile(swap(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), "direct", X), **SMALL)
+    training = torch.compile(nn.Conv2d(3, 8, 3), **SMALL)
+    with torch.inference_mode():
+        swapped(X)
+    training(X)
+    report = explain(swapped)
+    assert report.optimization.left == {
+        "graph 1 of torch.compile": "Inductor compiled it: its convolutions and linear layers are swapped ones"
+    }
+    assert [layer.used for layer in report.layers] == ["direct", "torch.compile"]
+    assert "_orig_mod.0" in str(report)
+    assert "swapped ones" in str(report)
+    left = explain(training).optimization.left
+    assert left["graph 1 of torch.compile"].startswith("Inductor compiled it: needs gradients: call it under")
+
+
+def test_graphs_are_forgotten_with_what_was_compiled(gains, compiler):
+    net = nn.Conv2d(3, 8, 3)
+    compiled = torch.compile(net, **SMALL)
+    with torch.inference_mode():
+        compiled(X)
+    assert len(backend.graphs_of(net)) == 1
+    torch.compiler.reset()
+    gc.collect()
+    assert backend.graphs_of(net) == []
+    assert "none of it yet" in str(explain(compiled))
+
+
+@pytest.mark.parametrize("choice", ["direct", None])
+def test_other_backends_compute_what_the_report_does_not_see(choice):
+    net = model() if choice is None else swap(model(), {"conv2d": choice}, X)
+    report = explain(torch.compile(net, backend="eager"))
+    used = {layer.name: layer.used for layer in report.layers}
+    assert used["_orig_mod.0"] == (choice or "torch.compile")
+    assert used["_orig_mod.5"] == "torch.compile"
+    (note,) = report.notes
+    assert "the compiler (backend 'eager') decides" in note
+    assert note in str(report)
+    assert note in report.filter("*").summary
+    inside = nn.Sequential(OrderedDict(one=nn.Conv2d(3, 3, 1), two=torch.compile(net, backend="eager")))
+    report = explain(inside)
+    assert [layer.used for layer in report.layers][:2] == ["torch", choice or "torch.compile"]
+    assert report.notes[0].startswith("two: torch.compile computes it.")
+
+
+def test_a_compiled_optimized_module_has_its_report(holder):
+    report = explain(torch.compile(holder.neck, backend="eager"))
+    assert report.optimization is explain(holder.neck).optimization

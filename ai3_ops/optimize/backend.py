@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops import _library
+from ai3_ops.optimize.report import Optimization
 
 Compiled = Callable[..., Any]
+
+
+@dataclass(eq=False)
+class Graph:
+    """One of Dynamo's graphs, for `ai3_ops.explain`."""
+
+    report: Optimization | None = None  # what was made of it
+    left: str = ""  # why Inductor compiled it, where it did
+    code: Callable[[], Any] = lambda: True  # None once Dynamo has dropped what was compiled
+
+
+_graphs: MutableMapping[Tensor, list[Graph]] = WeakIdKeyDictionary()  # by the parameters and buffers that a graph reads
+_FORGOTTEN = 16  # graphs of one parameter that are kept at most
+
+
+def graphs_of(module: nn.Module) -> list[Graph]:
+    """The graphs that were compiled of a module's code and read its weights, in the order in which they came."""
+    tensors = [*module.parameters(), *module.buffers()]
+    found = dict.fromkeys(graph for tensor in tensors for graph in _graphs.get(tensor, ()))
+    return [graph for graph in found if graph.code() is not None]
+
+
+def _remember(graph: Graph, weights: Sequence[Any], code: Compiled) -> None:
+    while hasattr(code, "_torchdynamo_orig_callable"):  # Dynamo keeps what is inside of its own wrappers
+        code = code._torchdynamo_orig_callable
+    with contextlib.suppress(TypeError):  # not everything can be referenced weakly
+        graph.code = weakref.ref(code)
+    for tensor in weights:
+        if isinstance(tensor, Tensor):
+            _graphs[tensor] = [*[g for g in _graphs.get(tensor, ()) if g.code() is not None], graph][-_FORGOTTEN:]
 
 
 class _Bound(nn.Module):
@@ -51,12 +85,13 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
             raise ValueError(f'torch.compile(backend="ai3") has no option {name!r}{near(name, known)}')
     settings = Settings(**(options or {}))
     static = [_is_static(node) for node in graph.graph.find_nodes(op="placeholder")]
-    gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    unknown = any(not isinstance(x, Tensor) for x in inputs)
-    if gradients or unknown or not any(map(_has_layers, graph.graph.nodes)):
-        return _inductor(graph, list(inputs))
-
     watched = [i for i, known in enumerate(static) if known]
+    record = Graph()
+    if left := _left(graph, inputs):
+        record.left, compiled = left, _inductor(graph, list(inputs))
+        _remember(record, [inputs[i] for i in watched], compiled)
+        return compiled
+
     others = [i for i, known in enumerate(static) if not known]
 
     def made(values: Sequence[Any]) -> tuple[Compiled, _Seen | None]:
@@ -68,14 +103,19 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
         bound = _Bound(graph, values, static).eval()
         rest = [values[i] for i in others]
         with tracing(None), torch.no_grad():
+            record.report, record.left = None, ""
             try:
-                body = make_plan(bound, tuple(rest), {}, settings).body
-            except Uncapturable:
-                body = None
+                plan = make_plan(bound, tuple(rest), {}, settings)
+                body, record.report = plan.body, plan.report
+                if body is None:
+                    plan.report.notes.append("Inductor compiled it")
+            except Uncapturable as reason:
+                body, record.left = None, str(reason)
         return (_inductor(graph, list(values)), None) if body is None else (_rest(body, rest), seen)
 
     state = made(inputs)
     if state[1] is None:
+        _remember(record, [inputs[i] for i in watched], state[0])
         return state[0]
     lock = threading.Lock()
 
@@ -90,7 +130,20 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
                     compiled, seen = state = made(values)
         return _tuple(compiled(*(values if seen is None else [values[i] for i in others])))
 
+    _remember(record, [inputs[i] for i in watched], run)
     return run
+
+
+def _left(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Why a graph is Inductor's from the start; "" where it is not."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        return "needs gradients: call it under torch.inference_mode() or torch.no_grad()"
+    if any(not isinstance(x, Tensor) for x in inputs):
+        return "has sizes that are not known: torch.compile(..., dynamic=False)"
+    if not any(map(_has_layers, graph.graph.nodes)):
+        own = any(str(node.target).startswith("ai3.") for node in graph.graph.nodes)
+        return "its convolutions and linear layers are swapped ones" if own else "has no convolution or linear layer"
+    return ""
 
 
 class _Seen:
