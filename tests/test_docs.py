@@ -79,6 +79,21 @@ def test_swap_page(page):
     assert type(names["fast"].conv1) is nn.Conv2d
 
 
+def test_algorithms_page(page):
+    page("docs/algorithms/README.md", ai3_ops=ai3_ops, torch=torch, F=nn.functional)
+    x, w = torch.randn(1, 1, 3, 3), torch.randn(1, 1, 3, 3)
+    with pytest.raises(RuntimeError) as error:
+        torch.ops.ai3.conv2d_direct(x, w, padding="same")
+    words = (
+        "ai3::conv2d_direct() Expected a value of type 'List[int]' for argument 'padding' but instead found type 'str'"
+    )
+    assert words in str(error.value)
+    assert words in (ROOT / "docs/algorithms/README.md").read_text()
+    for algorithm in ("direct", "default"):
+        swapped = ai3_ops.swap(nn.Conv2d(1, 2, 4, padding="same"), algorithm, x)
+        torch.testing.assert_close(swapped(x), nn.functional.conv2d(x, swapped.weight, swapped.bias, padding="same"))
+
+
 def test_a_name_under_a_module_reaches_its_other_calls_as_the_page_says():
     model = resnet18().eval()
     every = ai3_ops.explain(ai3_ops.swap(model, {"layer4": "direct"})).summary
