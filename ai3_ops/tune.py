@@ -23,7 +23,7 @@ from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.registry import near
 from ai3_ops.steps.apply import unswap
-from ai3_ops.steps.discover import survey
+from ai3_ops.steps.discover import refuse_optimized, survey
 
 OBJECTIVES = ("latency", "p99", "memory")
 GAIN = 0.02  # of the default's time that another choice must gain, at least
@@ -108,19 +108,21 @@ def tune(
         The plan; `print` it for a table.
 
     Raises:
-        ValueError: settings that make no sense.
+        ValueError: settings that make no sense, or what `optimize` returned.
         TypeError: no nn.Module.
         RuntimeError: the model does not run on the example inputs.
         Interrupted: a KeyboardInterrupt whose `plan` has what was measured until Ctrl-C.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.tune needs an nn.Module, got {type(model).__name__}")
+    refuse_optimized(model, "ai3_ops.tune", "tune the original model")
     settings = Settings(objective, budget_seconds, memory_limit, tolerance, deterministic, allow_approximate)
     return _on_rank_0(lambda: _tune(model, example_inputs, settings, cache, progress))
 
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, cache: bool = True, progress: bool = True) -> Plan:
     """As `Plan.verify`."""
+    refuse_optimized(model, "Plan.verify", "verify with the original model")
     return _on_rank_0(lambda: _verify(plan, model, example_inputs, cache, progress))
 
 

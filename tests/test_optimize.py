@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import threading
 import tomllib
 import warnings
@@ -423,8 +424,48 @@ def test_other_sizes(residual):
             warnings.simplefilter("ignore")
             agree(fast, model, torch.randn(1, 3, size, size))
     assert len(fast._ai3_plans) <= 4
-    with pytest.raises(RuntimeError), pytest.warns(UserWarning, match="the original computes them"):  # its own error
-        fast(torch.randn(1, 4, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "given"),
+    [
+        ((torch.ones(1, 4, 8, 8),), RuntimeError, "1x4x8x8 float32"),
+        ((torch.ones(1, 3, 8, 8).double(),), RuntimeError, "1x3x8x8 float64"),
+        ((torch.ones(1, 3, 8, 8).bfloat16(),), RuntimeError, "1x3x8x8 bfloat16"),
+        ((torch.ones(1, 3, 8, 8).numpy(),), TypeError, "array(["),
+    ],
+)
+def test_what_the_original_cannot_compute_is_one_error(inputs, kind, given):
+    """The model's own, with a note on what it was optimized for; no warning, and nothing is captured for it."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+    fast = optimized(model, torch.randn(1, 3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(kind) as error:
+                fast(*inputs)
+            (note,) = error.value.__notes__
+            words = f"ai3_ops.optimize: optimized for inputs of 1x3x8x8 float32, called with {given}"
+            assert note.startswith(words)
+            assert note.endswith("; the original model fails on these, too")
+            assert len(note) < 160
+    assert len(fast._ai3_plans) == 1
+    freed = optimized(model, torch.randn(1, 3, 8, 8), keep_original=False)
+    assert freed._ai3_original == ()
+    with pytest.raises(ValueError, match=re.escape(f"{words}")):
+        freed(*inputs)
+
+
+def test_a_model_around_an_optimized_one_loads_no_weights_into_it(residual):
+    """They would change nothing of what it computes."""
+    model, x = residual
+    around = nn.Sequential(optimized(model, x))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="load weights into the original model and optimize it again"):
+        around.load_state_dict({f"0.{name}": value + 1 for name, value in before.items()})
+    with pytest.raises(RuntimeError, match=r"move the original model to meta, torch\.float32"):
+        around.to("meta")
+    assert all(torch.equal(value, before[name]) for name, value in around[0].state_dict().items())
 
 
 def test_without_the_original(residual, monkeypatch):
@@ -461,6 +502,18 @@ def test_what_is_for_training_is_refused(residual):
             call()
     assert fast.eval().float().cpu() is fast
     assert not fast.training
+
+
+def test_what_is_optimized_already_is_refused(residual):
+    """Where there is nothing left to choose for, an empty plan or a module within a module would say nothing."""
+    fast = optimized(*residual)
+    for call in (
+        lambda: ai3_ops.tune(fast, residual[1]),
+        lambda: optimized(fast, residual[1]),
+        lambda: ai3_ops.Plan({}).verify(fast, residual[1]),
+    ):
+        with pytest.raises(ValueError, match=r"is one that ai3_ops\.optimize returned: .* original model"):
+            call()
 
 
 def test_four_threads(residual):
@@ -790,7 +843,7 @@ def test_arguments_in_any_order():
             assert fast._ai3_first.body is not None
             for args, kwargs in (((a, b), {}), ((a,), {"b": b}), ((), {"b": b, "a": a}), ((), {"a": a, "b": b})):
                 torch.testing.assert_close(fast(*args, **kwargs), expected, rtol=1e-4, atol=1e-5)
-        with pytest.warns(UserWarning, match="in the form .*planned anew"):
+        with pytest.warns(UserWarning, match="in the form of .*planned anew"):
             torch.testing.assert_close(
                 fast(a, b, scale=b[:, :, 2:, 2:]), model(a, b, b[:, :, 2:, 2:]), rtol=1e-4, atol=1e-5
             )

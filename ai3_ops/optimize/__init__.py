@@ -58,17 +58,20 @@ def optimize(
 
     Raises:
         TypeError: no nn.Module.
-        ValueError: settings or selectors that make no sense; a layer named singly that its algorithm cannot do.
+        ValueError: settings or selectors that make no sense; a layer named singly that its algorithm cannot do; a module that
+            `optimize` returned.
         RuntimeError: the model does not run on the example inputs.
     """
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
     from ai3_ops.optimize.pipeline import Settings
     from ai3_ops.plan import Plan
+    from ai3_ops.steps.discover import refuse_optimized
     from ai3_ops.swap import unswap
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.optimize needs an nn.Module, got {type(model).__name__}")
+    refuse_optimized(model, "ai3_ops.optimize", "optimize the original model")
     _check(alpha, budget_seconds, objective, memory_limit, tolerance)
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -74,11 +75,12 @@ class Optimized(nn.Module):
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
-        shown = [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
-        types = [x.dtype for x in leaves if isinstance(x, Tensor)]
-        other = f", {types} for {self._ai3_types}" if types != self._ai3_types else ""
-        other += f" in the form {form}" if form else ""
-        what = f"optimized for inputs of {self._ai3_shown}, called with {shown}{other}"
+        types = iter(self._ai3_types)
+        first = [_shown(x, next(types)) if isinstance(x, tuple) else _shown(x) for x in self._ai3_shown]
+        what = f"optimized for inputs of {_listed(first)}, called with {_listed(map(_shown, leaves))}"
+        if form:
+            names = f" and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
+            what += f" in the form of {len(args)} arguments{names}"
         if not self._ai3_original:
             raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
         assert self._ai3_first is not None
@@ -88,14 +90,20 @@ class Optimized(nn.Module):
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
             try:
+                with torch.no_grad():
+                    self._ai3_original[0](*args, **kwargs)
+            except Exception as error:  # said at once and once, by the model's own words
+                error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
+                raise
+            try:
                 settings = unthorough(self._ai3_settings, self._ai3_first.resolved)
                 with torch.inference_mode(False), torch.no_grad():
                     fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
                     a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
                     plan = make_plan(self._ai3_original[0], a, k, settings, self._ai3_report.parts[0].name)
-                warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=4)
+                warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
             except (Uncapturable, RuntimeError) as error:
-                warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=4)
+                warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
                 plan = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
             plans = dict(self._ai3_plans)
             for old in list(plans)[1 : len(plans) - PLANS + 2]:  # the first stays
@@ -181,7 +189,8 @@ class Optimized(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Optimized:
-        for dtype in {p.dtype for p in (*self.parameters(), *self.buffers())} or {torch.float32}:
+        types = dict.fromkeys(p.dtype for p in (*self.parameters(), *self.buffers())) or [torch.float32]
+        for dtype in sorted(types, key=lambda dtype: not dtype.is_floating_point):
             probe = torch.empty(1, dtype=dtype)
             moved = fn(probe)
             if moved.dtype != probe.dtype or moved.device != probe.device:
@@ -194,6 +203,10 @@ class Optimized(nn.Module):
     def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
         """Refused: the weights are folded and packed."""
         raise RuntimeError("ai3_ops.optimize: load weights into the original model and optimize it again")
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused likewise where a model around this one loads its own."""
+        self.load_state_dict()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its names."""
@@ -210,6 +223,19 @@ class Optimized(nn.Module):
         if not parts or not parts[0].before_ms or not parts[0].after_ms:
             return "optimized"
         return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _shown(leaf: Any, dtype: torch.dtype | None = None) -> str:
+    """A tensor's sizes and type in a few words (or those of one that had such sizes), another value shortened."""
+    if isinstance(leaf, Tensor):
+        return _shown(leaf.shape, leaf.dtype)
+    if dtype is not None:
+        return f"{'x'.join(map(str, leaf)) or 'one number'} {str(dtype).removeprefix('torch.')}"
+    return " ".join(reprlib.repr(leaf).split())
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words) or "nothing"
 
 
 def _key(leaves: list[Any], dynamic: bool) -> Any:

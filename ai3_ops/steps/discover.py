@@ -94,6 +94,12 @@ def is_optimized(module: nn.Module) -> bool:
     return "_ai3_report" in vars(module)
 
 
+def refuse_optimized(model: nn.Module, function: str, advice: str) -> None:
+    """ValueError for what `optimize` returned: there are no layers left in it that anything could be chosen for."""
+    if is_optimized(model):
+        raise ValueError(f"{function}: the module is one that ai3_ops.optimize returned: {advice}")
+
+
 def reachable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules in `named_modules()` order under all of their names, without those inside of optimized ones."""
     inside = None  # how the names begin that come next, if they are of an optimized module's own
