@@ -19,7 +19,7 @@ VERSION = 1  # of what the entries hold, and of how it is measured
 
 
 def machine() -> dict[str, str]:
-    """What measurements hang on: processor, instruction set, threads, GPU, versions."""
+    """What measurements depend on: processor, instruction set, threads, GPU, versions."""
     return doctor.machine()
 
 

@@ -1,4 +1,4 @@
-"""Who computes what: the forms that `ai3_ops.swap` takes, and which of a model's calls each of them speaks of."""
+"""Who computes what: the forms that `ai3_ops.swap` takes, and which of a model's calls each of them matches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ai3_ops import registry
 from ai3_ops.plan import Plan
 from ai3_ops.registry import near
 
-WORDS = ("auto", "default", "torch")  # bare strings that speak of every operation
+WORDS = ("auto", "default", "torch")  # bare strings that match every operation
 
 
 class Algorithm:
@@ -24,7 +24,7 @@ class Algorithm:
 
     backward_input and backward_weight name the algorithms of the gradients (conv2d, linear); None: its own.
     exclude has names of algorithms, or patterns with * and ?, that a rule such as `default` or `guess` may not choose:
-    `Algorithm("default", exclude=("winograd*",))`. It speaks of what computes the output, in every form of the model:
+    `Algorithm("default", exclude=("winograd*",))`. It applies to what computes the output, in every form of the model:
     eager, compiled, exported, pickled. Further parameters are the operator's keyword arguments.
     TypeError for what is no name, ValueError for a pattern that could be none.
     """
@@ -181,7 +181,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_SHOWN], *["…"] * (len(names) > _SHOWN)])
 
 
-# How strongly a key speaks of a call: the smallest wins.
+# How strongly a key matches a call: the smallest wins.
 _CALL, _MODULE, _REGEX, _PARENT, _OPERATION, _ALL = range(6)
 
 
@@ -192,7 +192,7 @@ def assign(
     lost: Mapping[str, str],
     tune: Tuner | None = None,
 ) -> dict[int, Choice]:
-    """The choice for each place (by index) that the selectors speak of.
+    """The choice for each place (by index) that the selectors match.
 
     Lists count `places` in the order given. `modules` are the model's, by qualified name; `lost` has the reason for those
     whose calls cannot be reached. `tune` is called, once, where "auto" is asked for; None: there are no example inputs.
@@ -256,7 +256,7 @@ def _check_form(value: Selector, label: str) -> None:
             f"{label}dicts do not nest; write each name out, as in {{'layer1.conv': 'direct'}}, got {value!r}"
         )
     if isinstance(value, Plan):
-        raise TypeError(f"{label}a plan speaks of a whole model, and is no value of a dict")
+        raise TypeError(f"{label}a plan is for a whole model, and is no value of a dict")
     if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         raise TypeError(
             f"{label}an operator is no selector; name its algorithm, as 'direct' for ai3::conv2d_direct, got {value}"
@@ -272,7 +272,7 @@ def _check_form(value: Selector, label: str) -> None:
 def _matches(
     key: str, places: Sequence[Place], module_names: list[str], lost: Mapping[str, str]
 ) -> dict[int, tuple[int, int]]:
-    """Which places a key speaks of, each with the kind of match and, for parents, the depth."""
+    """Which places a key matches, each with the kind of match and, for parents, the depth."""
     operations = registry.operations()
     if not isinstance(key, str):
         raise TypeError(f"a selector's key is a string, got {key!r}")
@@ -332,7 +332,7 @@ def _check_reached(key: str, modules: Mapping[str, nn.Module], lost: Mapping[str
 def _choices(
     key: str, value: Selector, places: Sequence[Place], strengths: Mapping[int, tuple[int, int]]
 ) -> dict[int, Choice]:
-    """What a key's value says about each place that the key speaks of."""
+    """What a key's value says about each place that the key matches."""
     if isinstance(value, (str, Algorithm, Preference)) or value is None:
         found = {}
         for index, (kind, _) in strengths.items():
@@ -345,7 +345,7 @@ def _choices(
             made = sorted({places[i].operation for i in strengths})
             raise ValueError(f"selector {key!r}: no call there has {_text(value)}; its calls are {', '.join(made)}")
         return found
-    # A list or a function speaks of the key's operation, of the layer or call of that name, otherwise of conv2d.
+    # A list or a function applies to the key's operation, of the layer or call of that name, otherwise of conv2d.
     indices = [
         i
         for i, (kind, _) in strengths.items()
@@ -421,7 +421,7 @@ def _check_names(value: Any, key: str) -> None:
                 raise ValueError(f"selector {key!r}: exclude: no algorithm {pattern!r}{near(pattern, names)}")
 
 
-def spoken_of(selectors: Selector, operation: str, module: nn.Module, names: list[str]) -> bool:
+def matched(selectors: Selector, operation: str, module: nn.Module, names: list[str]) -> bool:
     """Whether the selectors, which make sense, ask for an algorithm for a call of `operation` that `module` makes."""
     if isinstance(selectors, Plan):  # of calls that can be reached
         return False

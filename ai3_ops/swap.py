@@ -12,7 +12,7 @@ from ai3_ops.plan import Plan
 from ai3_ops.selectors import Selector, Tuner, listed
 from ai3_ops.steps.apply import MARKS, apply, lay_out, unswap
 from ai3_ops.steps.decide import Outcome, decide
-from ai3_ops.steps.discover import discover, is_lazy, observe, run
+from ai3_ops.steps.discover import discover, is_lazy, is_optimized, observe, refuse_optimized, run
 
 __all__ = ["swap", "unswap"]
 
@@ -32,12 +32,12 @@ def swap(
     subtract inputs before they multiply (docs/decisions/infinity.md); `exclude=("winograd*",)` keeps them away.
 
     selectors: an algorithm's name, a list of names (one per layer), a function (module[, input_shape]) -> name, or a
-    dict from module names, "re:<regex>", operations or "*" to these; see docs/swap.md. Layers that the selectors do not
-    speak of keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with
+    dict from module names, "re:<regex>", operations or "*" to these; see docs/swap.md. Layers that no selector
+    matches keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with
     which the model is run once in evaluation mode, which gives lazy layers their weights; lists then count layers in call
     order, and support is decided with true shapes.
-    inplace=False works on a deep copy. strict=True raises where a layer would stay PyTorch's because its algorithm cannot do it,
-    or because its call is out of reach; what `default` itself leaves to PyTorch (in-place ReLUs, views) stays.
+    inplace=False works on a deep copy. strict=True raises where a layer would keep PyTorch's implementation because its algorithm
+    cannot do it, or because its call is out of reach; what `default` itself leaves to PyTorch (in-place ReLUs, views) stays.
     allow_approximate lets rules (`default`) choose algorithms that approximate.
 
     Returns the swapped model. Raises ValueError for module names and regular expressions that match nothing (an operation,
@@ -50,6 +50,9 @@ def swap(
         raise TypeError(
             "ai3_ops.swap: selectors is a tensor; example inputs come third: swap(model, selectors, example_inputs)"
         )
+    advice = "swap the original model, or give the selectors to optimize(model, example_inputs, selectors)"
+    if strict:
+        refuse_optimized(model, "ai3_ops.swap", advice)
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     if not inplace:
@@ -84,6 +87,11 @@ def swap(
             vars(module).update(marked)
         raise
     _warn(outcome)
+    if is_optimized(model):
+        warnings.warn(
+            f"ai3_ops.swap: the module is one that ai3_ops.optimize returned, and stays as it is: {advice}",
+            stacklevel=2,
+        )
     return model
 
 
@@ -105,14 +113,14 @@ def _warn(outcome: Outcome) -> None:
         )
     if outcome.others:
         warnings.warn(
-            f"ai3_ops.swap: calls of {listed(outcome.others)} stay PyTorch's, since they cannot be replaced; "
+            f"ai3_ops.swap: calls of {listed(outcome.others)} keep PyTorch's implementation, since they cannot be replaced; "
             "ai3_ops.explain gives each reason",
             stacklevel=3,
         )
     if outcome.stay:
         total = ", ".join(f"{word}: {count}" for word, count in outcome.stay.items())
         warnings.warn(
-            f"ai3_ops.swap: {outcome.stay.total()} of {outcome.asked} layers stay PyTorch's: the algorithm cannot do them "
-            f"({total}); ai3_ops.explain gives each reason",
+            f"ai3_ops.swap: {outcome.stay.total()} of {outcome.asked} layers keep PyTorch's implementation: the algorithm "
+            f"cannot do them ({total}); ai3_ops.explain gives each reason",
             stacklevel=3,
         )

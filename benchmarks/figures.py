@@ -3,7 +3,7 @@
     python -m benchmarks.figures [--rows REGEX] [--threads N] [--seconds S] [--passes P] [--output PATH]
 
 Each row is a claim with a target, such as "Winograd is at least 2.6 times as fast as oneDNN on each of these layers". How times
-are taken is told in measure.py. "Best own" is the fastest of the project's own methods that are not marked approximate.
+are taken is documented in measure.py. "Best own" is the fastest of the project's own methods that are not marked approximate.
 With several passes the whole table is measured that often, and of each layer the pass with the median ratio counts: what others
 do to a shared machine for a minute then falls on one pass.
 """
@@ -40,7 +40,7 @@ BFLOAT16 = torch.bfloat16
 
 @dataclass
 class Sample:
-    """One layer's result. `value` is what the row's target speaks of; None where it could not be measured, as `note` says."""
+    """One layer's result. `value` is what the row's target is about; None where it could not be measured, as `note` says."""
 
     layer: str
     value: float | None = None

@@ -3,7 +3,7 @@
     python -m benchmarks.layers [NETWORK ...] [--batch N] [--threads N] [--seconds S] [--output PATH]
 
 A shape that several layers or networks share is measured once. What takes more than a few times the fastest, and is not what the
-tables show, is called a few times only. How times are taken is told in measure.py.
+tables show, is called a few times only. How times are taken is documented in measure.py.
 """
 
 from __future__ import annotations

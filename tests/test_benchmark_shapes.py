@@ -133,7 +133,7 @@ def test_part_is_of_the_whole(monkeypatch):
 
 
 def shapes_of(case: Case) -> list[Tensor]:
-    """Inputs without data: all that support hangs on."""
+    """Inputs without data: all that support depends on."""
     return [torch.empty(shape, device="meta") for shape in case.shapes if shape is not None]
 
 

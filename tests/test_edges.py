@@ -43,7 +43,7 @@ def run(code, *arguments, **environment):
     ids=lambda v: str(v),
 )
 def test_no_grad_keeps_tangents(module, shape):
-    """no_grad speaks of backward mode alone, in PyTorch as here."""
+    """no_grad is about backward mode alone, in PyTorch as here."""
     x, t = torch.randn(shape), torch.randn(shape)
     swapped = swap(module, {"*": "onednn"} if isinstance(module, nn.Conv2d) else {"*": "direct", "linear": "gemm"})
     with torch.no_grad():
@@ -89,7 +89,7 @@ def halve(linear):
 def test_weights_that_compute_by_themselves_stay_pytorchs():
     model, x = nn.Sequential(halve(nn.Linear(4, 3)), nn.Linear(3, 2)), torch.randn(5, 4)
     expected = model(x)
-    with pytest.warns(UserWarning, match=r"1 of 2 layers stay PyTorch's: .* \(gemm: 1\)"):
+    with pytest.warns(UserWarning, match=r"1 of 2 layers keep PyTorch's implementation: .* \(gemm: 1\)"):
         swapped = swap(model, {"linear": "gemm"})
     close(swapped(x), expected)
     first, second = explain(swapped).layers
@@ -147,7 +147,7 @@ def test_tf32_is_read_however_it_was_set(setting, conv2d, linear):
 # Pickles --------------------------------------------------------------------------------------------------------------
 def test_modules_that_stay_pytorchs_are_unpickled_without_this_package(tmp_path):
     model = nn.Sequential(nn.Conv2d(1, 2, 5, stride=2), nn.Conv2d(2, 2, 3), nn.MultiheadAttention(4, 1), nn.ReLU())
-    with pytest.warns(UserWarning, match="layers stay PyTorch's"):
+    with pytest.warns(UserWarning, match="layers keep PyTorch's implementation"):
         swapped = swap(model, {"conv2d": "winograd", "linear": "gemm"})
     used = [(layer.used, layer.reason) for layer in explain(swapped).layers]
     assert [u for u, _ in used] == ["torch", "winograd", "torch"]
@@ -165,7 +165,7 @@ def test_modules_that_stay_pytorchs_are_unpickled_without_this_package(tmp_path)
     for other in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
         assert [(layer.used, layer.reason) for layer in explain(other).layers] == used
         assert explain(other).unreached == explain(swapped).unreached
-        with_relu = swap(other, {"relu": "direct"})  # what is not spoken of keeps its reason
+        with_relu = swap(other, {"relu": "direct"})  # what no selector matches keeps its reason
         assert [(layer.used, layer.reason) for layer in explain(with_relu).layers][:2] == used[:2]
 
 

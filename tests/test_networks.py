@@ -72,7 +72,7 @@ def reference(name, size):
 def check(name, size, selectors, algorithms):
     model, images, expected = reference(name, size)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # layers that an algorithm cannot do stay PyTorch's
+        warnings.simplefilter("ignore")  # layers that an algorithm cannot do keep PyTorch's implementation
         swapped = swap(model, selectors, images)
     with torch.no_grad():
         actual = swapped(images)

@@ -1,4 +1,4 @@
-"""Which calls each selector speaks of, what wins, and what is refused with which words."""
+"""Which calls each selector matches, what wins, and what is refused with which words."""
 
 import copy
 import pickle
@@ -379,7 +379,7 @@ def test_exclude_is_checked():
         with pytest.raises(error, match=words):
             call()
     every = Algorithm("default", exclude=("*",))
-    with pytest.warns(UserWarning, match="1 of 1 layers stay PyTorch's"):
+    with pytest.warns(UserWarning, match="1 of 1 layers keep PyTorch's implementation"):
         report = explain(swap(model, {"conv2d": every}))
     assert "no algorithm that its rule may choose supports this case (some are excluded)" in report.layers[0].reason
     assert (repr(every), hash(every) == hash(Algorithm("default"))) == ("Algorithm('default', exclude=('*',))", False)

@@ -282,7 +282,7 @@ def test_functions_that_are_known_at_the_call_only_are_named_as_seen():
     model, x = Local(), torch.randn(9)
     swapped = swap(model, EVERY)
     assert torch.equal(swapped(x), model(x))
-    with pytest.warns(UserWarning, match="calls of the model itself stay PyTorch's"):
+    with pytest.warns(UserWarning, match="calls of the model itself keep PyTorch's implementation"):
         swapped = swap(model, EVERY, x)
     (module,) = explain(swapped).unreached
     assert module.seen == {"relu": 2}
@@ -344,7 +344,7 @@ def test_in_place_forms_keep_their_effect():
         assert torch.equal(a, e)
     assert {row.calls for row in explain(swapped).layers} == {1}
     left = explain(swap(InPlace(), "default")).layers
-    assert [row.reason for row in left[:3]] == ["in place: PyTorch's needs no second tensor"] * 3
+    assert [row.reason for row in left[:3]] == ["in place: PyTorch needs no second tensor"] * 3
 
 
 # What tracing had to guard or refuse ------------------------------------------------------------------------------------
@@ -523,7 +523,9 @@ class Outside(nn.Module):
 def test_functions_outside_of_the_methods_are_named_as_seen():
     model, x = Outside(), torch.randn(3, 4)
     assert explain(swap(model, EVERY)).unreached == []
-    with pytest.warns(UserWarning, match="calls of the model itself stay PyTorch's, since they cannot be replaced"):
+    with pytest.warns(
+        UserWarning, match="calls of the model itself keep PyTorch's implementation, since they cannot be replaced"
+    ):
         swapped = swap(model, EVERY, x)
     assert torch.equal(swapped(x), model(x))
     (module,) = explain(swapped).unreached

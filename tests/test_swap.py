@@ -85,7 +85,7 @@ def test_default_leaves_in_place_relu_to_pytorch():
     model = swap(nn.Sequential(nn.ReLU(inplace=True), nn.ReLU()), "default")
     assert next((row.used, row.reason) for row in explain(model).layers) == (
         "torch",
-        "in place: PyTorch's needs no second tensor",
+        "in place: PyTorch needs no second tensor",
     )
     assert explain(model).layers[1].used != "torch"
 
@@ -100,7 +100,9 @@ def test_default_leaves_flatten_to_pytorch():
     model = swap(Writes(), "default")
     assert torch.equal(model(x.clone()), 2 * x)
     model = swap(nn.Sequential(nn.Flatten()), "default")
-    assert [(row.used, row.reason) for row in explain(model).layers] == [("torch", "a view there, a copy here")]
+    assert [(row.used, row.reason) for row in explain(model).layers] == [
+        ("torch", "PyTorch returns a view, not a copy")
+    ]
     model = swap(nn.Sequential(nn.Flatten()), {"0": "default"})
     assert explain(model).layers[0].used != "torch"
 
@@ -165,7 +167,7 @@ def test_calls_with_any_arguments():
 # Refusals -------------------------------------------------------------------------------------------------------------
 def test_many_layer_selectors_leave_what_the_algorithm_cannot_do(refusing):
     model = nn.Sequential(nn.Conv2d(4, 8, 3, groups=4), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 1))
-    with pytest.warns(UserWarning, match=f"2 of 3 layers stay PyTorch's: .*{refusing}: 2") as caught:
+    with pytest.warns(UserWarning, match=f"2 of 3 layers keep PyTorch's implementation: .*{refusing}: 2") as caught:
         swapped = swap(model, refusing)
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -242,7 +244,7 @@ def test_algorithms_of_gradients_are_known_at_swap_time():
     choice = ai3_ops.Algorithm("direct", backward_weight="winograd")
     with pytest.raises(ValueError, match="gradient of the weight"):
         swap(model, {"0": choice}, x)
-    swapped = swap(model, {"0": choice})  # whose gradients hang on the input's size
+    swapped = swap(model, {"0": choice})  # whose gradients depend on the input's size
     for m in (model, swapped):
         m.zero_grad()
         m(x).sum().backward()
@@ -307,7 +309,7 @@ def test_rules_approximate_only_when_allowed(monkeypatch):
     set_default("conv2d", name)
     try:
         for inputs in (None, x):
-            with pytest.warns(UserWarning, match="stay PyTorch's"):
+            with pytest.warns(UserWarning, match="keep PyTorch's implementation"):
                 refused = swap(model, "default", inputs)
             assert "allow_approximate" in explain(refused).layers[0].reason
             allowed = swap(model, "default", inputs, allow_approximate=True)
@@ -421,7 +423,9 @@ def test_what_is_out_of_reach_is_a_warning_where_selectors_speak_of_it():
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.LazyConv2d(4, 3), nn.MultiheadAttention(4, 2))
     model[0].forward = model[0].forward
     for selectors in ("direct", {"*": "direct"}):
-        with pytest.warns(UserWarning, match="calls of 0, 1 stay PyTorch's, since they cannot be replaced"):
+        with pytest.warns(
+            UserWarning, match="calls of 0, 1 keep PyTorch's implementation, since they cannot be replaced"
+        ):
             swap(model, selectors)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -576,7 +580,7 @@ def test_report():
     model(torch.randn(1, 1, 3, 3))
     report = explain(model)
     row = report.to_dict()["layers"][0]
-    assert row.pop("packed_bytes") >= 64 + 2 * 4  # the rest hangs on the instruction set
+    assert row.pop("packed_bytes") >= 64 + 2 * 4  # the rest depends on the instruction set
     assert row.pop("workspace") > 0
     assert row == {
         "name": "0", "operation": "conv2d", "requested": "direct", "used": "direct", "reason": "",

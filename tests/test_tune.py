@@ -1,4 +1,4 @@
-"""tune, Plan and swap(model, "auto", x): choices on given times, so that no test hangs on the clock."""
+"""tune, Plan and swap(model, "auto", x): choices on given times, so that no test depends on the clock."""
 
 import json
 import os
@@ -436,14 +436,14 @@ def test_a_plan_is_followed_to_the_letter(model, x, name, entry, message):
 
 
 def test_a_layer_with_an_operations_name(x):
-    """A key "relu" of a dict speaks of all ReLUs; a plan's entry of the layer with that name."""
+    """A key "relu" of a dict matches all ReLUs; a plan's entry of the layer with that name."""
     model = nn.ModuleDict({"relu": nn.ReLU(), "other": nn.ReLU()})
     swapped = ai3_ops.swap(model, Plan({"relu": PlannedLayer("relu", "direct")}))
     assert {name: layer.used for name, layer in layers(swapped).items()} == {"relu": "direct", "other": "torch"}
 
 
 def test_a_plan_is_no_value():
-    with pytest.raises(TypeError, match="speaks of a whole model"):
+    with pytest.raises(TypeError, match="is for a whole model"):
         ai3_ops.swap(nn.ReLU(), {"*": Plan({})})
 
 

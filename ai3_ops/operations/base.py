@@ -79,7 +79,7 @@ def check_place(label: str, output: Tensor, tensor: Tensor, name: str) -> None:
 
 
 def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
-    """A list argument for `count` dimensions: an int or one element speaks of all of them, as in ATen."""
+    """A list argument for `count` dimensions: an int or one element stands for all of them, as in ATen."""
     check(not isinstance(value, str), label, f"{name} needs numbers, got {value!r}")
     values = (value,) if isinstance(value, (int, torch.SymInt)) else tuple(value)
     if len(values) == 1:

@@ -129,7 +129,7 @@ class Once:
 
 
 class Call:
-    """A call that a selector can speak of. Without an algorithm it is PyTorch's own, and only watched."""
+    """A call that a selector can match. Without an algorithm it is PyTorch's own, and only watched."""
 
     operation: ClassVar[str]
     functions: ClassVar[tuple[Callable[..., Any], ...]]  # PyTorch's, all with the signature of `arguments`
@@ -285,7 +285,7 @@ class Call:
         return registry.OPERATIONS[self.operation].problem(f"ai3::{self.operation}", *args)
 
     def problem_without_input(self, arguments: Callable[[Tensor], Any], weight: Tensor | None, groups: int) -> Problem:
-        """The problem with those sizes only that do not hang on the input; `arguments(input)` are the operator's."""
+        """The problem with those sizes only that do not depend on the input; `arguments(input)` are the operator's."""
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         first, second = (
             self.problem(*(Spec.tensor(Spec.of(a)) for a in arguments(torch.empty(shape, dtype=dtype, device="meta"))))
@@ -479,7 +479,7 @@ class Call:
         return plan
 
     def plan_key(self, args: tuple[Any, ...]) -> Any:
-        """What a plan hangs on besides the input."""
+        """What a plan depends on besides the input."""
         return args[1:]
 
     def sizes(self, args: tuple[Any, ...]) -> list[int]:
@@ -549,7 +549,7 @@ class Call:
 
     @staticmethod
     def key(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the support of a call hangs on."""
+        """What the support of a call depends on."""
         device = args[0].device.type
         autocast = device in _library.DEVICES and torch.is_autocast_enabled(device)
         mode = autocast, torch.are_deterministic_algorithms_enabled()

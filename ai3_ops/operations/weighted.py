@@ -22,7 +22,7 @@ class Weighted(Operation):
     window: ClassVar[tuple[Any, ...]] = ()  # defaults of the arguments between bias and the keyword-only ones
 
     def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:
-        """The sizes of a problem, as the registry names them, that a packed weight hangs on."""
+        """The sizes of a problem, as the registry names them, that a packed weight depends on."""
         raise NotImplementedError
 
     def terms(self, case: Case) -> int:

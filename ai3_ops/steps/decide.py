@@ -11,7 +11,7 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.operations.calls import Once, approximation
-from ai3_ops.selectors import Algorithm, Choice, Selector, Tuner, assign, spoken_of
+from ai3_ops.selectors import Algorithm, Choice, Selector, Tuner, assign, matched
 from ai3_ops.steps.describe import Described
 from ai3_ops.steps.discover import Lost, reachable
 
@@ -20,7 +20,7 @@ from ai3_ops.steps.discover import Lost, reachable
 class Outcome:
     """What the user is warned of."""
 
-    asked: int = 0  # calls that the selectors speak of
+    asked: int = 0  # calls that the selectors match
     stay: Counter[str] = field(default_factory=Counter)  # those that the requested algorithm cannot do, by its name
     scripted: list[str] = field(default_factory=list)  # modules that torch.jit compiled
     others: list[str] = field(default_factory=list)  # and others with calls that cannot be replaced
@@ -72,10 +72,10 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
             return
         if candidate.name == "default" and not choice.single:
             if described.in_place:
-                call.reason = "in place: PyTorch's needs no second tensor"
+                call.reason = "in place: PyTorch needs no second tensor"
                 return
             if described.call.returns_view:  # what is later written to the view shows in the input
-                call.reason = "a view there, a copy here"
+                call.reason = "PyTorch returns a view, not a copy"
                 return
         reason = _refusal(described, candidate, approximate)
         if not reason:
@@ -133,13 +133,13 @@ def _check_lost(
     observed: bool,
     strict: bool,
 ) -> None:
-    """What the selectors speak of and is out of reach: what torch.jit compiled, and other modules; an error when strict."""
+    """What the selectors match and is out of reach: what torch.jit compiled, and other modules; an error when strict."""
     for module, what in lost.items():
         paths = [name for name, m in names.items() if m is module]
         shown = paths[0] or "the model itself"
         opaque = isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
         for operation in what.seen if observed and not opaque else what.source:
-            if (what.of_torch and not strict) or not spoken_of(selectors, operation, module, paths):
+            if (what.of_torch and not strict) or not matched(selectors, operation, module, paths):
                 continue
             if strict:
                 raise ValueError(

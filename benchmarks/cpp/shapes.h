@@ -13,7 +13,7 @@ struct Shape {
   std::map<std::string, std::vector<int64_t>> values;
 
   int64_t operator[](const char* name) const { return pair(name)[0]; }
-  // A value for both dimensions: "3" speaks of both, "1,7" of each.
+  // A value for both dimensions: "3" stands for both, "1,7" of each.
   std::vector<int64_t> pair(const char* name) const;
 };
 
