@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,10 @@ C.ai3_sample.argtypes = (ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.
 C.ai3_sample.restype = ctypes.c_uint64
 C.ai3_slot_bytes.argtypes = (ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(ctypes.c_bool))
 C.ai3_slot_bytes.restype = ctypes.c_int64
+C.ai3_numbers_keep.argtypes = (ctypes.c_char_p, *_ERROR)
+C.ai3_numbers_keep.restype = ctypes.c_int64
+C.ai3_numbers_free.argtypes = (ctypes.c_int64,)
+C.ai3_numbers_free.restype = None
 C.ai3_register.argtypes = (ctypes.c_void_p, ctypes.c_int, *_ERROR)
 C.ai3_set_default.argtypes = (ctypes.c_char_p, ctypes.c_char_p, *_ERROR)
 C.ai3_program.argtypes = (ctypes.c_char_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int, *_ERROR)
@@ -187,6 +192,15 @@ def packs(slot: int) -> Packs:
     made, kept = ctypes.c_int64(), ctypes.c_bool()
     size = C.ai3_slot_bytes(slot, ctypes.byref(made), ctypes.byref(kept))
     return Packs(size, made.value, kept.value)
+
+
+def keep_numbers(owner: object, text: str) -> int:
+    """The integer by which operators for inference know the numbers of a text, as long as `owner` lives; RuntimeError for words."""
+    error = ctypes.create_string_buffer(_ERROR_SIZE)
+    if not (number := C.ai3_numbers_keep(text.encode(), error, _ERROR_SIZE)):
+        raise RuntimeError(f"ai3: {error.value.decode()}")
+    weakref.finalize(owner, C.ai3_numbers_free, number).atexit = False
+    return number
 
 
 def sampler(memory: Sequence[tuple[int, int]]) -> Callable[[], int]:

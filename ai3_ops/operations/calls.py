@@ -61,14 +61,15 @@ class Spec(NamedTuple):
 class CallPlan:
     """How eager inference makes one kind of call: the operator for it, and what that gets besides tensors.
 
-    ai3::_<operation>_<algorithm>_infer gets all numbers as one string, and knows no gradients: handing over lists and passing
-    autograd's Python rules takes longer than a small kernel does (docs/decisions/calls.md).
+    ai3::_<operation>_<algorithm>_infer gets all numbers as one integer, by which C++ knows them, and knows no gradients: handing
+    over lists and passing autograd's Python rules takes longer than a small kernel does (docs/decisions/calls.md).
     """
 
-    __slots__ = ("numbers", "operator")
+    __slots__ = ("__weakref__", "numbers", "operator")
 
     def __init__(self, operator: Any, numbers: str) -> None:
-        self.operator, self.numbers = operator._op, numbers
+        self.operator = operator._op
+        self.numbers = _library.keep_numbers(self, numbers) if numbers else 0
 
     @staticmethod
     def numbers_of(operator: Any, args: tuple[Any, ...]) -> list[Any]:
@@ -497,10 +498,9 @@ class Call:
         if infer is None or self.algorithm.parameters:
             return None
         try:
-            numbers = CallPlan.numbers_of(self.operator, args) + self.sizes(args)
+            return CallPlan(infer, CallPlan.text(CallPlan.numbers_of(self.operator, args) + self.sizes(args)))
         except RuntimeError:  # the operator says why
             return None
-        return CallPlan(infer, CallPlan.text(numbers))
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
         """What a rule chooses for such a call."""

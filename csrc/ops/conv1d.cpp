@@ -82,7 +82,7 @@ struct Conv1dOperation {
     widen_window(entry, c), widen_weight(entry, c);
     return Conv2dOperation::problem_of_weight(entry, c);
   }
-  static Sizes description(const Problem& p) { return pack_description(p); }
+  static auto description(const Problem& p) { return pack_description(p); }
   static Tensor run(const Entry& entry, Call& c) {
     widen(entry, c);
     return as_sequence(conv2d_run(entry, c));

@@ -65,7 +65,7 @@ Conv2dProblem conv2d_from(const Query& q) {
   return p;
 }
 
-Sizes pack_description(const Conv2dProblem& p) {
+std::array<int64_t, 10> pack_description(const Conv2dProblem& p) {
   return {static_cast<int64_t>(p.dtype),
           p.in_channels,
           p.out_channels,
@@ -157,7 +157,6 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   check_weight(asked, c);
   const bool packed = !c.weight_size.empty();
   Conv2dProblem p = conv2d_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight));
-  const Device device = device_of(asked, c.input);
   const DeviceGuard guard = on_device_of(c.input);  // what supports and workspace ask a vendor's library about
   bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
@@ -168,9 +167,9 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   p.activation = c.activation, p.has_residual = c.residual.has_value();
   p.has_prologue = c.has_prologue(), p.input_relu = c.input_relu;
   set_strides(p, channels_last);
-  const Chosen<Conv2dProblem> chosen(asked, device, p);
-  const Traits<Conv2dProblem>& traits = chosen.algorithm->traits;
-  if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
+  const Prepared<Conv2dProblem> call = prepare(asked, where_of(asked, c.input), p, p.batch > 0);
+  const Traits<Conv2dProblem>& traits = call.algorithm->traits;
+  if (packed) check_pack(asked, c.weight, call.pack_tensor, pack_tag(asked, pack_description(p)));
   Tensor scale, shift;
   if (p.has_prologue) {
     scale = of_channels(asked, c.input_scale, c.input, 1, "input_scale");
@@ -179,8 +178,8 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   }
 
   if (traits.tensors && p.batch > 0) {
-    c.channels_last = channels_last, c.algorithm = &chosen.algorithm->info;
-    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(chosen, p, c, pack_description(p)).tensor;
+    c.channels_last = channels_last, c.algorithm = &call.algorithm->info;
+    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(call, c, pack_description(p)).tensor;
     traits.tensors(p, &c);
     const Tensor output = with_dense_strides(*c.result, channels_last);
     if (c.output) torch::stable::copy_(*c.output, output);
@@ -189,13 +188,13 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   Destination output(c.output, traits.sliced, sizes, c.input, channels_last);
   if (p.batch > 0) {
     const ReadyWeight weight =
-        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
+        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(call, c, pack_description(p));
     const Tensor &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w;
-    run_dense(chosen, p, set_strides, c.input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
+    run_dense(call, p, set_strides, c.input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
       output.set_strides(y, p.y_stride);
       auto dense_residual = [&](const Tensor& r) { return dense(r, p.y_stride.c == 1); };
       const Tensor r = c.residual ? residual_for(*c.residual, y, !is_dense(y, p.y_stride.c == 1), dense_residual) : x;
-      run_kernel(chosen, p,
+      run_kernel(call, p,
                  {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                   c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
                   p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},

@@ -24,7 +24,7 @@ struct Conv2dCall : WeightedCall {
 // The problem that a query describes, with its output's sizes and dense strides.
 Conv2dProblem conv2d_from(const Query& q);
 // What a pack may depend on.
-Sizes pack_description(const Conv2dProblem& p);
+std::array<int64_t, 10> pack_description(const Conv2dProblem& p);
 
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c);
 // Checks the arguments as torch.nn.functional.conv2d does and fills the problem, strides excepted.
@@ -44,7 +44,7 @@ struct Conv2dOperation {
   static const Operation& operation();
   static Problem problem(const Entry& entry, Call& c);
   static Problem problem_of_weight(const Entry& entry, Call& c);
-  static Sizes description(const Problem& p) { return pack_description(p); }
+  static auto description(const Problem& p) { return pack_description(p); }
   static constexpr auto run = conv2d_run;
   static constexpr auto gradients = conv2d_backward;
 };

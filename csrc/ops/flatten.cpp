@@ -68,7 +68,7 @@ void forward_out(const Entry& entry, StableIValue* stack) {
 constexpr OperatorKind kinds[] = {
     {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward<false>, nullptr},
     {"_flatten_", "_out", "(Tensor input, int start_dim=0, int end_dim=-1, *, Tensor(a!) out) -> ()", forward_out, nullptr},
-    {"_flatten_", "_infer", "(Tensor input, str numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
+    {"_flatten_", "_infer", "(Tensor input, int numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
 };
 AI3_OPERATION(flatten, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))
 

@@ -2,6 +2,13 @@
 #include "../algos/layer_norm/problem.h"
 #include "tensors.h"
 
+namespace ai3 {
+static auto value_of(const LayerNormProblem& p) {
+  const auto& [dtype, threads, rows, features, eps, weight, bias, wide] = p;
+  return ops::as_numbers(dtype, threads, rows, features, eps, weight, bias, wide);
+}
+}  // namespace ai3
+
 namespace ai3::ops {
 namespace {
 
@@ -56,10 +63,10 @@ LayerNormProblem problem(const Entry& entry, const Call& c) {
 // y, contiguous.
 void run(const Entry& entry, const Call& c, Tensor& y) {
   const LayerNormProblem p = problem(entry, c);
-  const Chosen<LayerNormProblem> chosen(entry, device_of(entry, c.input), p);
+  const Prepared<LayerNormProblem> call = prepare(entry, where_of(entry, c.input), p, y.numel() > 0);
   if (y.numel() == 0) return;
   const Tensor x = as_contiguous(c.input), w = c.weight ? as_contiguous(*c.weight) : x, b = c.bias ? as_contiguous(*c.bias) : x;
-  run_kernel(chosen, p,
+  run_kernel(call, p,
              {x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr, c.bias ? b.const_data_ptr() : nullptr, nullptr,
               y.mutable_data_ptr()},
              x);
@@ -148,7 +155,7 @@ constexpr OperatorKind kinds[] = {
     {"_layer_norm_", "_out",
      "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, Tensor(a!) out) -> ()",
      forward_out, nullptr},
-    {"_layer_norm_", "_infer", "(Tensor input, Tensor? weight, Tensor? bias, str numbers) -> Tensor", forward<true>,
+    {"_layer_norm_", "_infer", "(Tensor input, Tensor? weight, Tensor? bias, int numbers) -> Tensor", forward<true>,
      is_method<LayerNormProblem>},
 };
 AI3_OPERATION(layer_norm, "rows features has_weight has_bias wide_weight", kinds, std::size(kinds), nullptr, 0,

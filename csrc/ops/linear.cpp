@@ -21,7 +21,9 @@ LinearProblem linear_from(const Query& q) {
   return with_dense_rows(p);
 }
 
-Sizes pack_description(const LinearProblem& p) { return {static_cast<int64_t>(p.dtype), p.in_features, p.out_features}; }
+std::array<int64_t, 3> pack_description(const LinearProblem& p) {
+  return {static_cast<int64_t>(p.dtype), p.in_features, p.out_features};
+}
 
 namespace {
 
@@ -73,37 +75,39 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   Sizes sizes;
   LinearProblem p = linear_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight), sizes);
   p.activation = c.activation, p.has_residual = c.residual.has_value();
-  const Chosen<LinearProblem> chosen(asked, device_of(asked, c.input), p);
-  const Traits<LinearProblem>& traits = chosen.algorithm->traits;
+  const bool of_nothing = p.in_features == 0 && p.activation == Activation::none && !c.residual;
+  const bool some = p.rows > 0 && p.out_features > 0;
+  const Prepared<LinearProblem> call = prepare(asked, where_of(asked, c.input), p, some && !of_nothing);
+  const Traits<LinearProblem>& traits = call.algorithm->traits;
   check_places(asked, c, sizes);
-  if (packed) check_pack(asked, c.weight, packed_tensor_bytes(traits, p), pack_tag(asked, pack_description(p)));
+  if (packed) check_pack(asked, c.weight, call.pack_tensor, pack_tag(asked, pack_description(p)));
 
   const bool matrix = (packed ? c.weight_size.size() : static_cast<size_t>(c.weight.dim())) == 2;
   const bool direct =
       c.output && (is_contiguous(*c.output) || (traits.sliced && rows_apart(*c.output, p.out_features, matrix, p.y_row)));
   Tensor output = direct ? *c.output : empty(sizes, c.input.scalar_type(), c.input);
   if (!direct) p.y_row = p.out_features;
-  if (output.numel() == 0) return output;
-  if (p.in_features == 0 && p.activation == Activation::none && !c.residual) {  // sums of nothing
+  if (!some) return output;
+  if (of_nothing) {
     if (c.bias)
       torch::stable::copy_(output, *c.bias);
     else
       torch::stable::zero_(output);
   } else if (traits.tensors) {
-    c.algorithm = &chosen.algorithm->info;
-    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(chosen, p, c, pack_description(p)).tensor;
+    c.algorithm = &call.algorithm->info;
+    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(call, c, pack_description(p)).tensor;
     const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
     if (c.output) torch::stable::copy_(*c.output, *c.result);
     return *c.result;
   } else {
     const ReadyWeight weight =
-        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(chosen, p, c, pack_description(p));
+        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(call, c, pack_description(p));
     const bool in_place = traits.sliced && rows_apart(c.input, p.in_features, true, p.x_row);
     if (!in_place) p.x_row = p.in_features;
     const Tensor x = in_place ? c.input : as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,
                  r = c.residual ? residual_for(*c.residual, output, !is_contiguous(output), as_contiguous) : x;
-    run_kernel(chosen, p,
+    run_kernel(call, p,
                {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                 c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},
                x, weight.packed);
@@ -173,7 +177,7 @@ struct LinearOperation {
     const int64_t sizes[] = {-1, c.weight.size(1), c.weight.size(0), 0, 0};
     return linear_from({dtype_of(entry, c.weight), sizes, std::size(sizes)});
   }
-  static Sizes description(const Problem& p) { return pack_description(p); }
+  static auto description(const Problem& p) { return pack_description(p); }
   static constexpr auto run = linear_run;
   static constexpr auto gradients = ops::gradients;
 };

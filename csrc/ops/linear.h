@@ -9,6 +9,6 @@ struct LinearCall : WeightedCall {};
 // The problem that a query describes.
 LinearProblem linear_from(const Query& q);
 // What a pack may depend on.
-Sizes pack_description(const LinearProblem& p);
+std::array<int64_t, 3> pack_description(const LinearProblem& p);
 
 }  // namespace ai3::ops

@@ -42,13 +42,14 @@ Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, std::optional<Ten
   const bool channels_last = out ? takes_channels_last(*out) : suggests_channels_last(input);
   checked_numel(asked, sizes, 8);
   set_strides(p, channels_last);
-  const Chosen<Pool2dProblem> chosen(asked, device_of(asked, input), p);
+  const bool some = p.batch > 0 && p.channels > 0 && p.out_height > 0 && p.out_width > 0;
+  const Prepared<Pool2dProblem> call = prepare(asked, where_of(asked, input), p, some);
   if (unbatched) input = torch::stable::unsqueeze(input, 0);
-  Destination output(out, chosen.algorithm->traits.sliced, sizes, input, channels_last);
-  if (p.batch > 0 && p.channels > 0 && p.out_height > 0 && p.out_width > 0)
-    run_dense(chosen, p, set_strides, input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
+  Destination output(out, call.algorithm->traits.sliced, sizes, input, channels_last);
+  if (some)
+    run_dense(call, p, set_strides, input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
       output.set_strides(y, p.y_stride);
-      run_kernel(chosen, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x);
+      run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x);
     });
   output.copy_to(out);
   return unbatched ? torch::stable::squeeze(output.tensor, 0) : output.tensor;

@@ -24,7 +24,7 @@ void pooling(const Entry& entry, StableIValue* stack) {
   Arguments in(stack, form == Form::inference);
   const Tensor output = run(entry, in, [&]() -> std::optional<Tensor> {
     if (form == Form::inference) check_inference(entry);
-    if (form != Form::out) return std::nullopt;
+    if (form != Form::out) return {};
     const Tensor out = in.take<Tensor>();
     mark_written(entry, out);
     return out;
@@ -36,7 +36,7 @@ void pooling(const Entry& entry, StableIValue* stack) {
   constexpr OperatorKind kinds[] = {                                                                             \
       {operation "_", "", "(" arguments ") -> Tensor", pooling<Form::plain, run>, nullptr},                      \
       {"_" operation "_", "_out", "(" arguments ", *, Tensor(a!) out) -> ()", pooling<Form::out, run>, nullptr}, \
-      {"_" operation "_", "_infer", "(Tensor input, str numbers) -> Tensor", pooling<Form::inference, run>,      \
+      {"_" operation "_", "_infer", "(Tensor input, int numbers) -> Tensor", pooling<Form::inference, run>,      \
        is_method<Pool2dProblem>},                                                                                \
   };
 

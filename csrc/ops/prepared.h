@@ -1,27 +1,190 @@
 // A call that is ready to run: what is computed by what, with everything decided that does not depend on where tensors lie.
+// Prepared calls are kept by the value of their problem, so that a call derives nothing that one before it has derived.
 #pragma once
+#include <array>
+#include <bit>
+#include <mutex>
+
 #include "registry.h"
 
 namespace ai3::ops {
 
+// What runs for p when `asked` is called; throws the refusal.
 template <class P>
-struct Prepared {
-  const Entry* entry;
-  const Algorithm<P>* algorithm;
-  P problem;
-  int64_t workspace;  // bytes, weights packed beforehand
-
-  void execute(const Buffers& buffers, Workspace& memory) const { algorithm->run(problem, buffers, memory); }
+struct Chosen {
+  Chosen() = default;
+  Chosen(const Entry& asked, Device device, const P& p) {
+    Reason reason;
+    entry = select(asked, device, p, reason);
+    if (!entry) refused(asked, device, p, reason);
+    algorithm = entry->algorithm<P>(device);
+  }
+  const Entry* entry = nullptr;
+  const Algorithm<P>* algorithm = nullptr;
 };
 
-// Of a method that runs on the CPU with weights that are packed where it packs; throws why it cannot.
 template <class P>
-Prepared<P> prepare(const Entry& entry, const P& p) {
-  Reason reason;
-  const Entry* chosen = select(entry, Device::cpu, p, reason);
-  if (!chosen) refused(entry, Device::cpu, p, reason);
-  const auto* algorithm = chosen->algorithm<P>(Device::cpu);
-  return {chosen, algorithm, p, algorithm->traits.workspace ? algorithm->traits.workspace(p) : 0};
+struct Prepared : Chosen<P> {
+  P problem{};
+  // Bytes: of workspace beside a weight that was packed before; of a call that packs the weight itself, its pack and the rest.
+  int64_t workspace = 0, pack = 0, workspace_beside_pack = 0;
+  int64_t pack_tensor = 0;  // what the pack operator returns
+
+  void execute(const Buffers& buffers, Workspace& memory) const { this->algorithm->run(problem, buffers, memory); }
+};
+
+// Where a call runs: GPUs of one machine differ, so what they support may, too.
+struct Where {
+  Device device = Device::cpu;
+  int32_t index = 0;
+  bool operator==(const Where&) const = default;
+};
+
+// Members as one array of numbers.
+template <class M>
+inline constexpr size_t kNumbersIn = 1;
+template <>
+inline constexpr size_t kNumbersIn<Strides4> = 4;
+template <class... M>
+auto as_numbers(const M&... members) {
+  std::array<int64_t, (0 + ... + kNumbersIn<M>)> all;
+  int64_t* to = all.data();
+  auto append = [&]<class One>(const One& m) {
+    if constexpr (std::is_same_v<One, Strides4>)
+      *to++ = m.n, *to++ = m.c, *to++ = m.h, *to++ = m.w;
+    else if constexpr (std::is_same_v<One, double>)
+      *to++ = std::bit_cast<int64_t>(m);
+    else
+      *to++ = static_cast<int64_t>(m);
+  };
+  (append(members), ...);
+  return all;
+}
+// A problem's value. The binding fits no struct with a member more, so that none is forgotten; problems with patterns of what a
+// rule may not choose are not kept. An operation whose problem has no value_of prepares at every call.
+inline auto value_of(const Conv2dProblem& p) {
+  const auto& [dtype, threads, n, c, h, w, k, r, s, oh, ow, sh, sw, ph, pw, dh, dw, groups, x, y, activation, bias, residual,
+               prologue, relu, tf32, deterministic, exclude, packed] = p;
+  return as_numbers(dtype, threads, n, c, h, w, k, r, s, oh, ow, sh, sw, ph, pw, dh, dw, groups, x, y, activation, bias, residual,
+                    prologue, relu, tf32, deterministic, packed);
+}
+inline auto value_of(const LinearProblem& p) {
+  const auto& [dtype, threads, rows, in, out, activation, bias, residual, tf32, deterministic, exclude, x_row, y_row] = p;
+  return as_numbers(dtype, threads, rows, in, out, activation, bias, residual, tf32, deterministic, x_row, y_row);
+}
+inline auto value_of(const Pool2dProblem& p) {
+  const auto& [dtype, threads, n, c, h, w, oh, ow, r, s, sh, sw, ph, pw, dh, dw, divisor, ceil, pad_counts, x, y] = p;
+  return as_numbers(dtype, threads, n, c, h, w, oh, ow, r, s, sh, sw, ph, pw, dh, dw, divisor, ceil, pad_counts, x, y);
+}
+inline auto value_of(const ElementwiseProblem& p) {
+  const auto& [dtype, threads, count, row, x_row, y_row] = p;
+  return as_numbers(dtype, threads, count, row, x_row, y_row);
+}
+
+// Whether two problems that differ in nothing else lie alike in memory.
+inline bool same(const Strides4& a, const Strides4& b) { return a.n == b.n && a.c == b.c && a.h == b.h && a.w == b.w; }
+template <class P>
+bool same_layout(const P& a, const P& b) {
+  if constexpr (requires { a.x_stride; }) return same(a.x_stride, b.x_stride) && same(a.y_stride, b.y_stride);
+  if constexpr (requires { a.row; })
+    if (a.row != b.row) return false;
+  if constexpr (requires { a.x_row; }) return a.x_row == b.x_row && a.y_row == b.y_row;
+  return true;
+}
+
+// The calls of one kind of problem. The hash of a problem names a set, which holds those of its problems that were met last.
+template <class P>
+class KeptCalls {
+ public:
+  struct Key {
+    const void* asked;  // an Entry, or an Algorithm for a problem that it is known to support
+    Where where;
+    uint64_t generation;
+    decltype(value_of(std::declval<const P&>())) value;
+    bool operator==(const Key&) const = default;
+  };
+  // make() where the call is not kept. A set is never waited for: where another thread is at it, or was when the process was
+  // forked, the call is derived.
+  template <class Make>
+  static Prepared<P> get(const Key& key, const Make& make) {
+    static constinit std::array<Set, kSets> sets{};
+    Set& set = sets[hash(key) % kSets];
+    if (const std::unique_lock lock(set.mutex, std::try_to_lock); lock)
+      for (One& one : set.ones)
+        if (one.used && one.key == key) return one.used = ++set.clock, one.call;
+    const Prepared<P> call = make();  // not under the lock: a user's rule may ask for other calls
+    if (const std::unique_lock lock(set.mutex, std::try_to_lock); lock) {
+      One* oldest = set.ones.data();
+      for (One& one : set.ones)
+        if (one.used < oldest->used) oldest = &one;
+      *oldest = {key, ++set.clock, call};
+    }
+    return call;
+  }
+
+ private:
+  static constexpr size_t kSets = 128, kOnes = 4;
+  struct One {
+    Key key{};
+    uint64_t used = 0;  // when; 0: empty
+    Prepared<P> call{};
+  };
+  struct Set {
+    std::mutex mutex;
+    uint64_t clock = 0;
+    std::array<One, kOnes> ones{};
+  };
+  static uint64_t hash(const Key& key) {
+    constexpr uint64_t prime = 0x9e3779b97f4a7c15u;
+    uint64_t a = std::bit_cast<uintptr_t>(key.asked), b = static_cast<uint64_t>(key.where.index);  // two, for two at once
+    for (size_t i = 0; i + 1 < key.value.size(); i += 2) {
+      a = (a ^ static_cast<uint64_t>(key.value[i])) * prime, b = (b ^ static_cast<uint64_t>(key.value[i + 1])) * prime;
+      a ^= a >> 29, b ^= b >> 31;
+    }
+    a = (a ^ b ^ static_cast<uint64_t>(key.value.back())) * prime;
+    return a >> 32;
+  }
+};
+
+// The call as `chosen` makes it.
+template <class P>
+Prepared<P> derive(const Chosen<P>& chosen, const P& p, bool runs) {
+  const Traits<P>& traits = chosen.algorithm->traits;
+  Prepared<P> call{chosen, p};
+  call.pack_tensor = packed_tensor_bytes(traits, p);
+  if (!runs) return call;
+  if (traits.workspace) call.workspace = call.workspace_beside_pack = traits.workspace(p);
+  if (traits.packed_bytes) {
+    const P q = in_direct_call(traits, p);
+    call.pack = packed_bytes_of(traits, q);
+    if (traits.workspace) call.workspace_beside_pack = traits.workspace(q);
+  }
+  return call;
+}
+template <class P>
+Prepared<P> prepare_kept(const void* asked, Where where, const P& p, const auto& make) {
+  if constexpr (requires { value_of(p); }) {
+    bool whole = true;  // the value says all
+    if constexpr (requires { p.exclude; }) whole = !p.exclude;
+    if (whole) return KeptCalls<P>::get({asked, where, generation(), value_of(p)}, make);
+  }
+  return make();
+}
+
+// What runs for p when `asked` is called; throws the refusal. Without `runs`, where there is nothing to compute, no bytes but the
+// pack's are told.
+template <class P>
+Prepared<P> prepare(const Entry& asked, Where where, const P& p, bool runs = true) {
+  auto derived = [&] { return derive(Chosen<P>(asked, where.device, p), p, runs); };
+  const auto* algorithm = asked.algorithm<P>(where.device);
+  const Traits<P>* traits = algorithm ? &algorithm->traits : nullptr;
+  const bool at_once = !traits || !(traits->choose || traits->supports || traits->workspace || traits->packed_bytes);
+  return at_once || !runs ? derived() : prepare_kept(&asked, where, p, derived);
+}
+// The same call of tensors that lie in memory as p has it.
+template <class P>
+Prepared<P> relaid(const Prepared<P>& call, Where where, const P& p) {
+  return prepare_kept(call.algorithm, where, p, [&] { return derive<P>(call, p, true); });
 }
 
 }  // namespace ai3::ops

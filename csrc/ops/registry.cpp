@@ -287,6 +287,7 @@ AI3_EXPORT int ai3_set_default(const char* operation, const char* name, char* er
   return guarded(error, size, [&] {
     const Operation& o = operation_known(operation);
     o.state->preferred.store(name && *name ? &entry_named(o, name) : nullptr, std::memory_order_release);
+    registrations.fetch_add(1, std::memory_order_release);
     return 1;
   });
 }
@@ -342,6 +343,7 @@ AI3_EXPORT int ai3_call(const char* name, StableIValue* stack, uint64_t argument
 AI3_EXPORT int ai3_machine(int threads, int again, double* flops, double* bytes, char* error, int64_t size) {
   return guarded(error, size, [&] {
     const Machine m = measure_machine(threads, again != 0);
+    if (again) registrations.fetch_add(1, std::memory_order_release);  // what `guess` chose may be another now
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }

@@ -124,7 +124,7 @@ inline const Entry* find(const Operation& operation, const char* name) {
 }
 // The operation, or an error that names it.
 const Operation& operation_known(const char* name);
-// Another number after every registration: what is kept about algorithms depends on it.
+// Another number whenever something else may be chosen, as after every registration: what is kept about algorithms depends on it.
 uint64_t generation();
 // The entry, or an error that names it.
 const Entry& entry_named(const Operation& operation, const std::string& name);
@@ -233,19 +233,6 @@ template <class P>
   if (first) message += "none";
   throw std::runtime_error(message);
 }
-
-// What runs for p when `asked` is called; throws the refusal.
-template <class P>
-struct Chosen {
-  Chosen(const Entry& asked, Device device, const P& p) {
-    Reason reason;
-    entry = select(asked, device, p, reason);
-    if (!entry) refused(asked, device, p, reason);
-    algorithm = entry->algorithm<P>(device);
-  }
-  const Entry* entry;
-  const Algorithm<P>* algorithm;
-};
 
 // Whether every size of a query is known (not -1): what memory takes can only be told then.
 inline bool sizes_known(const Conv2dProblem& p) {

@@ -23,7 +23,7 @@ struct PackKey {
   ScalarType dtype;
   bool operator==(const PackKey&) const = default;
 };
-inline uint64_t hash_of(const Sizes& numbers) {
+inline uint64_t hash_of(std::span<const int64_t> numbers) {
   uint64_t hash = 0xcbf29ce484222325u;
   for (const int64_t n : numbers) {
     hash = (hash ^ static_cast<uint64_t>(n)) * 0x100000001b3u;

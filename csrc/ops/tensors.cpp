@@ -139,7 +139,7 @@ Activation activation_named(const Entry& entry, const std::string& word) {
 constexpr uint64_t kPackVersion = 3;
 
 // FNV-1a of everything that a pack's form may depend on; the numbers in one step each.
-uint64_t pack_tag(const Entry& entry, const Sizes& description) {
+uint64_t pack_tag(const Entry& entry, std::span<const int64_t> description) {
   constexpr uint64_t prime = 0x100000001b3u;
   uint64_t hash = 0xcbf29ce484222325u;
   auto mix = [&](const char* word) {

@@ -7,13 +7,15 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
 #include <optional>
+#include <span>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "../algos/core/algorithm.h"
+#include "numbers.h"
+#include "prepared.h"
 #include "registry.h"
 #include "scratch.h"
 
@@ -25,70 +27,57 @@ using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
 // Takes the arguments of a boxed call off the stack, in order. Each must be taken, also when a later one is refused: the stack
-// owns references. In a call for inference all that are not tensors are one string of numbers, "-" for None: PyTorch takes 0.1 us
-// to hand over a number and 0.6 us for a list (docs/decisions/calls.md).
+// owns references. In a call for inference all that are not tensors are one integer, which names the numbers: PyTorch takes 0.1
+// us to hand over a number and 0.6 us for a list (docs/decisions/calls.md).
 class Arguments {
  public:
-  explicit Arguments(StableIValue* stack, bool inference = false) : next_(stack), in_text_(inference) {}
+  explicit Arguments(StableIValue* stack, bool inference = false) : next_(stack), inference_(inference) {}
   template <class T>
   T take() {
-    constexpr bool number = std::is_same_v<T, int64_t> || std::is_same_v<T, bool> || std::is_same_v<T, std::optional<int64_t>>;
-    if constexpr (number)
-      if (in_text_) {
-        if (const std::optional<int64_t> value = take_number(); value) return T(*value);
-        return T();
+    constexpr bool whole = std::is_same_v<T, int64_t> || std::is_same_v<T, bool> || std::is_same_v<T, std::optional<int64_t>>;
+    if constexpr (whole || std::is_same_v<T, double>)
+      if (inference_) {
+        const Number& number = take_number();
+        if (number.kind == Number::Kind::none) return T();
+        if constexpr (std::is_same_v<T, double>) return number.real;
+        if (number.kind == Number::Kind::whole) return T(number.whole);
+        wrong_numbers();
       }
-    if constexpr (std::is_same_v<T, double>)
-      if (in_text_) return take_double();
     return torch::stable::detail::to<T>(*next_++);
   }
-  // What follows the text in a call for inference.
+  // What follows the numbers in a call for inference.
   template <class T>
   T take_from_stack() {
     return torch::stable::detail::to<T>(*next_++);
   }
   Sizes take_list(size_t length) {
-    if (!in_text_) return take<Sizes>();
+    if (!inference_) return take<Sizes>();
     Sizes list(length);
     for (int64_t& value : list) value = take<int64_t>();
     return list;
   }
-  // A list of any length, which in a text comes before it.
+  // A list of any length, which among the numbers comes before it.
   Sizes take_list() {
-    if (!in_text_) return take<Sizes>();
+    if (!inference_) return take<Sizes>();
     const int64_t length = take<int64_t>();
     if (length < 0 || length > 64) throw std::runtime_error("needs a list of at most 64 numbers, got " + std::to_string(length));
     return take_list(static_cast<size_t>(length));
   }
 
  private:
-  void begin_text() {
-    if (!at_) text_ = torch::stable::detail::to<std::string>(*next_++), at_ = text_.data();
+  const Number& take_number() {
+    if (!numbers_) numbers_ = numbers_known(torch::stable::detail::to<int64_t>(*next_++));
+    if (taken_ == numbers_->list.size()) wrong_numbers();
+    return numbers_->list[taken_++];
   }
-  double take_double() {
-    begin_text();
-    const char* const end = text_.data() + text_.size();
-    double value = 0;
-    const auto [rest, error] = std::from_chars(at_, end, value);
-    if (error != std::errc()) throw std::runtime_error("needs as many numbers as it has arguments, got '" + text_ + "'");
-    at_ = std::min(rest + 1, end);
-    return value;
-  }
-  std::optional<int64_t> take_number() {
-    begin_text();
-    const char* const end = text_.data() + text_.size();
-    int64_t value = 0;
-    const auto [rest, error] = std::from_chars(at_, end, value);
-    const bool none = error != std::errc() && at_ != end && *at_ == '-';
-    if (error != std::errc() && !none) throw std::runtime_error("needs as many numbers as it has arguments, got '" + text_ + "'");
-    at_ = std::min((none ? at_ + 1 : rest) + 1, end);
-    return none ? std::nullopt : std::optional(value);
+  [[noreturn, gnu::noinline, gnu::cold]] void wrong_numbers() const {
+    throw std::runtime_error("needs as many numbers as it has arguments, got '" + numbers_->text + "'");
   }
 
   StableIValue* next_;
-  bool in_text_;
-  std::string text_;
-  const char* at_ = nullptr;
+  bool inference_;
+  std::shared_ptr<const Numbers> numbers_;
+  size_t taken_ = 0;
 };
 template <class T>
 void give(StableIValue* stack, int i, const T& value) {
@@ -142,6 +131,10 @@ inline Device device_of(const Entry& entry, const Tensor& t) {
   if (t.is_cpu()) return Device::cpu;
   if (t.is_cuda()) return Device::cuda;
   fail(entry, "needs CPU or CUDA tensors");
+}
+inline Where where_of(const Entry& entry, const Tensor& t) {
+  const Device device = device_of(entry, t);
+  return {device, device == Device::cuda ? t.get_device_index() : 0};
 }
 inline std::string device_text(const Tensor& t) {
   return t.is_cpu() ? "cpu" : t.is_cuda() ? "cuda:" + std::to_string(t.get_device_index()) : "neither CPU nor CUDA";
@@ -317,23 +310,26 @@ void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const
   check(workspace.used <= bytes, entry, "states ", bytes - packed, " bytes of workspace and takes ", workspace.used - packed);
 }
 
-// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false.
+// Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false. p is the prepared
+// problem, with the tensors as they lie in memory.
 template <class P>
-void run_kernel(const Chosen<P>& chosen, const P& asked, Buffers buffers, const Tensor& like, bool packed = false) {
-  const Traits<P>& traits = chosen.algorithm->traits;
-  const P p = packed ? asked : in_direct_call(traits, asked);
-  const int64_t pack_bytes = packed ? 0 : packed_bytes_of(traits, p), own = traits.workspace ? traits.workspace(p) : 0;
+void run_kernel(const Prepared<P>& prepared, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+  std::optional<Prepared<P>> other;
+  const Prepared<P>& call =
+      same_layout(prepared.problem, p) ? prepared : other.emplace(relaid(prepared, where_of(*prepared.entry, like), p));
+  const Algorithm<P>& algorithm = *call.algorithm;
+  if (packed || !call.pack)
+    return with_workspace(*call.entry, call.workspace, like, [&](Workspace& workspace) { algorithm.run(p, buffers, workspace); });
+  const P direct = in_direct_call(algorithm.traits, p);
   with_workspace(
-      *chosen.entry, checked_add(pack_bytes, own), like,
+      *call.entry, checked_add(call.pack, call.workspace_beside_pack), like,
       [&](Workspace& workspace) {
-        if (pack_bytes) {
-          void* weights = workspace.take<char>(pack_bytes);
-          traits.pack(p, buffers.weight, weights);
-          buffers.weight = weights;
-        }
-        chosen.algorithm->run(p, buffers, workspace);
+        void* weights = workspace.take<char>(call.pack);
+        algorithm.traits.pack(direct, buffers.weight, weights);
+        buffers.weight = weights;
+        algorithm.run(direct, buffers, workspace);
       },
-      pack_bytes);
+      call.pack);
 }
 // Whether an algorithm has a kernel for a gradient (0: the input's, 1: the weight's): then it names itself for it.
 template <class P>
@@ -418,7 +414,7 @@ bool has_packs(const AlgorithmInfo& info) {
   return is_method<P>(info) && (t.packed_bytes || t.epilogue);
 }
 inline constexpr int64_t kTagBytes = 64;
-uint64_t pack_tag(const Entry& entry, const Sizes& description);
+uint64_t pack_tag(const Entry& entry, std::span<const int64_t> description);
 Tensor new_pack(const Tensor& weight, int64_t bytes);
 void tag_pack(Tensor& pack, uint64_t tag);
 void check_pack(const Entry& entry, const Tensor& pack, int64_t bytes, uint64_t tag);
@@ -426,7 +422,7 @@ void check_pack(const Entry& entry, const Tensor& pack, int64_t bytes, uint64_t 
 uint64_t tag_of_pack(const Tensor& pack);
 
 template <class P>
-Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, const Sizes& description) {
+Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, std::span<const int64_t> description) {
   const DeviceGuard guard = on_device_of(weight);
   const Traits<P>& traits = chosen.algorithm->traits;
   Tensor pack = new_pack(weight, packed_tensor_bytes(traits, p));

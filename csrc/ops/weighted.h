@@ -46,14 +46,13 @@ struct ReadyWeight {
   bool packed;
 };
 template <class P>
-ReadyWeight ready_weight(const Chosen<P>& chosen, const P& p, const WeightedCall& c, const Sizes& description) {
-  const Traits<P>& traits = chosen.algorithm->traits;
+ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::span<const int64_t> description) {
+  const Traits<P>& traits = call.algorithm->traits;
   const bool packs = traits.packed_bytes != nullptr, same = c.weight.scalar_type() == c.input.scalar_type();
-  if (c.slot && (packs || !same || !is_contiguous(c.weight)) &&
-      (!packs || affordable(packed_tensor_bytes(traits, p), c.weight))) {
-    const PackKey key{&chosen.algorithm->info, hash_of(description), c.input.scalar_type()};
-    if (auto pack =
-            kept(c.slot, key, c.weight, [&](const Tensor& w) { return packs ? pack_weight(chosen, p, w, description) : w; }))
+  if (c.slot && (packs || !same || !is_contiguous(c.weight)) && (!packs || affordable(call.pack_tensor, c.weight))) {
+    const PackKey key{&call.algorithm->info, hash_of(description), c.input.scalar_type()};
+    if (auto pack = kept(c.slot, key, c.weight,
+                         [&](const Tensor& w) { return packs ? pack_weight(call, call.problem, w, description) : w; }))
       return {*pack, packs};
   }
   const Tensor weight = as_contiguous(c.weight);
@@ -92,7 +91,7 @@ bool fuses(const AlgorithmInfo& info) {
 // The boxed functions of an operation. O has the types Call (a WeightedCall) and Problem, weight_rank, and the functions
 //   Problem problem(const Entry&, Call&)               of an unpacked call
 //   Problem problem_of_weight(const Entry&, Call&)     whose input is not known yet
-//   Sizes description(const Problem&)                  what a pack may depend on
+//   array description(const Problem&)                  what a pack may depend on
 //   Tensor run(const Entry&, Call&)
 //   Gradients gradients(const Entry& asked, Call&, grad, wanted, GradientEntries)
 //   const Operation& operation()
@@ -247,7 +246,7 @@ struct WeightedOperators {
        WeightedOperators<O>::fused<false, false>, fuses<O::Problem>},                                                         \
       {"_" operation "_", "_out", AI3_FUSED("Tensor weight", window, prologue) ", Tensor(a!) out) -> ()",                     \
        WeightedOperators<O>::fused<false, true>, nullptr},                                                                    \
-      {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, str numbers, int version) -> Tensor",        \
+      {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, int numbers, int version) -> Tensor",        \
        WeightedOperators<O>::infer, is_method<O::Problem>},                                                                   \
       {"_" operation "_", "_held", AI3_HELD(gradient_window) ") -> Tensor", WeightedOperators<O>::held, nullptr},             \
   };                                                                                                                          \

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import _library
+from ai3_ops._checks import profiled
 
 ops = torch.ops.ai3
 MODULES = {
@@ -67,10 +71,101 @@ def test_inference_operators_refuse_gradients_and_wrong_numbers():
     x = torch.randn(2, 3)
     with pytest.raises(RuntimeError, match=r"ai3::relu_direct: .*inference"):
         ops._relu_direct_infer(x)
-    with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::flatten_direct: needs as many numbers"):
-        ops._flatten_direct_infer(x, "0")
-    with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::flatten_direct: needs as many numbers"):
-        ops._flatten_direct_infer(x, "0 one")
+    for text in ("0", "0 1.5"):
+        with torch.no_grad(), pytest.raises(RuntimeError, match=f"needs as many numbers as it has arguments, got '{text}'"):
+            ops._flatten_direct_infer(x, numbers(text))
+    with pytest.raises(RuntimeError, match="needs numbers between spaces, got '0 one'"):
+        numbers("0 one")
+
+
+class Owner:
+    """Of numbers, as a CallPlan is."""
+
+
+def numbers(text, owner=Owner):
+    return _library.keep_numbers(owner, text)
+
+
+def test_numbers_are_known_by_the_same_integer_everywhere_as_long_as_someone_has_them():
+    x, owners = torch.randn(2, 3, 4), [Owner(), Owner()]
+    kept = {numbers("1 -1", owner) for owner in owners}
+    assert len(kept) == 1
+    (number,) = kept
+    code = "import ai3_ops._library as l\nclass O: pass\no = O()\nprint(l.keep_numbers(o, '1 -1'))"
+    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == number
+    with torch.no_grad():
+        for _ in range(2):
+            assert ops._flatten_direct_infer(x, number).shape == (2, 12)
+            owners.pop()
+        with pytest.raises(RuntimeError, match=f"ai3::flatten_direct: knows no numbers {number}"):
+            ops._flatten_direct_infer(x, number)
+
+
+def test_numbers_go_with_the_call_that_has_them():
+    swapped, x = ai3_ops.swap(nn.Linear(5, 7), {"linear": "gemm"}), torch.randn(3, 5)
+    with torch.no_grad():
+        expected = swapped(x)
+        (plan,) = swapped._ai3.plans.values()
+        operator, number = plan.operator, plan.numbers
+        weight = swapped.weight, swapped.bias, number, swapped.weight._version
+        assert torch.equal(operator(x, *weight), expected)
+        copies = [copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))]
+        assert all(torch.equal(c(x), expected) for c in copies)
+        del swapped, plan
+        gc.collect()
+        with pytest.raises(RuntimeError, match="knows no numbers"):
+            operator(x, *weight)
+        assert all(torch.equal(c(x), expected) for c in copies)
+
+
+def test_prepared_calls_follow_what_is_registered():
+    """What a rule chose before is not kept once `default` is told to run something else."""
+    set_default = sys.modules["ai3_ops.register"].set_default
+    x, w = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
+
+    def run():
+        with profiled() as profile:
+            y = ops.conv2d_default(x, w)
+        return y, {e.name for e in profile.events()}
+
+    first, names = run()
+    assert not any("mkldnn" in name for name in names)
+    try:
+        set_default("conv2d", "onednn")
+        second, names = run()
+        assert any("mkldnn" in name for name in names)
+    finally:
+        set_default("conv2d", None)
+    third, names = run()
+    assert not any("mkldnn" in name for name in names)
+    assert torch.equal(first, third)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_prepared_calls_under_many_threads(threads):
+    """More problems than are kept, from several threads at once, each with its answer."""
+    sizes = [(n, i) for n in range(1, 13) for i in range(1, 73)]
+    torch.manual_seed(0)
+    weights = {i: torch.randn(3, i) for _, i in sizes}
+    inputs = [torch.randn(n, i) for n, i in sizes]
+    expected = [F.linear(x, weights[x.shape[1]]) for x in inputs]
+
+    def run(order):
+        with torch.inference_mode():
+            return all(
+                torch.allclose(ops.linear_default(inputs[i], weights[inputs[i].shape[1]]), expected[i], atol=1e-5)
+                for i in order
+            )
+
+    orders = [range(len(inputs)), range(len(inputs) - 1, -1, -1), range(0, len(inputs), 3)]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(run, orders))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_packs_of_several_shapes_stay():

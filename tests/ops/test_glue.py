@@ -298,8 +298,8 @@ def test_refused_calls_keep_no_tensor():
     pack = ops._conv2d_direct_pack(w)
     calls = (
         lambda x, y: ops._relu_direct_infer(x),
-        lambda x, y: ops._flatten_direct_infer(x, "0 -1"),
-        lambda x, y: ops._max_pool2d_direct_infer(x, "2 2 2 2 0 0 1 1 0"),
+        lambda x, y: ops._flatten_direct_infer(x, _library.keep_numbers(ops, "0 -1")),
+        lambda x, y: ops._max_pool2d_direct_infer(x, _library.keep_numbers(ops, "2 2 2 2 0 0 1 1 0")),
         lambda x, y: ops._conv2d_direct_packed_out(x, pack, w.shape, activation="foo", out=y),
         lambda x, y: ops._conv2d_direct_packed_out(x, pack, (8, 8), out=y),
     )

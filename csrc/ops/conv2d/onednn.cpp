@@ -16,8 +16,8 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
   const Tensor x = operand(c.input);
   if (c.bias) c.bias = as_contiguous(*c.bias);  // oneDNN would read it as if it were
   // The form depends on the window; on the input's size, too, but only in what is fastest.
-  const PackKey key{c.algorithm, hash_of({p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups}),
-                    c.input.scalar_type()};
+  const std::array window{p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups};
+  const PackKey key{c.algorithm, hash_of(window), c.input.scalar_type()};
   const std::optional<Tensor> reordered = kept(c.slot, key, c.weight, [&](const Tensor& w) {
     return call_aten("mkldnn::_reorder_convolution_weight", "", w, c.padding, c.stride, c.dilation, c.groups,
                      std::optional<Sizes>(sizes_of(x)));

@@ -529,12 +529,12 @@ struct Planner {
     try {
       if (auto* conv = std::get_if<Conv2dProblem>(&node.problem)) {
         conv->x_stride = strides_of(d.input), conv->y_stride = strides_of(y);
-        d.step.call = prepare(*node.entry, *conv);
+        d.step.call = prepare(*node.entry, Where{}, *conv);
       } else if (auto* linear = std::get_if<LinearProblem>(&node.problem)) {
-        d.step.call = prepare(*node.entry, *linear);
+        d.step.call = prepare(*node.entry, Where{}, *linear);
       } else if (auto* pool = std::get_if<Pool2dProblem>(&node.problem)) {
         pool->x_stride = strides_of(d.input), pool->y_stride = strides_of(y);
-        d.step.call = prepare(*node.entry, *pool);
+        d.step.call = prepare(*node.entry, Where{}, *pool);
       } else {
         auto& map = std::get<MapProblem>(node.problem);
         if (line.operands.size() == 2) d.other = as_rows(line.operands[1], line);

@@ -1,0 +1,94 @@
+#include "numbers.h"
+
+#include <charconv>
+#include <cstdio>
+#include <mutex>
+#include <shared_mutex>
+#include <stdexcept>
+#include <unordered_map>
+
+#include "scratch.h"
+
+namespace ai3::ops {
+namespace {
+
+std::vector<Number> parsed(const std::string& text) {
+  std::vector<Number> list;
+  const char *at = text.data(), *const end = at + text.size();
+  while (at < end) {
+    const char* stop = at;
+    while (stop != end && *stop != ' ') stop++;
+    Number n{Number::Kind::none, 0, 0};
+    auto is = [&](auto& value) {
+      const auto [rest, error] = std::from_chars(at, stop, value);
+      return error == std::errc() && rest == stop;
+    };
+    if (is(n.whole))
+      n.kind = Number::Kind::whole, n.real = static_cast<double>(n.whole);
+    else if (is(n.real))
+      n.kind = Number::Kind::real;
+    else if (std::string(at, stop) != "-")
+      throw std::runtime_error("needs numbers between spaces, got '" + text + "'");
+    list.push_back(n);
+    at = stop == end ? end : stop + 1;
+  }
+  return list;
+}
+
+// From the text alone, so that it is the same in every process.
+int64_t id_of(const std::string& text) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+  return static_cast<int64_t>(hash >> 2) | 1;
+}
+
+struct Kept {
+  std::shared_ptr<const Numbers> numbers;
+  int64_t owners;
+};
+std::shared_mutex mutex;
+// Never destroyed: threads may still call when the process ends.
+auto& table = *new std::unordered_map<int64_t, Kept>();
+
+int64_t keep(const std::string& text) {
+  auto numbers = std::make_shared<const Numbers>(Numbers{text, parsed(text)});
+  const std::unique_lock lock(mutex);
+  for (int64_t id = id_of(text);; id += 2) {  // the next one where another text has the same
+    Kept& place = table[id];
+    if (!place.numbers) place = {std::move(numbers), 0};
+    if (place.numbers->text != text) continue;
+    place.owners++;
+    return id;
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<const Numbers> numbers_known(int64_t id) {
+  {
+    const std::shared_lock lock(mutex);
+    if (const auto found = table.find(id); found != table.end()) return found->second.numbers;
+  }
+  throw std::runtime_error("knows no numbers " + std::to_string(id) + ": ai3_numbers_keep gives theirs to a text");
+}
+
+}  // namespace ai3::ops
+
+// Keeps the numbers of a text until ai3_numbers_free is called as often as this; returns the integer that names them, 0 on
+// failure.
+extern "C" AI3_EXPORT int64_t ai3_numbers_keep(const char* text, char* error, int64_t size) {
+  try {
+    return ai3::ops::keep(text);
+  } catch (const std::exception& e) {
+    std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
+    return 0;
+  }
+}
+extern "C" AI3_EXPORT void ai3_numbers_free(int64_t id) {
+  std::shared_ptr<const ai3::ops::Numbers> numbers;  // destroyed when no lock is held
+  const std::unique_lock lock(ai3::ops::mutex);
+  const auto found = ai3::ops::table.find(id);
+  if (found == ai3::ops::table.end() || --found->second.owners > 0) return;
+  numbers = std::move(found->second.numbers);
+  ai3::ops::table.erase(found);
+}
