@@ -78,6 +78,14 @@ def check_place(label: str, output: Tensor, tensor: Tensor, name: str) -> None:
     check_same(label, output, tensor, name)
 
 
+def check_workspace(label: str, output: Tensor, workspace: Tensor | None) -> None:
+    """A caller's workspace is bytes on the output's device; how many it must be is seen when the operator runs."""
+    if workspace is not None:
+        fits = workspace.dtype == torch.uint8 and workspace.is_contiguous() and workspace.device == output.device
+        what = f"{workspace.dtype} on {workspace.device}"
+        check(fits, label, f"needs a contiguous uint8 tensor on the output's device as workspace, got {what}")
+
+
 def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
     """A list argument for `count` dimensions: an int or one element stands for all of them, as in ATen."""
     check(not isinstance(value, str), label, f"{name} needs numbers, got {value!r}")
@@ -236,9 +244,10 @@ class Operation(Tested):
     def register_out(self, op: torch._ops.OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_out: the output goes to `out`."""
 
-        def fake(*args: Any, out: Tensor, **options: Any) -> None:
+        def fake(*args: Any, out: Tensor, workspace: Tensor | None = None, **options: Any) -> None:
             output = self.fake(algorithm, *args, **options)
             check_place(f"ai3::{self.name}_{algorithm}", output, out, "out")
+            check_workspace(f"ai3::{self.name}_{algorithm}", output, workspace)
 
         register_fake(op, fake)
         register_writes(op)

@@ -86,7 +86,14 @@ class Weighted(Operation):
         """ai3::_<operation>_<algorithm>_fused, _out, _packed and _packed_out: the output as that of the algorithm itself."""
         packed = op._schema.arguments[1].name == "packed"
 
-        def fake(input: Tensor, weight: Tensor, *args: Any, out: Tensor | None = None, **options: Any) -> Tensor | None:
+        def fake(
+            input: Tensor,
+            weight: Tensor,
+            *args: Any,
+            out: Tensor | None = None,
+            workspace: Tensor | None = None,
+            **options: Any,
+        ) -> Tensor | None:
             if packed:
                 weight, args = input.new_empty(args[0]), args[1:]
             count = 1 + len(self.window)  # the bias, too
@@ -95,6 +102,7 @@ class Weighted(Operation):
             for tensor, name in ((next(iter(epilogue), None), "residual"), (out, "out")):
                 if tensor is not None:
                     base.check_place(label, output, tensor, name)
+            base.check_workspace(label, output, workspace)
             self.check_epilogue(label, algorithm, *epilogue)
             self.check_prologue(label, algorithm, input, *args[count + 2 :])
             return output if out is None else None

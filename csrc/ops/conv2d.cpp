@@ -175,6 +175,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
     scale = of_channels(asked, c.input_scale, c.input, 1, "input_scale");
     shift = of_channels(asked, c.input_shift, c.input, 0, "input_shift");
     if (c.output) check_apart(asked, *c.output, scale, "input_scale"), check_apart(asked, *c.output, shift, "input_shift");
+    check_workspace(asked, c.workspace, {{&scale, "input_scale"}, {&shift, "input_shift"}});
   }
 
   if (traits.tensors && p.batch > 0) {
@@ -198,7 +199,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
                  {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                   c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
                   p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},
-                 x, weight.packed);
+                 x, weight.packed, c.workspace);
     });
   }
   output.copy_to(c.output);

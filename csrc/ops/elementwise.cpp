@@ -15,13 +15,14 @@ std::optional<Rows> rows_in_order(const Tensor& t) {
 }
 
 bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
-                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&)) {
+                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&),
+                     const std::optional<Tensor>& workspace) {
   ElementwiseProblem p = contiguous_elements(dtype_of(asked, x), threads(y.numel()), y.numel());
   const Prepared<ElementwiseProblem> call = prepare(asked, where_of(asked, x), p, p.count > 0);
   if (p.count == 0) return true;
   if (!set_rows(x, y, p) || (p.row < p.count && !call.algorithm->traits.sliced)) return false;
   Tensor output = y;
-  run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, output.mutable_data_ptr()}, x);
+  run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, output.mutable_data_ptr()}, x, false, workspace);
   return true;
 }
 

@@ -35,12 +35,12 @@ bool set_rows(const Tensor& x, const Tensor& y, ElementwiseProblem& p) {
   return true;
 }
 
-void copy(const Entry& entry, const Tensor& input, Tensor& out) {
-  if (run_elementwise(entry, input, out, set_rows)) return;
+void copy(const Entry& entry, const Tensor& input, Tensor& out, const std::optional<Tensor>& workspace = std::nullopt) {
+  if (run_elementwise(entry, input, out, set_rows, workspace)) return;
   const Tensor x = as_contiguous(input);
-  if (run_elementwise(entry, x, out, set_rows)) return;
+  if (run_elementwise(entry, x, out, set_rows, workspace)) return;
   Tensor dense = empty(sizes_of(out), out.scalar_type(), out);
-  run_elementwise(entry, x, dense, set_rows);
+  run_elementwise(entry, x, dense, set_rows, workspace);
   torch::stable::copy_(out, dense);
 }
 
@@ -59,15 +59,18 @@ void forward_out(const Entry& entry, StableIValue* stack) {
   const Tensor input = in.take<Tensor>();
   const int64_t start = in.take<int64_t>(), end = in.take<int64_t>();
   Tensor out = in.take<Tensor>();
+  const auto workspace = in.take<std::optional<Tensor>>();
   mark_written(entry, out);
   check_place(entry, input, out, flattened(entry, input, start, end), "out");
   check_apart(entry, out, input, "input");
-  copy(entry, input, out);
+  check_workspace(entry, workspace, {{&input, "input"}, {&out, "out"}});
+  copy(entry, input, out, workspace);
 }
 
 constexpr OperatorKind kinds[] = {
     {"flatten_", "", "(Tensor input, int start_dim=0, int end_dim=-1) -> Tensor", forward<false>, nullptr},
-    {"_flatten_", "_out", "(Tensor input, int start_dim=0, int end_dim=-1, *, Tensor(a!) out) -> ()", forward_out, nullptr},
+    {"_flatten_", "_out", "(Tensor input, int start_dim=0, int end_dim=-1, *, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",
+     forward_out, nullptr},
     {"_flatten_", "_infer", "(Tensor input, int numbers) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
 };
 AI3_OPERATION(flatten, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))

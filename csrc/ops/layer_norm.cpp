@@ -61,7 +61,7 @@ LayerNormProblem problem(const Entry& entry, const Call& c) {
 }
 
 // y, contiguous.
-void run(const Entry& entry, const Call& c, Tensor& y) {
+void run(const Entry& entry, const Call& c, Tensor& y, const std::optional<Tensor>& workspace = std::nullopt) {
   const LayerNormProblem p = problem(entry, c);
   const Prepared<LayerNormProblem> call = prepare(entry, where_of(entry, c.input), p, y.numel() > 0);
   if (y.numel() == 0) return;
@@ -69,7 +69,7 @@ void run(const Entry& entry, const Call& c, Tensor& y) {
   run_kernel(call, p,
              {x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr, c.bias ? b.const_data_ptr() : nullptr, nullptr,
               y.mutable_data_ptr()},
-             x);
+             x, false, workspace);
 }
 Tensor empty_output(const Entry& entry, const Call& c) {
   dtype_of(entry, c.input);
@@ -96,14 +96,18 @@ void forward_out(const Entry& entry, StableIValue* stack) {
   c.input = in.take<Tensor>(), c.shape = in.take_list();
   c.weight = in.take<std::optional<Tensor>>(), c.bias = in.take<std::optional<Tensor>>(), c.eps = in.take<double>();
   Tensor out = in.take<Tensor>();
+  const auto workspace = in.take<std::optional<Tensor>>();
   mark_written(entry, out);
   dtype_of(entry, c.input), check_place(entry, c.input, out, sizes_of(c.input), "out");
   check_apart(entry, out, c.input, "input");
   if (c.weight) check_apart(entry, out, *c.weight, "weight");
   if (c.bias) check_apart(entry, out, *c.bias, "bias");
-  if (is_contiguous(out)) return run(entry, c, out);
+  check_workspace(
+      entry, workspace,
+      {{&c.input, "input"}, {&out, "out"}, {c.weight ? &*c.weight : nullptr, "weight"}, {c.bias ? &*c.bias : nullptr, "bias"}});
+  if (is_contiguous(out)) return run(entry, c, out, workspace);
   Tensor output = empty_output(entry, c);
-  run(entry, c, output);
+  run(entry, c, output, workspace);
   torch::stable::copy_(out, output);
 }
 
@@ -153,7 +157,8 @@ constexpr OperatorKind kinds[] = {
      "Tensor, Tensor)",
      backward, has_gradients},
     {"_layer_norm_", "_out",
-     "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, Tensor(a!) out) -> ()",
+     "(Tensor input, int[] normalized_shape, Tensor? weight=None, Tensor? bias=None, float eps=1e-05, *, Tensor(a!) out, "
+     "Tensor(b!)? workspace=None) -> ()",
      forward_out, nullptr},
     {"_layer_norm_", "_infer", "(Tensor input, Tensor? weight, Tensor? bias, int numbers) -> Tensor", forward<true>,
      is_method<LayerNormProblem>},

@@ -110,7 +110,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     run_kernel(call, p,
                {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
                 c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},
-               x, weight.packed);
+               x, weight.packed, c.workspace);
   }
   if (c.output && !direct) torch::stable::copy_(*c.output, output);
   return output;

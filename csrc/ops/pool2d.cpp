@@ -31,12 +31,14 @@ Pool2dProblem problem_of_input(const Entry& entry, const Tensor& input) {
 }
 
 // Runs p, whose output sizes are known.
-Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, std::optional<Tensor> out) {
+Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, const Given& given) {
+  std::optional<Tensor> out = given.out;
   const bool unbatched = input.dim() == 3;
   Sizes sizes = {p.batch, p.channels, p.out_height, p.out_width};
   if (out) {
     check_place(asked, input, *out, unbatched ? Sizes(sizes.begin() + 1, sizes.end()) : sizes, "out");
     check_apart(asked, *out, input, "input");
+    check_workspace(asked, given.workspace, {{&input, "input"}, {&*out, "out"}});
     if (unbatched) out = torch::stable::unsqueeze(*out, 0);
   }
   const bool channels_last = out ? takes_channels_last(*out) : suggests_channels_last(input);
@@ -49,7 +51,7 @@ Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, std::optional<Ten
   if (some)
     run_dense(call, p, set_strides, input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
       output.set_strides(y, p.y_stride);
-      run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x);
+      run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x, false, given.workspace);
     });
   output.copy_to(out);
   return unbatched ? torch::stable::squeeze(output.tensor, 0) : output.tensor;
@@ -57,7 +59,7 @@ Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, std::optional<Ten
 
 }  // namespace
 
-Tensor pool2d_run(const Entry& asked, Pool2dCall& c, const std::optional<Tensor>& out) {
+Tensor pool2d_run(const Entry& asked, Pool2dCall& c, const Given& given) {
   spread(asked, c.kernel, 2, "kernel_size");
   if (c.stride.empty()) c.stride = c.kernel;
   spread(asked, c.stride, 2, "stride"), spread(asked, c.padding, 2, "padding"), spread(asked, c.dilation, 2, "dilation");
@@ -76,15 +78,15 @@ Tensor pool2d_run(const Entry& asked, Pool2dCall& c, const std::optional<Tensor>
   set_outputs(p);
   check(p.out_height > 0 && p.out_width > 0, asked, "the input of ", p.in_height, "x", p.in_width,
         " is too small: no window of kernel_size ", c.kernel, " and dilation ", c.dilation, " fits");
-  return run(asked, c.input, p, out);
+  return run(asked, c.input, p, given);
 }
 
-Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const std::optional<Tensor>& out) {
+Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const Given& given) {
   spread(asked, output_size, 2, "output_size"), check_each(asked, output_size, 0, "output_size");
   Pool2dProblem p = problem_of_input(asked, input);
   check(p.in_height > 0 && p.in_width > 0, asked, "needs input with a height and width of at least 1, got ", input);
   p.out_height = output_size[0], p.out_width = output_size[1];
-  return run(asked, input, p, out);
+  return run(asked, input, p, given);
 }
 
 Pool2dProblem pool2d_from(const Query& q) {

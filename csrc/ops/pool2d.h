@@ -11,33 +11,39 @@ struct Pool2dCall {
   std::optional<int64_t> divisor = {};
 };
 
+// What a caller gives beside the arguments.
+struct Given {
+  std::optional<Tensor> out = {}, workspace = {};
+};
 // Checks the arguments as ATen does and runs the algorithm; the result is written to `out` where one is given.
-Tensor pool2d_run(const Entry& asked, Pool2dCall& call, const std::optional<Tensor>& out);
+Tensor pool2d_run(const Entry& asked, Pool2dCall& call, const Given& given);
 // The same for windows that follow from the sizes.
-Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const std::optional<Tensor>& out);
+Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const Given& given);
 
 // The ways to call a pooling: the operator itself, _out, _infer. `run(entry, arguments, take_rest)` takes its arguments, then
-// calls take_rest, which returns the out.
+// calls take_rest, which returns what the caller gave.
 enum class Form { plain, out, inference };
 template <Form form, auto run>
 void pooling(const Entry& entry, StableIValue* stack) {
   Arguments in(stack, form == Form::inference);
-  const Tensor output = run(entry, in, [&]() -> std::optional<Tensor> {
+  const Tensor output = run(entry, in, [&]() -> Given {
     if (form == Form::inference) check_inference(entry);
     if (form != Form::out) return {};
     const Tensor out = in.take<Tensor>();
+    const auto workspace = in.take<std::optional<Tensor>>();
     mark_written(entry, out);
-    return out;
+    return {out, workspace};
   });
   if (form != Form::out) give(stack, 0, output);
 }
 // The table of its operators, `kinds`; `arguments` are those of the schema.
-#define AI3_POOLING_OPERATORS(operation, run, arguments)                                                         \
-  constexpr OperatorKind kinds[] = {                                                                             \
-      {operation "_", "", "(" arguments ") -> Tensor", pooling<Form::plain, run>, nullptr},                      \
-      {"_" operation "_", "_out", "(" arguments ", *, Tensor(a!) out) -> ()", pooling<Form::out, run>, nullptr}, \
-      {"_" operation "_", "_infer", "(Tensor input, int numbers) -> Tensor", pooling<Form::inference, run>,      \
-       is_method<Pool2dProblem>},                                                                                \
+#define AI3_POOLING_OPERATORS(operation, run, arguments)                                                    \
+  constexpr OperatorKind kinds[] = {                                                                        \
+      {operation "_", "", "(" arguments ") -> Tensor", pooling<Form::plain, run>, nullptr},                 \
+      {"_" operation "_", "_out", "(" arguments ", *, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()",   \
+       pooling<Form::out, run>, nullptr},                                                                   \
+      {"_" operation "_", "_infer", "(Tensor input, int numbers) -> Tensor", pooling<Form::inference, run>, \
+       is_method<Pool2dProblem>},                                                                           \
   };
 
 #define AI3_POOL2D_SIZES                                                                                              \

@@ -25,14 +25,14 @@ bool set_rows(const Tensor& x, const Tensor& y, ElementwiseProblem& p) {
 }
 
 // A new tensor. One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first.
-Tensor run(const Entry& entry, const Tensor& input) {
+Tensor run(const Entry& entry, const Tensor& input, const std::optional<Tensor>& workspace = std::nullopt) {
   dtype_of(entry, input), device_of(entry, input);
   const Tensor output = empty_as(input);
   constexpr auto one_row = [](const Tensor&, const Tensor&, ElementwiseProblem&) { return true; };  // as the problem begins
   if (same_strides(input, output))
-    run_elementwise(entry, input, output, one_row);
-  else if (!run_elementwise(entry, input, output, set_rows))
-    run_elementwise(entry, torch::stable::clone(input), output, set_rows);
+    run_elementwise(entry, input, output, one_row, workspace);
+  else if (!run_elementwise(entry, input, output, set_rows, workspace))
+    run_elementwise(entry, torch::stable::clone(input), output, set_rows, workspace);
   return output;
 }
 
@@ -46,15 +46,17 @@ void forward_out(const Entry& entry, StableIValue* stack) {
   Arguments in(stack);
   const Tensor input = in.take<Tensor>();
   Tensor out = in.take<Tensor>();
+  const auto workspace = in.take<std::optional<Tensor>>();
   mark_written(entry, out);
   dtype_of(entry, input), check_place(entry, input, out, sizes_of(input), "out");
   if (!same_place(out, input)) check_apart(entry, out, input, "input");
-  if (!run_elementwise(entry, input, out, set_rows)) torch::stable::copy_(out, run(entry, input));
+  check_workspace(entry, workspace, {{&input, "input"}, {&out, "out"}});
+  if (!run_elementwise(entry, input, out, set_rows, workspace)) torch::stable::copy_(out, run(entry, input, workspace));
 }
 
 constexpr OperatorKind kinds[] = {
     {"relu_", "", "(Tensor input) -> Tensor", forward<false>, nullptr},
-    {"_relu_", "_out", "(Tensor input, *, Tensor(a!) out) -> ()", forward_out, nullptr},
+    {"_relu_", "_out", "(Tensor input, *, Tensor(a!) out, Tensor(b!)? workspace=None) -> ()", forward_out, nullptr},
     {"_relu_", "_infer", "(Tensor input) -> Tensor", forward<true>, is_method<ElementwiseProblem>},
 };
 AI3_OPERATION(relu, "count", kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(ElementwiseProblem, elementwise_from))

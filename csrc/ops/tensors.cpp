@@ -96,7 +96,7 @@ Extent extent_of(const Tensor& t, int64_t period) {
 
 }  // namespace
 
-void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name) {
+void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name, const char* written) {
   if (out.numel() == 0 || other.numel() == 0) return;
   const int64_t size = static_cast<int64_t>(out.element_size()), other_size = static_cast<int64_t>(other.element_size());
   const Extent a = extent_of(out, 1), b = extent_of(other, 1);
@@ -108,7 +108,21 @@ void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, con
     const int64_t shift = ((x.first - y.first) % period + period) % period;
     apart = shift >= y.rest + other_size && shift + x.rest + size <= period;
   }
-  check(apart, entry, "needs an out that shares no memory with ", name);
+  check(apart, entry, "needs ", written, " that shares no memory with ", name);
+}
+
+void check_workspace(const Entry& entry, const std::optional<Tensor>& workspace, std::initializer_list<Named> others) {
+  if (!workspace) return;
+  const Tensor& w = *workspace;
+  for (const Named& other : others) {
+    if (!other.tensor) continue;
+    check(w.device() == other.tensor->device(), entry, "needs a workspace on the device of ", other.name, ", got ",
+          device_text(w), " and ", device_text(*other.tensor));
+    check_apart(entry, w, *other.tensor, other.name, "a workspace");
+  }
+  check(w.scalar_type() == ScalarType::Byte && is_contiguous(w), entry, "needs a contiguous uint8 tensor as workspace, got ",
+        torch::headeronly::toString(w.scalar_type()), " of sizes ", w);
+  check(std::bit_cast<uintptr_t>(w.const_data_ptr()) % 64 == 0, entry, "needs a workspace that begins at a multiple of 64 bytes");
 }
 
 void check_place(const Entry& entry, const Tensor& input, const Tensor& t, const Sizes& sizes, const char* name) {

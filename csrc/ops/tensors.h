@@ -159,9 +159,16 @@ inline void check_each(const Entry& entry, const Sizes& list, int64_t least, con
 
 // Refuses an `out` that shares memory with what is read: a kernel reads after it has begun to write. Gaps between elements count
 // as theirs, unless both lie in slices, such as other channels, of what repeats with one period.
-void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name);
+void check_apart(const Entry& entry, const Tensor& out, const Tensor& other, const char* name, const char* written = "an out");
 // Refuses an `out` or a residual of other sizes than the output's, or of another dtype or device than the input's.
 void check_place(const Entry& entry, const Tensor& input, const Tensor& t, const Sizes& sizes, const char* name);
+// The workspace that a caller gave: refuses memory that none can lie in, or that shares some with what is read or written. That
+// it is large enough, with_workspace checks.
+struct Named {
+  const Tensor* tensor;
+  const char* name;
+};
+void check_workspace(const Entry& entry, const std::optional<Tensor>& workspace, std::initializer_list<Named> others);
 // Raises out's version, as PyTorch's in-place operators do, and refuses what they refuse: an inference tensor outside of
 // inference mode. To be called before out is written.
 void mark_written(const Entry& entry, const Tensor& out);
@@ -292,18 +299,21 @@ struct LentWorkspace : Workspace {
   std::vector<Tensor> lent;
 };
 
-// Runs run(workspace) with `bytes` of scratch memory; `packed` of them are taken for the weights, the others the algorithm
-// stated.
+// Runs run(workspace) with `bytes` of scratch memory, the caller's where it gave some; `packed` of them are taken for the
+// weights, the others the algorithm stated.
 template <class Run>
-void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const Run& run, int64_t packed = 0) {
+void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const Run& run, int64_t packed = 0,
+                    const std::optional<Tensor>& given = std::nullopt) {
   check(bytes >= 0 && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
+  if (given) check(given->numel() >= bytes, entry, "needs a workspace of ", bytes, " bytes, got ", given->numel());
   const DeviceGuard guard = on_device_of(like);
   const bool cuda = like.is_cuda();
-  const Scratch scratch(cuda ? 0 : bytes);
-  LentWorkspace workspace(scratch.data(), bytes, like);
+  const Scratch scratch(cuda || given ? 0 : bytes);
+  LentWorkspace workspace(given ? static_cast<char*>(given->mutable_data_ptr()) : scratch.data(), bytes, like);
   std::optional<Tensor> memory;
   if (cuda) {
-    if (bytes > 0) workspace.data = static_cast<char*>(memory.emplace(empty({bytes}, ScalarType::Byte, like)).mutable_data_ptr());
+    if (bytes > 0 && !given)
+      workspace.data = static_cast<char*>(memory.emplace(empty({bytes}, ScalarType::Byte, like)).mutable_data_ptr());
     workspace.stream = current_cuda_stream(like.get_device_index());
   }
   run(workspace);
@@ -313,13 +323,15 @@ void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const
 // Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false. p is the prepared
 // problem, with the tensors as they lie in memory.
 template <class P>
-void run_kernel(const Prepared<P>& prepared, const P& p, Buffers buffers, const Tensor& like, bool packed = false) {
+void run_kernel(const Prepared<P>& prepared, const P& p, Buffers buffers, const Tensor& like, bool packed = false,
+                const std::optional<Tensor>& memory = std::nullopt) {
   std::optional<Prepared<P>> other;
   const Prepared<P>& call =
       same_layout(prepared.problem, p) ? prepared : other.emplace(relaid(prepared, where_of(*prepared.entry, like), p));
   const Algorithm<P>& algorithm = *call.algorithm;
   if (packed || !call.pack)
-    return with_workspace(*call.entry, call.workspace, like, [&](Workspace& workspace) { algorithm.run(p, buffers, workspace); });
+    return with_workspace(
+        *call.entry, call.workspace, like, [&](Workspace& workspace) { algorithm.run(p, buffers, workspace); }, 0, memory);
   const P direct = in_direct_call(algorithm.traits, p);
   with_workspace(
       *call.entry, checked_add(call.pack, call.workspace_beside_pack), like,
@@ -329,7 +341,7 @@ void run_kernel(const Prepared<P>& prepared, const P& p, Buffers buffers, const 
         buffers.weight = weights;
         algorithm.run(direct, buffers, workspace);
       },
-      call.pack);
+      call.pack, memory);
 }
 // Whether an algorithm has a kernel for a gradient (0: the input's, 1: the weight's): then it names itself for it.
 template <class P>
@@ -452,7 +464,8 @@ std::optional<Rows> rows_in_order(const Tensor& t);
 // One pass over the elements of x and y, which lie as `rows_of(problem)` sets them, if it can and the algorithm takes slices.
 // False where nothing was done because they lie otherwise.
 bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
-                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&));
+                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&),
+                     const std::optional<Tensor>& workspace = std::nullopt);
 ElementwiseProblem elementwise_from(const Query& q);
 
 }  // namespace ai3::ops

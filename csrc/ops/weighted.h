@@ -15,6 +15,7 @@ struct WeightedCall {
   bool allow_tf32 = false, deterministic = false;
   std::string exclude;                       // patterns of algorithms that a rule may not choose, between commas
   std::optional<Tensor> output;              // where to write, when it is given
+  std::optional<Tensor> workspace;           // memory for it, when it is given
   std::optional<Tensor> result;              // what an algorithm of PyTorch's operators leaves
   const AlgorithmInfo* algorithm = nullptr;  // for algorithms of PyTorch's operators: their own record
 
@@ -68,6 +69,12 @@ inline void check_places(const Entry& asked, const WeightedCall& c, const Sizes&
   check_apart(asked, *c.output, c.weight, c.weight_size.empty() ? "weight" : "the packed weight");
   if (c.bias) check_apart(asked, *c.output, *c.bias, "bias");
   if (c.residual && !same_place(*c.output, *c.residual)) check_apart(asked, *c.output, *c.residual, "residual");
+  check_workspace(asked, c.workspace,
+                  {{&c.input, "input"},
+                   {&*c.output, "out"},
+                   {&c.weight, "weight"},
+                   {c.bias ? &*c.bias : nullptr, "bias"},
+                   {c.residual ? &*c.residual : nullptr, "residual"}});
 }
 
 // The residual as a kernel reads it, with the strides of y, to which it writes: itself or, where y is dense, a copy; where y is a
@@ -212,7 +219,7 @@ struct WeightedOperators {
     const std::string activation = in.take<std::string>();
     c.take_prologue(in);
     c.take_options(in);
-    if (with_out) c.output = in.take<Tensor>();
+    if (with_out) c.output = in.take<Tensor>(), c.workspace = in.take<std::optional<Tensor>>();
     check(!packed || c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
           c.weight_size);
     c.activation = activation_named(entry, activation);
@@ -231,6 +238,7 @@ struct WeightedOperators {
 #define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\", str exclude=\"\""
 #define AI3_FUSED(weight, window, prologue) \
   "(Tensor input, " weight ", Tensor? bias=None" window ", Tensor? residual=None, str activation=\"none\"" prologue AI3_OPTIONS
+#define AI3_OUT ", Tensor(a!) out, Tensor(b!)? workspace=None"
 #define AI3_PACKED(window, prologue) AI3_FUSED("Tensor packed, int[] weight_size", window, prologue)
 #define AI3_WEIGHTED_OPERATORS(operation, O, window, gradient_window, prologue)                                               \
   constexpr OperatorKind kinds[] = {                                                                                          \
@@ -240,11 +248,11 @@ struct WeightedOperators {
       {"_" operation "_", "_pack", "(Tensor weight" window ") -> Tensor", WeightedOperators<O>::pack, has_packs<O::Problem>}, \
       {"_" operation "_", "_packed", AI3_PACKED(window, prologue) ") -> Tensor", WeightedOperators<O>::fused<true, false>,    \
        has_packs<O::Problem>},                                                                                                \
-      {"_" operation "_", "_packed_out", AI3_PACKED(window, prologue) ", Tensor(a!) out) -> ()",                              \
+      {"_" operation "_", "_packed_out", AI3_PACKED(window, prologue) AI3_OUT ") -> ()",                                      \
        WeightedOperators<O>::fused<true, true>, has_packs<O::Problem>},                                                       \
       {"_" operation "_", "_fused", AI3_FUSED("Tensor weight", window, prologue) ") -> Tensor",                               \
        WeightedOperators<O>::fused<false, false>, fuses<O::Problem>},                                                         \
-      {"_" operation "_", "_out", AI3_FUSED("Tensor weight", window, prologue) ", Tensor(a!) out) -> ()",                     \
+      {"_" operation "_", "_out", AI3_FUSED("Tensor weight", window, prologue) AI3_OUT ") -> ()",                             \
        WeightedOperators<O>::fused<false, true>, nullptr},                                                                    \
       {"_" operation "_", "_infer", "(Tensor input, Tensor weight, Tensor? bias, int numbers, int version) -> Tensor",        \
        WeightedOperators<O>::infer, is_method<O::Problem>},                                                                   \
