@@ -650,7 +650,10 @@ def check_out_workspace(info: AlgorithmInfo, tally: Tally) -> None:
 def bytes_needed(error: Exception | None) -> int:
     """What a refused workspace of 0 bytes should have had; 0 where nothing was refused."""
     found = re.search(r"needs a workspace of (\d+) bytes, got 0$", str(error))
-    require(error is None or found, f"a workspace of 0 bytes: needs a RuntimeError with the bytes needed, got {error!r}")
+    require(
+        error is None or found is not None,
+        f"a workspace of 0 bytes: needs a RuntimeError with the bytes needed, got {error!r}",
+    )
     return int(found[1]) if found else 0
 
 

@@ -195,7 +195,7 @@ def packs(slot: int) -> Packs:
 
 
 def keep_numbers(owner: object, text: str) -> int:
-    """The integer by which operators for inference know the numbers of a text, as long as `owner` lives; RuntimeError for words."""
+    """The integer by which operators for inference know a text of numbers while `owner` lives; RuntimeError for words."""
     error = ctypes.create_string_buffer(_ERROR_SIZE)
     if not (number := C.ai3_numbers_keep(text.encode(), error, _ERROR_SIZE)):
         raise RuntimeError(f"ai3: {error.value.decode()}")

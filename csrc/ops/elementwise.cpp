@@ -21,8 +21,7 @@ bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
   const Prepared<ElementwiseProblem> call = prepare(asked, where_of(asked, x), p, p.count > 0);
   if (p.count == 0) return true;
   if (!set_rows(x, y, p) || (p.row < p.count && !call.algorithm->traits.sliced)) return false;
-  Tensor output = y;
-  run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, output.mutable_data_ptr()}, x, false, workspace);
+  run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x, false, workspace);
   return true;
 }
 

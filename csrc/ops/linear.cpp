@@ -28,7 +28,7 @@ std::array<int64_t, 3> pack_description(const LinearProblem& p) {
 namespace {
 
 // Checks the arguments as torch.nn.functional.linear does; `sizes` get the output's.
-LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& weight, Sizes& sizes) {
+LinearProblem linear_problem(const Entry& entry, LinearCall& c, std::span<const int64_t> weight, Sizes& sizes) {
   sizes = sizes_of(c.input);
   check(!sizes.empty(), entry, "needs input of at least one dimension");
   check(weight.size() == 1 || weight.size() == 2, entry, "needs a weight (out_features, in_features) or (in_features,), got ",
@@ -46,7 +46,7 @@ LinearProblem linear_problem(const Entry& entry, LinearCall& c, const Sizes& wei
   set_threads(p);
   if (c.bias) {
     check_same(entry, c.input, *c.bias, "bias");
-    const Sizes bias = sizes_of(*c.bias);
+    const std::span<const int64_t> bias = view_of_sizes(*c.bias);
     check(bias.empty() || (weight.size() == 2 && bias.size() == 1 && (bias[0] == p.out_features || bias[0] == 1)), entry,
           "needs a bias of ", weight.size() == 2 ? "(out_features,)" : "()", " for weight ", weight, ", got ", bias);
     if (bias.empty() || bias[0] != p.out_features) c.bias = call_aten("aten::expand", "", *c.bias, Sizes{p.out_features}, false);
@@ -73,7 +73,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   check_weight(asked, c);
   const bool packed = !c.weight_size.empty();
   Sizes sizes;
-  LinearProblem p = linear_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight), sizes);
+  LinearProblem p = linear_problem(asked, c, packed ? c.weight_size : view_of_sizes(c.weight), sizes);
   p.activation = c.activation, p.has_residual = c.residual.has_value();
   const bool of_nothing = p.in_features == 0 && p.activation == Activation::none && !c.residual;
   const bool some = p.rows > 0 && p.out_features > 0;

@@ -1,9 +1,9 @@
 #include "numbers.h"
 
+#include <array>
 #include <charconv>
 #include <cstdio>
 #include <mutex>
-#include <shared_mutex>
 #include <stdexcept>
 #include <unordered_map>
 
@@ -46,15 +46,20 @@ struct Kept {
   std::shared_ptr<const Numbers> numbers;
   int64_t owners;
 };
-std::shared_mutex mutex;
-// Never destroyed: threads may still call when the process ends.
-auto& table = *new std::unordered_map<int64_t, Kept>();
+// Each call looks one up, so that threads should seldom meet. Never destroyed: they may still call when the process ends.
+struct alignas(64) Part {
+  std::mutex mutex;
+  std::unordered_map<int64_t, Kept> kept;
+};
+auto& parts = *new std::array<Part, 64>();
+Part& part_of(int64_t id) { return parts[static_cast<size_t>(id >> 8) % parts.size()]; }
 
 int64_t keep(const std::string& text) {
   auto numbers = std::make_shared<const Numbers>(Numbers{text, parsed(text)});
-  const std::unique_lock lock(mutex);
   for (int64_t id = id_of(text);; id += 2) {  // the next one where another text has the same
-    Kept& place = table[id];
+    Part& part = part_of(id);
+    const std::lock_guard lock(part.mutex);
+    Kept& place = part.kept[id];
     if (!place.numbers) place = {std::move(numbers), 0};
     if (place.numbers->text != text) continue;
     place.owners++;
@@ -65,9 +70,10 @@ int64_t keep(const std::string& text) {
 }  // namespace
 
 std::shared_ptr<const Numbers> numbers_known(int64_t id) {
+  Part& part = part_of(id);
   {
-    const std::shared_lock lock(mutex);
-    if (const auto found = table.find(id); found != table.end()) return found->second.numbers;
+    const std::lock_guard lock(part.mutex);
+    if (const auto found = part.kept.find(id); found != part.kept.end()) return found->second.numbers;
   }
   throw std::runtime_error("knows no numbers " + std::to_string(id) + ": ai3_numbers_keep gives theirs to a text");
 }
@@ -86,9 +92,10 @@ extern "C" AI3_EXPORT int64_t ai3_numbers_keep(const char* text, char* error, in
 }
 extern "C" AI3_EXPORT void ai3_numbers_free(int64_t id) {
   std::shared_ptr<const ai3::ops::Numbers> numbers;  // destroyed when no lock is held
-  const std::unique_lock lock(ai3::ops::mutex);
-  const auto found = ai3::ops::table.find(id);
-  if (found == ai3::ops::table.end() || --found->second.owners > 0) return;
+  ai3::ops::Part& part = ai3::ops::part_of(id);
+  const std::lock_guard lock(part.mutex);
+  const auto found = part.kept.find(id);
+  if (found == part.kept.end() || --found->second.owners > 0) return;
   numbers = std::move(found->second.numbers);
-  ai3::ops::table.erase(found);
+  part.kept.erase(found);
 }

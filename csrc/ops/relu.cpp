@@ -26,7 +26,7 @@ bool set_rows(const Tensor& x, const Tensor& y, ElementwiseProblem& p) {
 
 // A new tensor. One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first.
 Tensor run(const Entry& entry, const Tensor& input, const std::optional<Tensor>& workspace = std::nullopt) {
-  dtype_of(entry, input), device_of(entry, input);
+  dtype_of(entry, input);
   const Tensor output = empty_as(input);
   constexpr auto one_row = [](const Tensor&, const Tensor&, ElementwiseProblem&) { return true; };  // as the problem begins
   if (same_strides(input, output))

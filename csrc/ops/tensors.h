@@ -84,15 +84,21 @@ void give(StableIValue* stack, int i, const T& value) {
   stack[i] = torch::stable::detail::from(value);
 }
 
-inline std::string to_string(const Sizes& sizes) {
+inline std::string to_string(std::span<const int64_t> sizes) {
   std::string s = "(";
   for (size_t i = 0; i < sizes.size(); i++) s += (i ? ", " : "") + std::to_string(sizes[i]);
   return s + (sizes.size() == 1 ? ",)" : ")");
+}
+// As long as the tensor has them.
+inline std::span<const int64_t> view_of_sizes(const Tensor& t) {
+  const auto sizes = t.sizes();
+  return {sizes.data(), sizes.size()};
 }
 inline Sizes sizes_of(const Tensor& t) { return Sizes(t.sizes().begin(), t.sizes().end()); }
 
 // Throws "ai3::<operation>_<algorithm>: " and the parts. Only here are they made into words: most calls are right.
 inline std::string words(const Sizes& sizes) { return to_string(sizes); }
+inline std::string words(std::span<const int64_t> sizes) { return to_string(sizes); }
 inline std::string words(const Tensor& t) { return to_string(sizes_of(t)); }
 template <class T>
 const T& words(const T& part) {
@@ -307,7 +313,7 @@ void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const
   check(bytes >= 0 && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
   if (given) check(given->numel() >= bytes, entry, "needs a workspace of ", bytes, " bytes, got ", given->numel());
   const DeviceGuard guard = on_device_of(like);
-  const bool cuda = like.is_cuda();
+  const bool cuda = guard.has_value();
   const Scratch scratch(cuda || given ? 0 : bytes);
   LentWorkspace workspace(given ? static_cast<char*>(given->mutable_data_ptr()) : scratch.data(), bytes, like);
   std::optional<Tensor> memory;

@@ -72,7 +72,10 @@ def test_inference_operators_refuse_gradients_and_wrong_numbers():
     with pytest.raises(RuntimeError, match=r"ai3::relu_direct: .*inference"):
         ops._relu_direct_infer(x)
     for text in ("0", "0 1.5"):
-        with torch.no_grad(), pytest.raises(RuntimeError, match=f"needs as many numbers as it has arguments, got '{text}'"):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match=f"needs as many numbers as it has arguments, got '{text}'"),
+        ):
             ops._flatten_direct_infer(x, numbers(text))
     with pytest.raises(RuntimeError, match="needs numbers between spaces, got '0 one'"):
         numbers("0 one")
@@ -92,7 +95,9 @@ def test_numbers_are_known_by_the_same_integer_everywhere_as_long_as_someone_has
     assert len(kept) == 1
     (number,) = kept
     code = "import ai3_ops._library as l\nclass O: pass\no = O()\nprint(l.keep_numbers(o, '1 -1'))"
-    assert int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == number
+    assert (
+        int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == number
+    )
     with torch.no_grad():
         for _ in range(2):
             assert ops._flatten_direct_infer(x, number).shape == (2, 12)
