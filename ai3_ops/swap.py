@@ -34,8 +34,8 @@ def swap(
     selectors: an algorithm's name, a list of names (one per layer), a function (module[, input_shape]) -> name, or a
     dict from module names, "re:<regex>", operations or "*" to these; see docs/swap.md. Layers that no selector
     matches keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with
-    which the model is run once in evaluation mode, which gives lazy layers their weights; lists then count layers in call
-    order, and support is decided with true shapes.
+    which the model is run in evaluation mode (once; up to three times where its code reads the memory of views), which gives
+    lazy layers their weights; lists then count layers in call order, and support is decided with true shapes.
     inplace=False works on a deep copy. strict=True raises where a layer would keep PyTorch's implementation because its algorithm
     cannot do it, or because its call is out of reach; what `default` itself leaves to PyTorch (in-place ReLUs, views) stays.
     allow_approximate lets rules (`default`) choose algorithms that approximate.

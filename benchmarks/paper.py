@@ -67,9 +67,10 @@ def layer(line: measure.Layer, seconds: float) -> dict[str, dict[str, float]]:
 
 def _whole(model: nn.Module, x: Tensor, chosen: dict[str, str]) -> nn.Module:
     """The model as `optimize` rewrites it, also where that is slower than it was."""
-    body = pipeline.make_plan(model, (x,), {}, pipeline.Settings(chosen, thorough=False)).body
-    assert body is not None, f"{chosen} exceeds the error bound of optimize"
-    return body
+    plan = pipeline.make_plan(model, (x,), {}, pipeline.Settings(chosen, thorough=False))
+    if plan.body is None:
+        raise RuntimeError(f"optimize with {chosen}: {'; '.join(plan.report.notes)}")
+    return plan.body
 
 
 def network(name: str, batch: int, seconds: float) -> dict[str, Any]:

@@ -550,6 +550,45 @@ def test_compile_and_export(residual, compiler, tmp_path):
         agree(torch._inductor.aoti_load_package(path), model, x)
 
 
+class Scaled(nn.Module):
+    """Its second argument is a number or a tensor of any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, scale, image):
+        return self.conv(image).relu() * scale
+
+
+@pytest.mark.parametrize(("first", "later"), [(2.0, 3.0), (True, False), (torch.ones(1), torch.ones(1).double())])
+def test_compiled_and_exported_programs_of_other_constants_and_dtypes(first, later):
+    model, x = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    fast = ai3_ops.optimize(model, (first, x), budget_seconds=0.2, progress=False)
+    assert fast._ai3_first.body is not None
+    with torch.no_grad():
+        for given in (first, later):
+            expected = model(given, x)
+            torch._dynamo.reset()
+            compiled = torch.compile(fast, backend="eager")
+            exported = torch.export.export(fast, (given, x)).module()
+            for call in (compiled, exported):
+                assert torch.allclose(call(given, x), expected, atol=1e-5)
+                assert call(given, x).dtype == expected.dtype
+    alone = ai3_ops.optimize(model, (first, x), budget_seconds=0.2, progress=False, keep_original=False)
+    with torch.no_grad(), pytest.raises(Exception, match="optimized for inputs of"):
+        torch.export.export(alone, (later, x))
+
+
+def test_autocast_where_the_first_argument_is_no_tensor():
+    model, x = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    fast = ai3_ops.optimize(model, (True, x), budget_seconds=0.2, progress=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = fast(True, x)
+    assert out.dtype == torch.float32
+    assert torch.allclose(out, model(True, x), atol=1e-5)
+
+
 def test_autocast_and_inference_mode(residual):
     model, x = residual
     fast = optimized(model, x)

@@ -143,7 +143,8 @@ class Optimized(nn.Module):
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
         if torch._C._is_any_autocast_enabled():
-            with torch.autocast(leaves[0].device.type, enabled=False):
+            device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
+            with torch.autocast(device, enabled=False):
                 out = plan.body(*leaves)
         else:
             out = plan.body(*leaves)
@@ -166,17 +167,21 @@ class Optimized(nn.Module):
         return args, kwargs, "" if form == self._ai3_spec else " ".join(str(form).split())
 
     def _of_trace(self, leaves: list[Any], first: Plan, form: str) -> Plan | None:
-        """For compiled and exported programs, which get no plans for sizes that come later."""
+        """For compiled and exported programs, which get no plans for sizes, dtypes and values that come later."""
         if form:
             return None
         start = 1 if first.dynamic else 0
+        types = iter(self._ai3_types)
         for x, shown in zip(leaves, self._ai3_shown, strict=True):
-            if isinstance(x, Tensor) and tuple(x.shape[start:]) != shown[start:]:
+            if isinstance(x, Tensor):
+                fits = tuple(x.shape[start:]) == shown[start:] and x.dtype == next(types)
+            else:  # a constant of the plan
+                fits = type(x) is type(shown) and x == shown
+            if not fits:
                 if self._ai3_original:
                     return None
-                raise ValueError(
-                    f"ai3_ops.optimize: optimized for inputs of {self._ai3_shown}, called with {tuple(x.shape)}"
-                )
+                called = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
+                raise ValueError(f"ai3_ops.optimize: optimized for inputs of {self._ai3_shown}, called with {called}")
         return first
 
     # What is refused --------------------------------------------------------------------------------------------------

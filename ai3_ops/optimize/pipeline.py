@@ -128,7 +128,8 @@ def lowered(
             try:
                 regions.append((part, build(network, part)))
             except ValueError as error:
-                refused |= _leave_one(network, part, str(error), report)
+                refused = True
+                _leave(network, part, str(error), report)
     if not compare:
         return regions
     needed = {node for part, _ in regions for node in part.inputs}
@@ -155,8 +156,8 @@ def _shown(layers: list[str]) -> str:
     return ", ".join([*layers[:3], *(["…"] if len(layers) > 3 else [])]) or "some steps"
 
 
-def _leave_one(network: Network, part: Part, reason: str, report: Optimization) -> bool:
-    """Leaves to PyTorch those steps of a part that alone cannot be built either; whether there were any."""
+def _leave(network: Network, part: Part, reason: str, report: Optimization) -> None:
+    """Leaves to PyTorch those steps of a part that alone cannot be built either, or all of them where there are none."""
     left = False
     for node in part.nodes:
         values = tuple(dict.fromkeys(a for a in node.all_input_nodes if a.op != "get_attr"))
@@ -169,7 +170,6 @@ def _leave_one(network: Network, part: Part, reason: str, report: Optimization) 
         for node in part.nodes:
             node.meta["torch"] = True
         report.notes.append(f"PyTorch computes {_shown(part.layers)}: {reason}")
-    return True
 
 
 def fx_module(network: Network) -> fx.GraphModule:
