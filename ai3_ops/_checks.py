@@ -43,6 +43,7 @@ from ai3_ops._cases import (
     tensors,
     terms,
 )
+from ai3_ops.operations.weighted import SLOPED
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
 
 HUGE_PAGE = 2 << 20  # large workspaces are rounded up to them
@@ -431,12 +432,12 @@ def check_prologue(info: AlgorithmInfo, tally: Tally) -> None:
         k = terms(info.operation, call.case) + 2  # and the two roundings of the input
         bound = allowed(info, k, call.dtype, call.fill, exact, aten(*magnitudes, *window))
         weight = pack(w, *window)
-        y = packed(x, weight, list(w.shape), b, *window, None, "none", scale, shift, True)
+        y = packed(x, weight, list(w.shape), b, *window, None, "none", None, scale, shift, True)
         assert_near(call, y, exact, bound)
         tally.passed += 1
         if x.numel() and info.accuracy == "exact" and "expanded" not in call.case.layouts:
             x[..., 0, 0, 0] = math.nan
-            y = packed(x, weight, list(w.shape), b, *window, None, "none", scale, shift, True)
+            y = packed(x, weight, list(w.shape), b, *window, None, "none", None, scale, shift, True)
             theirs = aten((x.double() * per_channel[0] + per_channel[1]).relu(), *parameters, *window)
             require(
                 torch.equal(y.isnan(), theirs.isnan()),
@@ -444,15 +445,33 @@ def check_prologue(info: AlgorithmInfo, tally: Tally) -> None:
             )
 
 
-# As the operators name them, each with the largest slope that it has.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
-    "none": (lambda t: t, 1.0),
-    "relu": (torch.nn.functional.relu, 1.0),
-    "relu6": (torch.nn.functional.relu6, 1.0),
-    "hardswish": (torch.nn.functional.hardswish, 1.5),
-    "silu": (torch.nn.functional.silu, 1.1),
-    "gelu": (torch.nn.functional.gelu, 1.13),
+# As the operators name them: function(x, slopes), and the largest slope that it has; 1 where it rounds nothing.
+ACTIVATIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], float]] = {
+    "none": (lambda t, _: t, 1.0),
+    "relu": (lambda t, _: torch.nn.functional.relu(t), 1.0),
+    "relu6": (lambda t, _: torch.nn.functional.relu6(t), 1.0),
+    "hardswish": (lambda t, _: torch.nn.functional.hardswish(t), 1.5),
+    "silu": (lambda t, _: torch.nn.functional.silu(t), 1.1),
+    "gelu": (lambda t, _: torch.nn.functional.gelu(t), 1.13),
+    "sigmoid": (lambda t, _: torch.sigmoid(t), 1.01),
+    "hardsigmoid": (lambda t, _: torch.nn.functional.hardsigmoid(t), 1.01),
+    "tanh": (lambda t, _: torch.tanh(t), 1.01),
+    "gelu_tanh": (lambda t, _: torch.nn.functional.gelu(t, approximate="tanh"), 1.13),
+    "prelu": (lambda t, slopes: torch.where(t > 0, t, t * slopes), 1.01),
+    "leaky_relu": (lambda t, slopes: torch.where(t > 0, t, t * slopes), 1.01),
+    "elu": (lambda t, slopes: torch.where(t > 0, t, torch.expm1(t) * slopes), 1.01),
 }
+
+
+def slopes(call: Call, name: str) -> Tensor | None:
+    """What a fused operator is given as `slope`: one for each output channel, or one for all."""
+    weight = call.case.shapes[1]
+    assert weight is not None
+    if name not in SLOPED:
+        return None
+    count = 1 if len(weight) == 1 or name == "leaky_relu" else weight[0]
+    dtype = torch.float64 if call.dtype == torch.float64 else torch.float32
+    return torch.linspace(-0.6, 0.9, count, dtype=dtype, device=call.info.device)
 
 
 def epilogue(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -464,7 +483,10 @@ def epilogue(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor]:
     k = terms(info.operation, call.case) + 1
     bound = allowed(info, k, dtype, call.fill, exact, magnitude + residual.cpu().double().abs())
     function, slope = ACTIVATIONS[name]
-    y = function(exact + residual.cpu().double())
+    given, weight = slopes(call, name), call.case.shapes[1]
+    assert weight is not None
+    by_channel = None if given is None else given.cpu().double().reshape(-1, *[1] * max(0, len(weight) - 2))
+    y = function(exact + residual.cpu().double(), by_channel)
     if info.accuracy != "exact" or call.fill != "integers" or slope > 1:
         unit = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
         bound = slope * bound + (4 * unit if slope > 1 else unit) * (1 + y.abs())
@@ -481,7 +503,7 @@ def check_fused(info: AlgorithmInfo, tally: Tally) -> None:
     for call in itertools.chain(calls(info, "integers"), calls(info, "normal")):
         inputs, arguments, name = call.tensors, operator_arguments(info, call.case.arguments), next(names)
         residual, exact, bound = epilogue(call, name)
-        with_residual = {"residual": residual, "activation": name}
+        with_residual = {"residual": residual, "activation": name, "slope": slopes(call, name)}
         assert_near(call, fused(*inputs, *arguments, **with_residual), exact, bound)
         if not tally.passed:
             opcheck(call, fused.default, *inputs, *arguments, **with_residual)

@@ -122,8 +122,15 @@ class Excitation(nn.Module):
 
 ACTIVATIONS = [
     nn.ReLU(), nn.ReLU(inplace=True), nn.ReLU6(), nn.Hardswish(), nn.SiLU(), nn.GELU(), nn.Sigmoid(), nn.Hardsigmoid(),
-    nn.LeakyReLU(0.1), nn.Tanh(), nn.Identity(), nn.Dropout(),
+    nn.LeakyReLU(0.1), nn.Tanh(), nn.ELU(0.7), nn.PReLU(), nn.Identity(), nn.Dropout(),
 ]  # fmt: skip
+
+
+def seeded_prelu(channels):
+    layer = nn.PReLU(channels)
+    with torch.no_grad():
+        layer.weight.uniform_(-0.5, 0.9)
+    return layer
 
 
 @st.composite
@@ -173,7 +180,7 @@ def networks(draw):
             plan.append(("layer", [at], seeded_norm(c)))
             shapes.append((c, h, w))
         elif kind == "activation":
-            layer = draw(st.sampled_from(ACTIVATIONS))
+            layer = draw(st.sampled_from([*ACTIVATIONS, seeded_prelu(c)]))
             if getattr(layer, "inplace", False):  # writes to its input, which other steps may read
                 layer = nn.Sequential(nn.Identity(), layer) if draw(st.booleans()) else layer
             plan.append(("activation", [at], layer))
@@ -292,6 +299,65 @@ def test_a_residual_block_is_two_convolutions_and_a_linear(residual):
     assert [s.operation for s in part.steps] == ["conv2d", "conv2d", "flatten", "linear"]
     assert part.steps[1].detail == "residual, relu"
     assert {"fold normalization", "fuse activation", "fuse addition"} <= rules(fast)
+
+
+class Gate(nn.Module):
+    """Squeeze-and-excitation, by convolutions or linear layers."""
+
+    def __init__(self, gate, rows):
+        super().__init__()
+        self.conv, self.rows = nn.Conv2d(3, 8, 3), rows
+        self.fc1, self.fc2 = (nn.Linear(8, 4), nn.Linear(4, 8)) if rows else (nn.Conv2d(8, 4, 1), nn.Conv2d(4, 8, 1))
+        self.gate = gate
+
+    def forward(self, x):
+        x = F.leaky_relu(self.conv(x), 0.2)
+        s = F.adaptive_avg_pool2d(x, 1)
+        s = self.gate(self.fc2(F.elu(self.fc1(s.flatten(1) if self.rows else s))))
+        return x * (s[:, :, None, None] if self.rows else s)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("gate", [nn.Sigmoid(), nn.Hardsigmoid(), nn.Tanh()])
+def test_gates_are_fused_with_the_layers_before_them(gate, rows):
+    fast = check(Gate(gate, rows).eval(), torch.randn(2, 3, 9, 8), selectors="default")
+    steps = [s for part in fast._ai3_report.parts for s in part.steps]
+    names = {"Sigmoid": "sigmoid", "Hardsigmoid": "hardsigmoid", "Tanh": "tanh"}
+    details = [s.detail for s in steps if s.operation in ("conv2d", "linear")]
+    assert details == ["leaky_relu", "elu", names[type(gate).__name__]]
+    assert not {s.operation for s in steps} & set(names.values())
+
+
+@pytest.mark.parametrize("channels", [1, 8])
+def test_prelu_is_fused_with_convolutions_sums_and_linear_layers(channels, compiler):
+    """As modules and functions, with one slope and with one of each channel; backend="ai3" does the same."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+            self.norm, self.fc = seeded_norm(8), nn.Linear(8, 8)
+            self.first, self.second = seeded_prelu(channels), seeded_prelu(channels)
+
+        def forward(self, x):
+            x = self.first(self.one(x))
+            x = F.prelu(x + self.norm(self.two(x)), self.second.weight)
+            return self.second(self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1)))
+
+    model, x = Model().eval(), torch.randn(2, 3, 7, 6)
+    fast = check(model, x, selectors="default")
+    details = [s.detail for part in fast._ai3_report.parts for s in part.steps if s.operation in ("conv2d", "linear")]
+    assert details == ["prelu", "residual, prelu", "prelu"]
+    agree(torch.compile(copy.deepcopy(model), backend=backend.ai3, options={"budget_seconds": 0.2}), model, x)
+
+
+def test_slopes_that_are_not_of_the_channels_stay():
+    """Of rows of three dimensions F.prelu's channels are the second one, which a linear layer's are not."""
+    model = nn.Sequential(nn.Linear(6, 8), seeded_prelu(5), nn.Linear(8, 8), seeded_prelu(1), nn.Linear(8, 2))
+    x = torch.randn(2, 5, 6)
+    fast = check(model.eval(), x, selectors="default")
+    details = [(s.operation, s.detail) for part in fast._ai3_report.parts for s in part.steps]
+    assert details == [("linear", ""), ("prelu.default", ""), ("linear", "prelu"), ("linear", "")]
 
 
 def graph_of(model, *inputs):

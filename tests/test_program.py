@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ai3_ops import _library
+from ai3_ops.operations.weighted import SLOPED
 from ai3_ops.optimize.program import ACTIVATIONS, Builder, Program, Value
 from tests import tester  # settings of hypothesis
 
@@ -33,7 +34,14 @@ FUNCTIONS: dict[str, Any] = {
     "hardsigmoid": F.hardsigmoid,
     "tanh": torch.tanh,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "prelu": lambda x: F.leaky_relu(x, 0.3),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.3),
+    "elu": lambda x: F.elu(x, 0.3),
 }
+
+
+def parameter(activation: str) -> float | None:
+    return 0.3 if activation in SLOPED else None
 
 
 def error(y: Tensor, reference: Tensor) -> float:
@@ -109,13 +117,15 @@ class Pair:
         y = F.conv2d(exact, weight.double(), None if b is None else b.double(), groups=groups, **window)
         y = FUNCTIONS[activation](y if residual is None else y + self.of(residual))
         options |= window | {"algorithm": algorithm, "activation": activation, "residual": residual, "groups": groups}
+        options["parameter"] = parameter(activation)
         return self.note(self.builder.conv2d(x, weight, b, **options), y)
 
     def linear(self, x: Value, features: int, *, activation: str = "none", residual: Value | None = None) -> Value:
         weight, bias = self.random(features, x.shape[-1], scale=x.shape[-1] ** -0.5), self.random(features)
         y = F.linear(self.of(x), weight.double(), bias.double())
         y = FUNCTIONS[activation](y if residual is None else y + self.of(residual))
-        return self.note(self.builder.linear(x, weight, bias, activation=activation, residual=residual), y)
+        options = {"activation": activation, "parameter": parameter(activation), "residual": residual}
+        return self.note(self.builder.linear(x, weight, bias, **options), y)
 
     def affine(self, x: Value, activation: str = "none") -> Value:
         kind = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -123,7 +133,7 @@ class Pair:
         scale, shift = self.random(channels).to(kind), self.random(channels).to(kind)
         spread = (slice(None), None, None) if len(x.shape) == 4 else ()
         y = FUNCTIONS[activation](self.of(x) * scale.double()[spread] + shift.double()[spread])
-        return self.note(self.builder.affine(x, scale, shift, activation), y)
+        return self.note(self.builder.affine(x, scale, shift, activation, parameter(activation)), y)
 
     def apply(self, name: str, x: Value, *args: Any, **options: Any) -> Value:
         """One of the Builder's methods whose arguments are PyTorch's."""
@@ -132,7 +142,7 @@ class Pair:
         )
 
     def unary(self, x: Value, name: str) -> Value:
-        return self.note(self.builder.unary(x, name), FUNCTIONS[name](self.of(x)))
+        return self.note(self.builder.unary(x, name, parameter(name)), FUNCTIONS[name](self.of(x)))
 
     def prelu(self, x: Value, count: int) -> Value:
         slope = self.random(count)
@@ -140,7 +150,9 @@ class Pair:
 
     def binary(self, x: Value, y: Value, name: str, activation: str = "none") -> Value:
         exact = self.of(x) + self.of(y) if name == "add" else self.of(x) * self.of(y)
-        return self.note(self.builder.binary(x, y, name, activation), FUNCTIONS[activation](exact))
+        return self.note(
+            self.builder.binary(x, y, name, activation, parameter(activation)), FUNCTIONS[activation](exact)
+        )
 
     def concat(self, *values: Value) -> Value:
         return self.note(self.builder.concat(values), torch.cat([self.of(v) for v in values], 1))
@@ -216,6 +228,31 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
         leaky,
         p.linear(p.flatten(y), 9, activation=activation),
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["prelu", "elu"])
+def test_slopes_of_channels(name: str, dtype: torch.dtype) -> None:
+    """Beside a residual, into a slice of a concatenation, after a sum and before a linear; one tensor serves two layers."""
+
+    def apply(y: Tensor, slope: Tensor) -> Tensor:
+        below = y if name == "prelu" else torch.expm1(y)
+        return torch.where(y > 0, y, below * slope.double().reshape(-1, *[1] * (y.ndim - 2)))
+
+    p = Pair(4, dtype)
+    x = p.input(2, 24, 9, 7)
+    slope, other = p.random(24), p.random(40)
+    weight, matrix = p.random(24, 24, 3, 3, scale=0.07), p.random(40, 24, scale=0.2)
+    convolved = F.conv2d(p.of(x), weight.double(), padding=1)
+    a = p.note(p.builder.conv2d(x, weight, padding=1, activation=name, parameter=slope), apply(convolved, slope))
+    b = p.builder.conv2d(a, weight, padding=1, activation=name, parameter=slope, residual=x)
+    b = p.note(b, apply(F.conv2d(p.of(a), weight.double(), padding=1) + p.of(x), slope))
+    c = p.note(p.builder.binary(a, b, "add", name, slope), apply(p.of(a) + p.of(b), slope))
+    d = p.flatten(p.apply("adaptive_avg_pool2d", c, 1))
+    e = p.note(
+        p.builder.linear(d, matrix, activation=name, parameter=other), apply(F.linear(p.of(d), matrix.double()), other)
+    )
+    p.check(p.concat(a, b, p.note(p.builder.unary(c, name, slope), apply(p.of(c), slope))), e)
 
 
 def test_names_of_activations() -> None:
@@ -569,9 +606,12 @@ def test_what_the_builder_refuses() -> None:
         (lambda: b.adaptive_avg_pool2d(x, (None, 1)), "needs numbers"),
         (lambda: b.max_pool2d(row, 2), "needs an image"),
         (lambda: b.max_pool2d(x, 9), "too small"),
-        (lambda: b.unary(x, "relu", 0.5), "with a parameter"),
+        (lambda: b.unary(x, "relu", 0.5), "needs no parameter"),
         (lambda: b.unary(x, "prelu"), "needs a slope"),
         (lambda: b.unary(x, "prelu", torch.randn(3)), "slope of 4 elements"),
+        (lambda: b.conv2d(x, weight, activation="elu"), "elu needs a slope"),
+        (lambda: b.conv2d(x, weight, activation="prelu", parameter=torch.randn(3)), "slope of 4 elements"),
+        (lambda: b.binary(x, x, "add", "tanh", 1.0), "needs no parameter"),
         (lambda: b.binary(x, row, "add"), "same sizes"),
         (lambda: b.binary(x, x, "div"), "no operation 'div'"),
         (lambda: b.concat([]), "needs values"),

@@ -90,7 +90,7 @@ def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
         base.check(condition, f"{LABEL}: {line.operation}", f"{needs}, got {shapes}")
 
     match line.operation:
-        case "activate" | "affine" | "prelu":
+        case "activate" | "affine":
             return tuple(x.shape)
         case "add" | "multiply":
             other = operands[1].shape

@@ -13,6 +13,8 @@ from ai3_ops.operations import base
 from ai3_ops.operations.base import Operation, Problem, check
 from ai3_ops.operations.case import Case
 
+SLOPED = ("prelu", "leaky_relu", "elu")  # activations with a slope (elu: its alpha), of all output channels or one each
+
 
 class Weighted(Operation):
     """Rules of an operation whose first arguments are input, weight and bias."""
@@ -74,13 +76,27 @@ class Weighted(Operation):
         base.register_inference_only(op)
 
     def check_epilogue(
-        self, label: str, algorithm: str, residual: Tensor | None = None, activation: str = "none"
+        self,
+        label: str,
+        algorithm: str,
+        input: Tensor,
+        channels: int,
+        residual: Tensor | None = None,
+        activation: str = "none",
+        slope: Tensor | None = None,
     ) -> None:
         """What a fused operator does to its output: whether the algorithm, or one that a rule chooses, can."""
-        if residual is None and activation == "none":
-            return
-        infos = [a for a in registry.algorithms(self.name) if a.name == algorithm]
-        check(any(a.epilogue or a.rule for a in infos), label, "fuses no residual and no activation")
+        if residual is not None or activation != "none":
+            infos = [a for a in registry.algorithms(self.name) if a.name == algorithm]
+            check(any(a.epilogue or a.rule for a in infos), label, "fuses no residual and no activation")
+        if (slope is not None) != (activation in SLOPED):
+            check(False, label, f"needs {'no' if activation not in SLOPED else 'a'} slope for this activation")
+        if slope is not None:
+            dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+            fits = slope.ndim == 1 and slope.dtype == dtype and slope.device == input.device
+            kind = f"1 or {channels} {str(dtype).removeprefix('torch.')} elements on the input's device"
+            fits = fits and (slope.shape[0] in (1, channels))
+            check(fits, label, f"needs a slope of {kind}, got {tuple(slope.shape)}")
 
     def register_fused(self, op: torch._ops.OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_fused, _out, _packed and _packed_out: the output as that of the algorithm itself."""
@@ -98,13 +114,14 @@ class Weighted(Operation):
                 weight, args = input.new_empty(args[0]), args[1:]
             count = 1 + len(self.window)  # the bias, too
             output = self.fake(algorithm, input, weight, *args[:count], **options)
-            label, epilogue = f"ai3::{self.name}_{algorithm}", args[count : count + 2]
+            label, epilogue = f"ai3::{self.name}_{algorithm}", args[count : count + 3]
             for tensor, name in ((next(iter(epilogue), None), "residual"), (out, "out")):
                 if tensor is not None:
                     base.check_place(label, output, tensor, name)
             base.check_workspace(label, output, workspace)
-            self.check_epilogue(label, algorithm, *epilogue)
-            self.check_prologue(label, algorithm, input, *args[count + 2 :])
+            channels = weight.shape[0] if weight.ndim > 1 else 1
+            self.check_epilogue(label, algorithm, input, channels, *epilogue)
+            self.check_prologue(label, algorithm, input, *args[count + 3 :])
             return output if out is None else None
 
         base.register_fake(op, fake)

@@ -288,12 +288,29 @@ def _clamp_min(net: Network, node: fx.Node, x: Any, low: Any) -> fx.Node | None:
 
 @translates(aten.leaky_relu.default)
 def _leaky_relu(net: Network, node: fx.Node, x: Any, slope: float) -> fx.Node | None:
+    if not _floating(x):
+        return None
     return net.step(node, steps.unary, x, "leaky_relu", float(slope), layers=node.meta["layers"])
 
 
-@translates(aten.prelu.default)
+@translates(aten.elu.default)
+def _elu(net: Network, node: fx.Node, x: Any, alpha: float, scale: float, input_scale: float) -> fx.Node | None:
+    if (scale, input_scale) != (1, 1) or not _floating(x):
+        return None
+    return net.step(node, steps.unary, x, "elu", float(alpha), layers=node.meta["layers"])
+
+
+@translates(aten.prelu.default, aten._prelu_kernel.default)
 def _prelu(net: Network, node: fx.Node, x: Any, slope: Any) -> fx.Node | None:
-    return net.step(node, steps.unary, x, "prelu", slope, layers=node.meta["layers"]) if is_constant(slope) else None
+    if not is_constant(slope) or slope.meta["dtype"] != x.meta["dtype"]:
+        return None
+    shape = x.meta["shape"]
+    if slope.meta["shape"] != (1,) and not (len(shape) in (2, 4) and slope.meta["shape"] == (shape[1],)):
+        values = _by_channel(net, x, slope)  # (1, C, 1, 1), as decompositions have it
+        if values is None:
+            return None
+        slope = net.constant(values, f"{slope.target}.slope", node)
+    return net.step(node, steps.unary, x, "prelu", slope, layers=node.meta["layers"])
 
 
 # Pools ----------------------------------------------------------------------------------------------------------------

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ai3_ops.optimize import program, steps
+from ai3_ops.optimize import steps
 from ai3_ops.optimize.network import Network, Node, signature_of
 
-FUSED = tuple(name for name in program.FUSED if name != "none")  # activations that a kernel applies as it stores
 _PRODUCTS = (steps.conv2d, steps.linear)
 
 
@@ -54,6 +53,11 @@ def _bare(node: Any) -> bool:
     return bool(node.kwargs.get("residual") is None and node.kwargs.get("activation", "none") == "none")
 
 
+def activation_of(node: Node) -> dict[str, Any]:
+    """A step's activation, with its parameter, as arguments."""
+    return {"activation": node.kwargs.get("activation", "none"), "parameter": node.kwargs.get("parameter")}
+
+
 def of_dtype(value: Tensor, like: Tensor) -> Tensor:
     """Computed in float64, kept in the type of another."""
     return value.to(like.dtype).contiguous()
@@ -80,9 +84,8 @@ def fold_affine(network: Network) -> bool:
         x, scale, shift = node.args[:3]
         if not only_user(x, node) or not _bare(x) or (x.target is steps.linear and len(x.meta["shape"]) != 2):
             continue
-        activation = node.kwargs.get("activation", "none")
         weights = scaled(network, x, network.value(scale), network.value(shift), node)
-        new = changed(network, x, node, node.meta["layers"], **weights, activation=activation)
+        new = changed(network, x, node, node.meta["layers"], **weights, **activation_of(node))
         network.replace(node, new, "fold normalization")
         found = True
     return found
@@ -141,25 +144,22 @@ def fuse_residual(network: Network) -> bool:
         if not both:
             continue
         product, other = max(both, key=lambda pair: order[pair[0]])
-        activation = node.kwargs.get("activation", "none")
-        if activation not in ("none", *FUSED):
-            continue
-        new = changed(network, product, node, node.meta["layers"], residual=other, activation=activation)
+        new = changed(network, product, node, node.meta["layers"], residual=other, **activation_of(node))
         network.replace(node, new, "fuse addition")
         found = True
     return found
 
 
 def fuse_activation(network: Network) -> bool:
-    """An activation into the layer, sum or normalization before it."""
+    """An activation into the layer, sum, product or normalization before it."""
     found = False
     for node in network.calls(steps.unary):
-        x, name = node.args[:2]
-        if name not in FUSED or not only_user(x, node):
+        x, name, parameter = node.args
+        if not only_user(x, node):
             continue
         if x.target not in (*_PRODUCTS, steps.binary, steps.affine) or x.kwargs.get("activation", "none") != "none":
             continue
-        new = changed(network, x, node, node.meta["layers"], activation=name)
+        new = changed(network, x, node, node.meta["layers"], activation=name, parameter=parameter)
         network.replace(node, new, "fuse activation", str(name))
         found = True
     return found

@@ -81,7 +81,7 @@ def kind_of(node: fx.Node) -> str | None:
         return IMAGES
     if node.target in (steps.linear, steps.unary, steps.binary) and len(ranks) == 1:
         leading = {tuple(a.meta["shape"][:-1]) for a in (node, *values)}
-        return ROWS if len(leading) == 1 and node.args[1] != "prelu" else None
+        return ROWS if len(leading) == 1 else None
     return None
 
 
@@ -152,10 +152,6 @@ class _Operands:
 
 
 def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
-    a = dict(a)
-    parameter = a.pop("parameter", None)
-    if parameter is not None:
-        raise ValueError("an activation with a parameter is a step of its own")
     given = {name: of(value) for name, value in a.items()}
     function = b.conv2d if "stride" in a else b.linear
     operands = given.pop("input"), given.pop("weight"), given.pop("bias")
@@ -167,10 +163,13 @@ def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
         return function(*operands, **given, algorithm="implicit_precomp_gemm" if "stride" in a else "gemm")
 
 
+_AFTER = ("activation", "parameter")
+
+
 def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
     def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
-        positional = [of(v) for k, v in a.items() if k != "activation"]
-        return getattr(b, name)(*positional, **{k: v for k, v in a.items() if k == "activation"})
+        positional = [of(v) for k, v in a.items() if k not in _AFTER]
+        return getattr(b, name)(*positional, **{k: of(v) for k, v in a.items() if k in _AFTER})
 
     return emit
 

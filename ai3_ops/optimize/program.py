@@ -12,10 +12,13 @@ from torch import Tensor
 from ai3_ops import _library, registry
 from ai3_ops.operations import base
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
+from ai3_ops.operations.weighted import SLOPED
 
-FUSED = ("none", "relu", "relu6", "hardswish", "silu", "gelu")  # by layers that fuse
-ACTIVATIONS = (*FUSED, "sigmoid", "hardsigmoid", "tanh", "gelu_tanh")
+ACTIVATIONS = (
+    "none", "relu", "relu6", "hardswish", "silu", "gelu", "sigmoid", "hardsigmoid", "tanh", "gelu_tanh", *SLOPED
+)  # fmt: skip
 Pair = int | Sequence[int]
+Parameter = float | Tensor | None  # an activation's: a number, or a tensor of one element or of one for each channel
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,13 +117,16 @@ class Builder:
         *,
         algorithm: str = "default",
         activation: str = "none",
+        parameter: Parameter = None,
         residual: Value | None = None,
         scale: Tensor | None = None,
         shift: Tensor | None = None,
         input_relu: bool = False,
     ) -> Value:
-        """`activation(conv2d(f(x)) + residual)`, with f(x) = x * scale + shift of each channel, then relu if `input_relu`."""
-        _check_activation(activation)
+        """`activation(conv2d(f(x)) + residual)`, with f(x) = x * scale + shift of each channel, then relu if `input_relu`.
+
+        `activation` and `parameter` as `unary` has them.
+        """
         window = [_pair(v, name) for v, name in ((stride, "stride"), (padding, "padding"), (dilation, "dilation"))]
         options = {"weight": f"$0:{_list(weight.shape)}"}
         options |= dict(zip(("stride", "padding", "dilation"), map(_list, window), strict=True)) | {
@@ -136,7 +142,7 @@ class Builder:
             for name, given, otherwise in (("scale", scale, 1.0), ("shift", shift, 0.0)):
                 step.tensors[name] = _channels(given, x, otherwise, name)
             step.options["input_relu"] = str(int(input_relu))
-        return self._finish(step, info, activation, residual)
+        return self._finish(step, info, activation, parameter, residual)
 
     def linear(
         self,
@@ -146,10 +152,10 @@ class Builder:
         *,
         algorithm: str = "default",
         activation: str = "none",
+        parameter: Parameter = None,
         residual: Value | None = None,
     ) -> Value:
         """`activation(linear(x) + residual)` of rows: x is (..., in_features), of any number of dimensions but four."""
-        _check_activation(activation)
         if len(x.shape) == 4:
             raise ValueError(f"a program's linear needs rows, got an image {x.shape}: flatten it first")
         if weight.ndim != 2:
@@ -158,7 +164,8 @@ class Builder:
             )
         options = {"weight": f"$0:{_list(weight.shape)}"}
         info = self._algorithm("linear", algorithm, x, options, bias is not None)
-        return self._finish(self._weighted("linear", info, x, weight, bias, options), info, activation, residual)
+        step = self._weighted("linear", info, x, weight, bias, options)
+        return self._finish(step, info, activation, parameter, residual)
 
     def _algorithm(
         self, operation: str, name: str, x: Value, options: dict[str, str], has_bias: bool = False
@@ -208,19 +215,35 @@ class Builder:
             tensors["bias"] = bias.detach()
         return _Step(f"{operation}_{info.name}", [x], options, tensors, algorithm=info.name)
 
-    def _finish(self, step: _Step, info: registry.AlgorithmInfo, activation: str, residual: Value | None) -> Value:
+    def _finish(
+        self,
+        step: _Step,
+        info: registry.AlgorithmInfo,
+        activation: str,
+        parameter: Parameter,
+        residual: Value | None,
+    ) -> Value:
         """With residual and activation, in steps of their own where the algorithm does not fuse them."""
         if info.epilogue:
             step.residual = residual
-            fused = activation in FUSED
-            if fused and activation != "none":
-                step.options["activation"] = activation
-            y = self._add(step)
-            return y if fused else self.unary(y, activation)
+            return self._activated(step, activation, parameter)
+        _check_activation(activation, parameter)
         y = self._add(step)
         if residual is not None:
-            return self.binary(y, residual, "add", activation=activation)
-        return y if activation == "none" else self.unary(y, activation)
+            return self.binary(y, residual, "add", activation, parameter)
+        return y if activation == "none" else self.unary(y, activation, parameter)
+
+    def _activated(self, step: _Step, activation: str, parameter: Parameter) -> Value:
+        """Adds a step whose activation is its own."""
+        _check_activation(activation, parameter)
+        if activation != "none":
+            step.options["activation"] = activation
+        y = self._add(step)
+        if activation in SLOPED:
+            slope = torch.as_tensor(parameter, dtype=torch.float64).detach().flatten()
+            slope = slope.expand(y.channels) if slope.numel() == 1 else slope
+            step.tensors["slope"] = _channels(slope, y, 0.0, "a slope")
+        return y
 
     # Pooling ----------------------------------------------------------------------------------------------------------
     def max_pool2d(
@@ -269,39 +292,36 @@ class Builder:
         return self._add(_Step(f"{operation}_{info.name}", [x], options, {}))
 
     # Element by element -----------------------------------------------------------------------------------------------
-    def unary(self, x: Value, name: str, parameter: float | Tensor | None = None) -> Value:
-        """An activation: one of ACTIVATIONS, or "leaky_relu" and "prelu", whose parameter is the slope for negative values.
+    def unary(self, x: Value, name: str, parameter: Parameter = None) -> Value:
+        """An activation: one of ACTIVATIONS.
 
-        A slope is a number, a tensor of one element, or one of each channel.
+        "leaky_relu" and "prelu" have a parameter, the slope for negative values, and "elu" its alpha: a number, a tensor of one
+        element, or one of each channel (of rows: feature).
         """
-        if name not in ("leaky_relu", "prelu"):
-            _check_activation(name, parameter)
-            return self._add(_Step("activate", [x], {"activation": name}, {}))
-        if parameter is None:
-            raise ValueError(f"{name} needs a slope")
-        slope = torch.as_tensor(parameter, dtype=torch.float64).detach().flatten()
-        slope = slope.expand(x.channels) if slope.numel() == 1 else slope
-        return self._add(_Step("prelu", [x], {}, {"scale": _channels(slope, x, 0.0, "a slope")}))
+        return self._activated(_Step("activate", [x], {"activation": name}, {}), name, parameter)
 
-    def binary(self, x: Value, y: Value, name: str, activation: str = "none") -> Value:
+    def binary(self, x: Value, y: Value, name: str, activation: str = "none", parameter: Parameter = None) -> Value:
         """`activation(x + y)` ("add") or `activation(x * y)` ("mul"); one of them may be (N, C, 1, 1) beside (N, C, H, W)."""
-        _check_activation(activation)
         operations = {"add": "add", "mul": "multiply"}
         if name not in operations:
             raise ValueError(f"no operation {name!r} of two values; there are: {', '.join(operations)}")
         if x.shape != y.shape and x.shape[-2:] == (1, 1):
             x, y = y, x
-        options = {} if activation == "none" else {"activation": activation}
-        return self._add(_Step(operations[name], [x, y], options, {}))
+        return self._activated(_Step(operations[name], [x, y], {}, {}), activation, parameter)
 
-    def affine(self, x: Value, scale: Tensor | None, shift: Tensor | None, activation: str = "none") -> Value:
+    def affine(
+        self,
+        x: Value,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        activation: str = "none",
+        parameter: Parameter = None,
+    ) -> Value:
         """`activation(x * scale + shift)` of each channel: (C,) tensors, such as a batch normalization's."""
-        _check_activation(activation)
         tensors = {
             name: _channels(t, x, 0.0, name) for name, t in (("scale", scale), ("shift", shift)) if t is not None
         }
-        options = {} if activation == "none" else {"activation": activation}
-        return self._add(_Step("affine", [x], options, tensors))
+        return self._activated(_Step("affine", [x], {}, tensors), activation, parameter)
 
     # Channels ---------------------------------------------------------------------------------------------------------
     def concat(self, values: Sequence[Value]) -> Value:
@@ -503,10 +523,11 @@ def _row(tensor: Tensor) -> int:
     return tensor.shape[1] if tensor.is_contiguous(memory_format=torch.channels_last) else 0
 
 
-def _check_activation(name: str, parameter: Any = None) -> None:
-    if name not in ACTIVATIONS or parameter is not None:
-        raise ValueError(f"no activation {name!r}{'' if parameter is None else ' with a parameter'} in a program; there are: "
-                         f"{', '.join(ACTIVATIONS)}")  # fmt: skip
+def _check_activation(name: str, parameter: Parameter) -> None:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"no activation {name!r} in a program; there are: {', '.join(ACTIVATIONS)}")
+    if (parameter is None) == (name in SLOPED):
+        raise ValueError(f"{name} needs {'a slope' if name in SLOPED else 'no parameter'}")
 
 
 def _pair(value: Pair, name: str, least: int = 0) -> tuple[int, int]:

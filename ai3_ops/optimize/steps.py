@@ -22,7 +22,7 @@ def _prelu(x: Tensor, slope: Any) -> Tensor:
     return F.prelu(x, slope)
 
 
-# By name: activation(x, parameter). Only the last two have a parameter: a number, a tensor of one element or of C.
+# By name: activation(x, parameter). Only the last three have a parameter: a number, or for prelu a tensor of one element or of C.
 UNARY: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "none": lambda x, _: x,
     "relu": lambda x, _: F.relu(x),
@@ -35,6 +35,7 @@ UNARY: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "tanh": lambda x, _: torch.tanh(x),
     "gelu_tanh": lambda x, _: F.gelu(x, approximate="tanh"),
     "leaky_relu": F.leaky_relu,
+    "elu": F.elu,
     "prelu": _prelu,
 }
 
@@ -44,16 +45,25 @@ def unary(input: Tensor, name: str, parameter: float | Tensor | None = None) -> 
     return UNARY[name](input, parameter)
 
 
-def binary(input: Tensor, other: Tensor, name: str, *, activation: str = "none") -> Tensor:
+def binary(
+    input: Tensor, other: Tensor, name: str, *, activation: str = "none", parameter: Tensor | float | None = None
+) -> Tensor:
     """Name is "add" or "mul"; `other` may be (N, C, 1, 1) beside an image."""
-    return UNARY[activation](input + other if name == "add" else input * other, None)
+    return UNARY[activation](input + other if name == "add" else input * other, parameter)
 
 
-def affine(input: Tensor, scale: Tensor, shift: Tensor, *, activation: str = "none") -> Tensor:
+def affine(
+    input: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    *,
+    activation: str = "none",
+    parameter: Tensor | float | None = None,
+) -> Tensor:
     """activation(scale * x + shift), scale and shift (C): what batch normalization is after training."""
     if input.ndim == 4:
         scale, shift = scale[:, None, None], shift[:, None, None]
-    return UNARY[activation](torch.addcmul(shift, input, scale), None)
+    return UNARY[activation](torch.addcmul(shift, input, scale), parameter)
 
 
 RULES = ("default", "auto", "torch")  # which outside programs are PyTorch's
@@ -98,12 +108,13 @@ def linear(
     bias: Tensor | None = None,
     *,
     activation: str = "none",
+    parameter: Tensor | float | None = None,
     residual: Tensor | None = None,
     algorithm: str = "default",
 ) -> Tensor:
     """activation(x weight^T + bias + residual), x (..., F)."""
     output = _computes("linear", algorithm, input)(input, weight, bias)
-    return UNARY[activation](output if residual is None else output + residual, None)
+    return UNARY[activation](output if residual is None else output + residual, parameter)
 
 
 def max_pool2d(

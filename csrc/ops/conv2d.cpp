@@ -170,6 +170,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   const Prepared<Conv2dProblem> call = prepare(asked, where_of(asked, c.input), p, p.batch > 0);
   const Traits<Conv2dProblem>& traits = call.algorithm->traits;
   if (packed) check_pack(asked, c.weight, call.pack_tensor, pack_tag(asked, pack_description(p)));
+  const std::optional<Tensor> slope = slope_for(asked, c, p.out_channels);
   Tensor scale, shift;
   if (p.has_prologue) {
     scale = of_channels(asked, c.input_scale, c.input, 1, "input_scale");
@@ -195,11 +196,12 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
       output.set_strides(y, p.y_stride);
       auto dense_residual = [&](const Tensor& r) { return dense(r, p.y_stride.c == 1); };
       const Tensor r = c.residual ? residual_for(*c.residual, y, !is_dense(y, p.y_stride.c == 1), dense_residual) : x;
-      run_kernel(call, p,
-                 {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
-                  c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(),
-                  p.has_prologue ? scale.const_data_ptr() : nullptr, p.has_prologue ? shift.const_data_ptr() : nullptr},
-                 x, weight.packed, c.workspace);
+      run_kernel(
+          call, p,
+          {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
+           c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(), p.has_prologue ? scale.const_data_ptr() : nullptr,
+           p.has_prologue ? shift.const_data_ptr() : nullptr, slope ? slope->const_data_ptr() : nullptr},
+          x, weight.packed, c.workspace);
     });
   }
   output.copy_to(c.output);

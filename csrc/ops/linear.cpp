@@ -80,6 +80,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   const Prepared<LinearProblem> call = prepare(asked, where_of(asked, c.input), p, some && !of_nothing);
   const Traits<LinearProblem>& traits = call.algorithm->traits;
   check_places(asked, c, sizes);
+  const std::optional<Tensor> slope = slope_for(asked, c, p.out_features);
   if (packed) check_pack(asked, c.weight, call.pack_tensor, pack_tag(asked, pack_description(p)));
 
   const bool matrix = (packed ? c.weight_size.size() : static_cast<size_t>(c.weight.dim())) == 2;
@@ -107,10 +108,11 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     if (!in_place) p.x_row = p.in_features;
     const Tensor x = in_place ? c.input : as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,
                  r = c.residual ? residual_for(*c.residual, output, !is_contiguous(output), as_contiguous) : x;
-    run_kernel(call, p,
-               {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
-                c.residual ? r.const_data_ptr() : nullptr, output.mutable_data_ptr()},
-               x, weight.packed, c.workspace);
+    run_kernel(
+        call, p,
+        {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr, c.residual ? r.const_data_ptr() : nullptr,
+         output.mutable_data_ptr(), nullptr, nullptr, slope ? slope->const_data_ptr() : nullptr},
+        x, weight.packed, c.workspace);
   }
   if (c.output && !direct) torch::stable::copy_(*c.output, output);
   return output;

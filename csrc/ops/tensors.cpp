@@ -135,9 +135,11 @@ void mark_written(const Entry& entry, const Tensor& out) {
 }
 
 namespace {
-constexpr const char* kActivations[] = {"none", "relu", "relu6", "hardswish", "silu", "gelu"};
+constexpr const char* kActivations[] = {"none",        "relu", "relu6",     "hardswish", "silu", "gelu",      "sigmoid",
+                                        "hardsigmoid", "tanh", "gelu_tanh", "prelu",     "elu",  "leaky_relu"};
 }
 std::optional<Activation> activation_called(const std::string& word) {
+  if (word == "leaky_relu") return Activation::prelu;
   for (size_t i = 0; i < std::size(kActivations); i++)
     if (word == kActivations[i]) return static_cast<Activation>(i);
   return std::nullopt;

@@ -12,6 +12,7 @@ struct WeightedCall {
   bool cast_weight = false;  // weight and bias may have another dtype, as under autocast: what is kept is cast once
   std::optional<Tensor> bias, residual;
   Activation activation = Activation::none;
+  std::optional<Tensor> slope;  // of the activation
   bool allow_tf32 = false, deterministic = false;
   std::string exclude;                       // patterns of algorithms that a rule may not choose, between commas
   std::optional<Tensor> output;              // where to write, when it is given
@@ -58,6 +59,23 @@ ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::sp
   }
   const Tensor weight = as_contiguous(c.weight);
   return {same ? weight : torch::stable::to(weight, c.input.scalar_type()), false};
+}
+
+// The slopes of the activation as kernels read them: one for each output channel, of the type that they accumulate in.
+inline std::optional<Tensor> slope_for(const Entry& asked, const WeightedCall& c, int64_t channels) {
+  const bool wanted = has_slope(c.activation);
+  check(wanted == c.slope.has_value(), asked, "needs ", wanted ? "a slope for this activation" : "no slope for this activation");
+  if (!wanted) return std::nullopt;
+  const bool wide = c.input.scalar_type() == ScalarType::Double;
+  const Tensor& given = *c.slope;
+  check(given.dim() == 1 && (given.size(0) == 1 || given.size(0) == channels) &&
+            given.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float) && given.device() == c.input.device(),
+        asked, "needs a slope of 1 or ", channels, wide ? " float64" : " float32", " elements on the input's device, got ",
+        given);
+  const Tensor slope =
+      as_contiguous(given.size(0) == channels ? given : call_aten("aten::expand", "", given, Sizes{channels}, false));
+  if (c.output) check_apart(asked, *c.output, given, "slope");
+  return slope;
 }
 
 // Checks the residual and where the output goes. `sizes` are the output's.
@@ -217,6 +235,7 @@ struct WeightedOperators {
     c.take_window(in);
     c.residual = in.take<std::optional<Tensor>>();
     const std::string activation = in.take<std::string>();
+    c.slope = in.take<std::optional<Tensor>>();
     c.take_prologue(in);
     c.take_options(in);
     if (with_out) c.output = in.take<Tensor>(), c.workspace = in.take<std::optional<Tensor>>();
@@ -236,8 +255,9 @@ struct WeightedOperators {
 #define AI3_HELD(window) "(Tensor input, Tensor weight, Tensor? bias" window ", int slot" AI3_OPTIONS ", bool cast_weight=False"
 #define AI3_GRADIENTS(window) "(Tensor grad_output, Tensor input, Tensor weight" window ", bool[3] output_mask" AI3_OPTIONS
 #define AI3_NAMES ", str forward, str backward_input=\"\", str backward_weight=\"\", str exclude=\"\""
-#define AI3_FUSED(weight, window, prologue) \
-  "(Tensor input, " weight ", Tensor? bias=None" window ", Tensor? residual=None, str activation=\"none\"" prologue AI3_OPTIONS
+#define AI3_FUSED(weight, window, prologue)             \
+  "(Tensor input, " weight ", Tensor? bias=None" window \
+  ", Tensor? residual=None, str activation=\"none\", Tensor? slope=None" prologue AI3_OPTIONS
 #define AI3_OUT ", Tensor(a!) out, Tensor(b!)? workspace=None"
 #define AI3_PACKED(window, prologue) AI3_FUSED("Tensor packed, int[] weight_size", window, prologue)
 #define AI3_WEIGHTED_OPERATORS(operation, O, window, gradient_window, prologue)                                               \

@@ -43,8 +43,8 @@ void expect_exact(const Algorithm<P>& a, const P& p) {
   SCOPED_TRACE(describe(a, p));
   const Inputs<P> in(p, {Flush::end, Values::integers});
   const Guarded y = run(a, p, in, Flush::end, extent(p).output);
-  const Reference expected =
-      reference(a.info.operation, p, in.x.values(), in.weight.values(), in.bias.values(), in.residual.values());
+  const Reference expected = reference(a.info.operation, p, in.x.values(), in.weight.values(), in.bias.values(),
+                                       in.residual.values(), in.slope.values());
   for (int64_t i = 0; i < extent(p).output; i++) ASSERT_EQ(get(p.dtype, y.as<char>(), i), expected.y[i]) << "element " << i;
 }
 

@@ -38,28 +38,35 @@ struct Reference {
   double largest = 0;
 };
 
-inline double activate(ai3::Activation a, double v) {
+inline double activate(ai3::Activation a, double v, double slope) {
   switch (a) {
+    case ai3::Activation::none: return v;
     case ai3::Activation::relu: return v > 0 ? v : 0;
     case ai3::Activation::relu6: return std::fmin(v > 0 ? v : 0, 6);
     case ai3::Activation::hardswish: return v * std::fmin(std::fmax(v + 3, 0), 6) / 6;
     case ai3::Activation::silu: return v / (1 + std::exp(-v));
     case ai3::Activation::gelu: return v / 2 * (1 + std::erf(v / std::sqrt(2.0)));
-    default: return v;
+    case ai3::Activation::sigmoid: return 1 / (1 + std::exp(-v));
+    case ai3::Activation::hardsigmoid: return std::fmin(std::fmax(v + 3, 0), 6) / 6;
+    case ai3::Activation::tanh: return std::tanh(v);
+    case ai3::Activation::gelu_tanh: return v / 2 * (1 + std::tanh(0.7978845608028654 * (v + 0.044715 * v * v * v)));
+    case ai3::Activation::prelu: return v > 0 ? v : slope * v;
+    case ai3::Activation::elu: return v > 0 ? v : slope * std::expm1(v);
   }
+  return v;
 }
 // Bias, residual and activation on the sum of products.
 inline void finish(Reference& r, int64_t at, double sum, double magnitude, const double* bias, const double* residual,
-                   ai3::Activation a) {
+                   ai3::Activation a, double slope) {
   for (const double* more : {bias, residual})
     if (more) sum += *more, magnitude += std::fabs(*more);
   r.largest = std::fmax(r.largest, std::fabs(sum));
-  r.y[at] = activate(a, sum);
+  r.y[at] = activate(a, sum, slope);
   r.magnitude[at] = magnitude;
 }
 
 inline Reference reference(const std::string&, const ai3::Conv2dProblem& p, const double* x, const double* w, const double* b,
-                           const double* residual) {
+                           const double* residual, const double* slope) {
   const int64_t cg = p.in_channels / p.groups, kg = p.out_channels / p.groups, count = extent(p).output;
   Reference result{std::vector<double>(count), std::vector<double>(count)};
   for (int64_t n = 0; n < p.batch; n++)
@@ -77,13 +84,14 @@ inline Reference reference(const std::string&, const ai3::Conv2dProblem& p, cons
                 sum += term, magnitude += std::fabs(term);
               }
           const int64_t at = n * p.y_stride.n + k * p.y_stride.c + i * p.y_stride.h + j * p.y_stride.w;
-          finish(result, at, sum, magnitude, b ? b + k : nullptr, residual ? residual + at : nullptr, p.activation);
+          finish(result, at, sum, magnitude, b ? b + k : nullptr, residual ? residual + at : nullptr, p.activation,
+                 slope ? slope[k] : 0);
         }
   return result;
 }
 
 inline Reference reference(const std::string&, const ai3::LinearProblem& p, const double* x, const double* w, const double* b,
-                           const double* residual) {
+                           const double* residual, const double* slope) {
   Reference result{std::vector<double>(p.rows * p.out_features), std::vector<double>(p.rows * p.out_features)};
   for (int64_t m = 0; m < p.rows; m++)
     for (int64_t n = 0; n < p.out_features; n++) {
@@ -93,13 +101,14 @@ inline Reference reference(const std::string&, const ai3::LinearProblem& p, cons
         sum += term, magnitude += std::fabs(term);
       }
       const int64_t at = m * p.out_features + n;
-      finish(result, at, sum, magnitude, b ? b + n : nullptr, residual ? residual + at : nullptr, p.activation);
+      finish(result, at, sum, magnitude, b ? b + n : nullptr, residual ? residual + at : nullptr, p.activation,
+             slope ? slope[n] : 0);
     }
   return result;
 }
 
 inline Reference reference(const std::string& operation, const ai3::Pool2dProblem& p, const double* x, const double*,
-                           const double*, const double*) {
+                           const double*, const double*, const double*) {
   const int64_t count = extent(p).output;
   Reference result{std::vector<double>(count), std::vector<double>(count)};
   const bool max = operation == "max_pool2d", adaptive = operation == "adaptive_avg_pool2d";
@@ -138,7 +147,7 @@ inline Reference reference(const std::string& operation, const ai3::Pool2dProble
 }
 
 inline Reference reference(const std::string& operation, const ai3::ElementwiseProblem& p, const double* x, const double*,
-                           const double*, const double*) {
+                           const double*, const double*, const double*) {
   Reference result{std::vector<double>(p.count), std::vector<double>(p.count)};
   for (int64_t i = 0; i < p.count; i++) {
     result.y[i] = operation == "relu" ? std::fmax(x[i], 0) : x[i];
@@ -148,7 +157,7 @@ inline Reference reference(const std::string& operation, const ai3::ElementwiseP
 }
 
 inline Reference reference(const std::string&, const ai3::LayerNormProblem& p, const double* x, const double* w, const double* b,
-                           const double*) {
+                           const double*, const double*) {
   const int64_t n = p.features;
   Reference result{std::vector<double>(p.rows * n), std::vector<double>(p.rows * n)};
   for (int64_t r = 0; r < p.rows; r++) {

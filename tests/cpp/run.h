@@ -57,13 +57,22 @@ struct Inputs {
         bias(p.dtype, extent(p).bias, way.flush, way.values, 3),
         residual(p.dtype, has_residual(p) ? extent(p).output : 0, way.flush, way.values, 4),
         scale(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 5),
-        shift(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 6) {}
+        shift(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 6),
+        slope(p.dtype == DType::f64 ? DType::f64 : DType::f32, sloped_channels(p), way.flush, way.values, 7) {}
   static bool has_residual(const P& p) {
     if constexpr (requires { p.has_residual; }) return p.has_residual;
     return false;
   }
   static int64_t prologue_channels(const P& p) {
     if constexpr (requires { p.has_prologue; }) return p.has_prologue ? p.in_channels : 0;
+    return 0;
+  }
+  static int64_t sloped_channels(const P& p) {
+    if constexpr (requires { p.activation; })
+      if (has_slope(p.activation)) {
+        if constexpr (requires { p.out_channels; }) return p.out_channels;
+        if constexpr (requires { p.out_features; }) return p.out_features;
+      }
     return 0;
   }
   // What is convolved: x, or what its prologue makes of it.
@@ -77,7 +86,7 @@ struct Inputs {
       }
     return values;
   }
-  Data x, weight, bias, residual, scale, shift;
+  Data x, weight, bias, residual, scale, shift, slope;
 };
 
 // Runs an algorithm, with output, workspace and packed weights of its own; `span` elements of output, from the first to the last.
@@ -97,7 +106,7 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   const void* weight = a.traits.pack ? packed.as<char>() : in.weight.stored();
   a.run(p,
         {in.x.stored(), weight, in.bias.stored(), onto_residual ? y.as<char>() : in.residual.stored(), y.as<char>(),
-         in.scale.stored(), in.shift.stored()},
+         in.scale.stored(), in.shift.stored(), in.slope.stored()},
         workspace);
   return y;
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +121,18 @@ ACTIVATIONS = {
     "hardswish": F.hardswish,
     "silu": F.silu,
     "gelu": F.gelu,
+    "sigmoid": torch.sigmoid,
+    "hardsigmoid": F.hardsigmoid,
+    "tanh": torch.tanh,
+    "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+    "prelu": lambda t: F.prelu(t, SLOPES["prelu"].to(t.dtype)),
+    "leaky_relu": lambda t: F.leaky_relu(t, 0.25),
+    "elu": lambda t: F.elu(t, 0.75),
+}
+SLOPES = {
+    "prelu": torch.linspace(-0.5, 0.9, 8),
+    "leaky_relu": torch.tensor([0.25]),
+    "elu": torch.tensor([0.75]),
 }
 
 
@@ -140,7 +154,7 @@ def test_conv2d_packed(algorithm, layout):
     torch.testing.assert_close(run(x, pack, w.shape, b, *window), expected, **close)
     if ai3_ops.registry.algorithm("conv2d", algorithm, "cpu").epilogue:
         for name, function in ACTIVATIONS.items():
-            y = run(x, pack, w.shape, b, *window, expected, name)
+            y = run(x, pack, w.shape, b, *window, expected, name, SLOPES.get(name))
             torch.testing.assert_close(y, function(2 * expected), **close)
             assert y.is_contiguous(memory_format=layout)
     else:
@@ -162,6 +176,73 @@ def test_conv2d_packed(algorithm, layout):
         run(x, torch.zeros_like(pack), w.shape, b, *window)
     with pytest.raises(RuntimeError, match="needs an activation"):
         run(x, pack, w.shape, b, *window, None, "swish")
+
+
+EXTREMES = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e30, -1e30, -100.0, 100.0, -1e-30])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_activations_of_extreme_values_are_aten_s(name, layout):
+    """By every algorithm that fuses: NaN stays NaN, and what infinity becomes. The bias brings them, since sums spread NaN."""
+    values = EXTREMES.clone()
+    if name == "gelu":  # of infinity ATen's is NaN or infinity, as the element lies
+        values[1] = 1e20
+    slope = torch.linspace(-0.5, 0.9, 10) if name == "prelu" else SLOPES.get(name)
+    function = (lambda t: F.prelu(t, slope)) if name == "prelu" else ACTIVATIONS[name]
+    for algorithm in (a.name for a in ai3_ops.registry.algorithms("conv2d", "cpu") if a.epilogue):
+        groups = 10 if algorithm == "depthwise" else 1
+        x = torch.zeros(1, 10, 9, 7).contiguous(memory_format=layout)
+        w = torch.zeros(10, 10 // groups, 3, 3)
+        fused = getattr(ops, f"_conv2d_{algorithm}_fused")
+        y = fused(x, w, values, 1, 1, 1, groups, None, name, slope)
+        expected = function(values[None, :, None, None].expand_as(y).contiguous())
+        torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-6, atol=1e-6, check_stride=False, msg=algorithm)
+    for algorithm in (a.name for a in ai3_ops.registry.algorithms("linear", "cpu") if a.epilogue):
+        for rows in (1, 40):
+            y = getattr(ops, f"_linear_{algorithm}_fused")(
+                torch.zeros(rows, 3), torch.zeros(10, 3), values, None, name, slope
+            )
+            expected = function(values.expand(rows, 10))
+            torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-6, atol=1e-6, msg=algorithm)
+
+
+# In units in the last place of the exact value, as csrc/algos/core/epilogue.h has them.
+LAST_PLACES = {"sigmoid": 4, "hardsigmoid": 2, "tanh": 4, "elu": 4, "prelu": 1, "leaky_relu": 1}
+
+
+@pytest.mark.parametrize("name", LAST_PLACES)
+def test_activations_are_within_a_few_units_in_the_last_place(name):
+    magnitudes = torch.logspace(-30, 1.9, 200_000, dtype=torch.float64).float()
+    near = torch.linspace(0, 20, 200_000)
+    x = torch.cat([magnitudes, -magnitudes, near, -near])[None, None, None]
+    slope = {"prelu": SLOPES["leaky_relu"]}.get(name, SLOPES.get(name))
+    y = ops._conv2d_direct_fused(x, torch.ones(1, 1, 1, 1), None, 1, 0, 1, 1, None, name, slope)
+    exact = F.leaky_relu(x.double(), 0.25) if name == "prelu" else ACTIVATIONS[name](x.double())
+    place = 2.0 ** (exact.abs().clamp_min(torch.finfo(torch.float32).smallest_normal).log2().floor() - 23)
+    error = (y.double() - exact).abs() / place
+    assert error.max().item() <= LAST_PLACES[name]
+
+
+def test_slopes_are_checked():
+    x, w = data(1, 4, 5, 5).float(), data(6, 4, 3, 3).float()
+    for device in ("cpu", "meta"):
+        moved = (x.to(device), w.to(device))
+        for name, slope, words in [
+            ("prelu", None, "needs a slope"),
+            ("elu", None, "needs a slope"),
+            ("relu", torch.ones(1), "needs no slope"),
+            ("prelu", torch.ones(5), "slope of 1 or 6 float32"),
+            ("prelu", torch.ones(6).double(), "slope of 1 or 6 float32"),
+            ("prelu", torch.ones(1, 6), "slope of 1 or 6 float32"),
+        ]:
+            with pytest.raises(RuntimeError, match=f"ai3::conv2d_direct: needs.*{words.removeprefix('needs ')}"):
+                ops._conv2d_direct_fused(*moved, activation=name, slope=None if slope is None else slope.to(device))
+    op = ops._conv2d_direct_fused.default
+    torch.library.opcheck(op, (x, w, None, [1], [1], [1], 1, None, "prelu", torch.linspace(-1, 1, 6)))
+    out = torch.empty(1, 6, 3, 3)
+    with pytest.raises(RuntimeError, match="shares no memory with slope"):
+        ops._conv2d_direct_out(x, w, activation="prelu", slope=out.view(-1)[:6], out=out)
 
 
 def packed_conv2d(algorithm, x, w, b=None, window=(1, 1), **options):
@@ -200,7 +281,7 @@ def test_conv2d_prologue_passes_opcheck_and_says_what_it_needs(algorithm):
     x, w, scale = data(1, 4, 5, 5).float(), data(6, 4, 3, 3).float(), data(4).float()
     pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, 1, 1)
     op = getattr(ops, f"_conv2d_{algorithm}_packed")
-    arguments = (x, pack, list(w.shape), None, [1], [1], [1], 1, None, "none")
+    arguments = (x, pack, list(w.shape), None, [1], [1], [1], 1, None, "none", None)
     torch.library.opcheck(op.default, (*arguments, scale, scale, True))
     for device in ("cpu", "meta"):
         given = [t.to(device) if isinstance(t, torch.Tensor) else t for t in arguments]

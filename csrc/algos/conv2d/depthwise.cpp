@@ -56,17 +56,32 @@ struct Call {
   T* y;
   int64_t multiplier;
   bool from_memory;  // input and output are larger than the caches
+  const Acc<T>* slope;
+  bool called;  // is_called(p.activation)
 
   // The first n lanes of v go to y[at], y[at + step], ...
   AI3_INLINE void put(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
     if (n == Vec<Acc<T>>::width && step == 1 && !residual && p.activation == Activation::none)
       store(y + at, v);
+    else if (called) [[unlikely]]  // a call inside put_any would make it slower for the others
+      put_called(at, step, n, v);
     else
       put_any(at, step, n, v);
   }
   [[gnu::noinline]] void put_any(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
     if (residual) v += load_strided(residual + at, step, {0, n});
-    v = activate(p.activation, v);
+    put_lanes(at, step, n, activate_inline(p.activation, v));
+  }
+  [[gnu::noinline]] void put_called(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
+    if (residual) v += load_strided(residual + at, step, {0, n});
+    v = activate_stored<true>(p.activation, v, [&] {
+      const bool pixel = p.y_stride.c == 1;  // channels of one, or one channel's
+      const int64_t channel = pixel ? at % p.y_stride.w : at % p.y_stride.n / p.y_stride.c;
+      return load_strided(slope + channel, pixel ? multiplier : 0, {0, n});
+    });
+    put_lanes(at, step, n, v);
+  }
+  AI3_INLINE void put_lanes(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
     if (step != 1)
       for (int i = 0; i < n; i++) y[at + i * step] = narrowed<T>(v[i]);
     else
@@ -168,7 +183,12 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
 #pragma GCC unroll 8
         for (int j = 0; j < pixels; j++) {
           const int64_t at = to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier;
-          whole&& plain ? store(call.y + at, sum[h][j]) : call.put(at, multiplier, lanes, sum[h][j]);
+          if (whole && plain)
+            store(call.y + at, sum[h][j]);
+          else if (!call.called) [[likely]]
+            call.put_any(at, multiplier, lanes, sum[h][j]);
+          else
+            call.put_called(at, multiplier, lanes, sum[h][j]);
         }
     };
     int64_t c = begin;
@@ -195,8 +215,8 @@ RowsOf<T> form_for(const Conv2dProblem& p) {
 
 // NCHW: `count` columns of a row of one output plane, up to `vectors` vectors.
 template <class T, int vectors>
-AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, Acc<T> start, int64_t to, int64_t row,
-                        int64_t column, int64_t count) {
+AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, int64_t k, int64_t to, int64_t row, int64_t column,
+                        int64_t count) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width;
   const Conv2dProblem& p = call.p;
@@ -204,7 +224,7 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, Ac
   const Range rows = inside(top, p.dilation_h, p.in_height, p.kernel_height);
   Vec<A> sum[vectors];
 #pragma GCC unroll 4
-  for (int q = 0; q < vectors; q++) sum[q] = start;
+  for (int q = 0; q < vectors; q++) sum[q] = call.bias ? widen(call.bias[k]) : A(0);
   for (int64_t s = 0; s < p.kernel_width; s++) {
     const int64_t at = left + s * p.dilation_w;
     const Range columns = inside(at, p.stride_w, p.in_width, count);
@@ -251,7 +271,9 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      static_cast<const Acc<T>*>(m.weight),
                      static_cast<T*>(m.output),
                      p.out_channels / p.in_channels,
-                     bytes(p) > static_cast<double>(kCached)};
+                     bytes(p) > static_cast<double>(kCached),
+                     static_cast<const Acc<T>*>(m.slope),
+                     is_called(p.activation)};
   const int64_t window = p.kernel_height * p.kernel_width;
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
   RowsOf<T> bands_form = form_for<T, kHeight, kPixels>(p), row_form = form_for<T, 1, kPixels>(p),
@@ -285,12 +307,11 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
         const int64_t n = plane / p.out_channels, k = plane % p.out_channels, c = k / call.multiplier, f = k % call.multiplier;
         const T* from = call.x + n * p.x_stride.n + c * p.x_stride.c;
         const Acc<T>* w = call.w + f * window * p.in_channels + c;
-        const Acc<T> start = call.bias ? widen(call.bias[k]) : Acc<T>(0);
         const int64_t to = n * p.y_stride.n + k * p.y_stride.c;
         int64_t column = 0;
         for (; p.out_width - column > width; column += smaller(kVectors * width, p.out_width - column))
-          segment<T, kVectors>(call, from, w, start, to, row, column, smaller(kVectors * width, p.out_width - column));
-        if (column < p.out_width) segment<T, 1>(call, from, w, start, to, row, column, p.out_width - column);
+          segment<T, kVectors>(call, from, w, k, to, row, column, smaller(kVectors * width, p.out_width - column));
+        if (column < p.out_width) segment<T, 1>(call, from, w, k, to, row, column, p.out_width - column);
       }
     }
   });

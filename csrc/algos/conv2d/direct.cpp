@@ -255,18 +255,28 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
       }
 }
 
-// Adds the residual, applies the activation and stores `pixels` x `count` values of a tile.
+// Of the output channels from some one on; null where there are none.
 template <class T>
-AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_pixel, int64_t pixels, int64_t count,
-                       const T* residual, T* y) {
+struct Channels {
+  const T* bias;
+  const Acc<T>* slope;
+  AI3_INLINE Channels from(int64_t channel) const { return {bias ? bias + channel : nullptr, slope ? slope + channel : nullptr}; }
+};
+
+// Adds the residual, applies the activation and stores `pixels` x `count` values of a tile.
+template <bool called, class T>
+AI3_INLINE void finish_as(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_pixel, int64_t pixels, int64_t count,
+                          const Acc<T>* slope, const T* residual, T* y) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width;
-  auto put = [&](Vec<A> v, int64_t at, int64_t n) {
+  const bool by_pixel = p.y_stride.c == 1;
+  auto put = [&](Vec<A> v, int64_t channel, int64_t at, int64_t n) {
     if (residual) v += n < width ? load_partial(residual + at, n) : load(residual + at);
-    v = activate(p.activation, v);
+    v = activate_stored<called>(p.activation, v, [&] {
+      return !by_pixel ? Vec<A>(slope[channel]) : n < width ? load_partial(slope + channel, n) : load(slope + channel);
+    });
     n < width ? store_partial(y + at, v, n) : store(y + at, v);
   };
-  const bool by_pixel = p.y_stride.c == 1;
   for (int64_t k0 = 0; k0 < count; k0 += width)
     for (int64_t j0 = 0; j0 < pixels; j0 += width) {
       const int64_t channels = smaller(width, count - k0), columns = smaller(width, pixels - j0);
@@ -274,8 +284,20 @@ AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_
       for (int j = 0; j < width; j++) rows[j] = j < columns ? load(tile + (j0 + j) * tile_pixel + k0) : Vec<A>(A(0));
       if (!by_pixel) transpose(rows);
       for (int64_t i = 0; i < (by_pixel ? columns : channels); i++)
-        put(rows[i], by_pixel ? (j0 + i) * p.y_stride.w + k0 : (k0 + i) * p.y_stride.c + j0, by_pixel ? channels : columns);
+        put(rows[i], by_pixel ? k0 : k0 + i, by_pixel ? (j0 + i) * p.y_stride.w + k0 : (k0 + i) * p.y_stride.c + j0,
+            by_pixel ? channels : columns);
     }
+}
+template <class T>
+[[gnu::noinline]] void finish_called(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_pixel, int64_t pixels,
+                                     int64_t count, const Acc<T>* slope, const T* residual, T* y) {
+  finish_as<true>(p, tile, tile_pixel, pixels, count, slope, residual, y);
+}
+template <class T>
+AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_pixel, int64_t pixels, int64_t count,
+                       const Acc<T>* slope, const T* residual, T* y) {
+  if (is_called(p.activation)) return finish_called(p, tile, tile_pixel, pixels, count, slope, residual, y);
+  finish_as<false>(p, tile, tile_pixel, pixels, count, slope, residual, y);
 }
 
 // A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of eight tiles, over the whole batch where images
@@ -337,7 +359,7 @@ void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
   for_grid(p.threads, p.groups, grid, [&](int64_t g, int64_t i, int64_t j, int) {
     const Share rows = row_share(pixels, grid.prepared, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
     Output<T> y{static_cast<T*>(m.output), p.y_stride.w};
-    y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+    y.set_epilogue(p.activation, m);
     gemm_block<T>(rows_of(g).from(rows.begin), rows.end - rows.begin,
                   panels + g * packed_size<A>(steps, b.out_channels) + filters.begin * steps, filters.end - filters.begin, steps,
                   y.from(rows.begin, g * b.out_channels + filters.begin));
@@ -379,8 +401,8 @@ template <class T>
 void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width;
-  const T *x = static_cast<const T*>(m.input), *bias = static_cast<const T*>(m.bias),
-          *residual = static_cast<const T*>(m.residual);
+  const T *x = static_cast<const T*>(m.input), *residual = static_cast<const T*>(m.residual);
+  const Channels<T> of_channels{static_cast<const T*>(m.bias), static_cast<const A*>(m.slope)};
   const A* w = static_cast<const A*>(m.weight);
   T* y = static_cast<T*>(m.output);
   const Blocking b(problem);
@@ -428,11 +450,12 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
                                                                                      : Lines::asked_for;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
-  auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights, const T* bi,
-                  int64_t count, const Prologue<A>& f) {
+  auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights,
+                  const Channels<T>& of, int64_t count, const Prologue<A>& f) {
     alignas(64) A buffer[kPixels * 2 * width], start[2 * width];
     const bool direct = in_place && count % width == 0, two = count > width;
     const A* first = start;
+    const T* const bi = of.bias;
     if constexpr (same<T, A>)
       if (bi && count % width == 0) first = bi;
     if (first == start)
@@ -484,24 +507,24 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
       s = end;
     }
     if (!started) fill();
-    if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, zi ? zi + (out - yi) : nullptr, out);
+    if (!direct || needs_finish) finish<T>(p, sums, sums_pixel, pixels, count, of.slope, zi ? zi + (out - yi) : nullptr, out);
   };
 
   // `count` pixels by `blocks` blocks, in tiles that differ in their address alone: pixels are span.x_pixel apart in the image
   // and q.y_stride.w in the output.
   auto alike_tiles = [&](const Conv2dProblem& q, Span span, int64_t count, const T* from, T* out, const T* z, const A* weights,
-                         const T* bi, int64_t blocks) {
+                         const Channels<T>& of, int64_t blocks) {
     if constexpr (same<T, A>) {
       span = joined(span);
       span.blocks = blocks, span.lines = lines;
-      if (bi) span.start_block = b.block;
+      if (of.bias) span.start_block = b.block;
       int64_t tiles = ceil_div(count, tile_size(span.x_pixel));
       while (tiles > 0) {  // first the wider tiles
         const int64_t pixels = ceil_div(count, tiles), wider = count - (pixels - 1) * tiles;
         span.tiles = needs_finish ? 1 : wider;
         if (is_pointwise(problem)) span.ahead = pixels * span.x_pixel;  // the next tile's
-        accumulate<kPixels>(pixels, b.block > width, from, weights, out, q.y_stride.w, bi ? bi : kZeros<A>, span);
-        if (needs_finish) finish<T>(q, out, q.y_stride.w, pixels, blocks * b.block, z, out);
+        accumulate<kPixels>(pixels, b.block > width, from, weights, out, q.y_stride.w, of.bias ? of.bias : kZeros<A>, span);
+        if (needs_finish) finish<T>(q, out, q.y_stride.w, pixels, blocks * b.block, of.slope, z, out);
         const int64_t done = span.tiles * pixels;
         tiles -= span.tiles, count -= done, from += done * span.x_pixel, out += done * q.y_stride.w;
         if (z) z += done * q.y_stride.w;
@@ -509,14 +532,14 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     }
   };
   // Those of a row's columns, which see the kernel's rows `valid`.
-  auto row_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights, const T* bi,
-                       int64_t blocks, bool asks) {
+  auto row_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights,
+                       const Channels<T>& of, int64_t blocks, bool asks) {
     Span span = whole;
     span.rows = valid.size(), span.ahead = asks ? p.stride_h * p.x_stride.h : 0;
     const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h +
                     (columns.begin * p.stride_w - p.pad_w) * p.x_stride.w;
     const int64_t shift = row * p.y_stride.h + columns.begin * p.y_stride.w;
-    alike_tiles(p, span, columns.size(), from, yi + shift, zi ? zi + shift : nullptr, weights + valid.begin * span.w_row, bi,
+    alike_tiles(p, span, columns.size(), from, yi + shift, zi ? zi + shift : nullptr, weights + valid.begin * span.w_row, of,
                 blocks);
   };
 
@@ -534,7 +557,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   // Such a column's pixels in some of those rows: tiles go down.
   Conv2dProblem turned = p;
   turned.y_stride.w = p.y_stride.h;
-  auto column_tiles = [&](const T* xi, T* yi, const T* zi, Range rows, int64_t column, const A* weights, const T* bi,
+  auto column_tiles = [&](const T* xi, T* yi, const T* zi, Range rows, int64_t column, const A* weights, const Channels<T>& of,
                           int64_t blocks) {
     const Range seen = seen_from(column);
     Span span = whole;
@@ -542,7 +565,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     const T* from = xi + (rows.begin * p.stride_h - p.pad_h) * p.x_stride.h +
                     (column * p.stride_w - p.pad_w + seen.begin * p.dilation_w) * p.x_stride.w;
     const int64_t shift = rows.begin * p.y_stride.h + column * p.y_stride.w;
-    alike_tiles(turned, span, rows.size(), from, yi + shift, zi ? zi + shift : nullptr, weights + seen.begin * span.w_column, bi,
+    alike_tiles(turned, span, rows.size(), from, yi + shift, zi ? zi + shift : nullptr, weights + seen.begin * span.w_column, of,
                 blocks);
   };
 
@@ -574,7 +597,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
     auto at = [&](int64_t k) { return n * p.y_stride.n + k * p.y_stride.c; };
     for (int64_t block = first; block < last; block += pass) {
       const int64_t end = smaller(last, block + pass), k = g * filters + block * b.block;
-      const T* const bk = bias ? bias + k : nullptr;
+      const Channels<T> ck = of_channels.from(k);
       const T* const zk = residual ? residual + at(k) : nullptr;
       const A* const wk = weights_of(g, block);
       for (int64_t row = part.begin; row < part.end; row++) {
@@ -590,18 +613,18 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
             for (int64_t kb = block; kb < end; kb++) {
               const int64_t kt = g * filters + kb * b.block;
               tile(xi, y + at(kt), residual ? residual + at(kt) : nullptr, row, column, pixels, weights_of(g, kb),
-                   bias ? bias + kt : nullptr, smaller(b.block, filters - kb * b.block), prologue.from(g * channels));
+                   of_channels.from(kt), smaller(b.block, filters - kb * b.block), prologue.from(g * channels));
             }
           }
         };
         const bool edges = row < edge_rows.begin || row >= edge_rows.end;
         if (edges) tiles_of(0, quick_begin);
         if (quick_begin < quick_end)
-          row_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, bk, end - block, block == first);
+          row_tiles(xi, y + at(k), zk, row, valid, {quick_begin, quick_end}, wk, ck, end - block, block == first);
         if (edges) tiles_of(quick_end, columns);
       }
       if (edge_rows.size() > 0)
-        for_edges([&](int64_t column) { column_tiles(xi, y + at(k), zk, edge_rows, column, wk, bk, end - block); });
+        for_edges([&](int64_t column) { column_tiles(xi, y + at(k), zk, edge_rows, column, wk, ck, end - block); });
     }
     if (lines == Lines::past_caches) finish_streaming();
   });

@@ -135,8 +135,9 @@ void gather_panels(const Conv2dProblem& p, const ConvShape& s, const Buffers& m,
 template <class T>
 AI3_INLINE Output<T> output_of(const Conv2dProblem& p, const Buffers& m, int64_t shift, int64_t filter) {
   Output<T> y{static_cast<T*>(m.output) + shift, 0};
-  y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+  y.set_epilogue(p.activation, m);
   if (y.bias) y.bias += filter;
+  if (y.slope) y.slope += filter;
   if (y.residual) y.residual += shift;
   return y;
 }

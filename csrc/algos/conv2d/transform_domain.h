@@ -102,15 +102,17 @@ AI3_INLINE void store_channels(T* p, int64_t stride, int64_t count, Vec<Acc<T>> 
   for (int64_t i = 0; i < count; i++) narrow(v[static_cast<int>(i)], p[i * stride]);
 }
 
-// Bias, residual and activation at the store. relu and relu6 are clamps, which cost little in unrolled code; the others are
-// called.
+// Bias, residual and activation at the store. relu and relu6 are clamps, which cost little in unrolled code; the others but prelu
+// are calls.
 template <class A>
-[[gnu::noinline]] Vec<A> activate_called(Activation activation, Vec<A> v) {
-  return activate(activation, v);
+[[gnu::noinline]] Vec<A> activate_by_call(Activation activation, Vec<A> v) {
+  return activate_inline(activation, v);
 }
 template <class A>
 struct Epilogue {
   Vec<A> bias, low, high;
+  const A* slope = nullptr;  // of the first of `count` channels
+  int64_t count = 0;
   Activation activation;
   bool called;
 
@@ -120,10 +122,19 @@ struct Epilogue {
     if (a == Activation::relu6) high = Vec<A>(A{6});
     called = a != Activation::none && a != Activation::relu && a != Activation::relu6;
   }
+  // Where !is_called(activation).
   AI3_INLINE Vec<A> operator()(Vec<A> v) const {
-    if (called) return activate_called(activation, v);
+    if (called) return activate_by_call(activation, v);
     const typename Vec<A>::Raw raised = v.raw < low.raw ? low.raw : v.raw;
     return raised > high.raw ? high.raw : raised;
+  }
+  // Where is_called(activation), of as many channels as a vector has; and of `count`, whatever the activation.
+  AI3_INLINE Vec<A> sloped(Vec<A> v) const {
+    return activate_stored<true>(activation, v, [&] { return load(slope); });
+  }
+  AI3_INLINE Vec<A> partial(Vec<A> v) const { return is_called(activation) ? partial_called(v) : (*this)(v); }
+  [[gnu::noinline]] Vec<A> partial_called(Vec<A> v) const {
+    return activate_stored<true>(activation, v, [&] { return load_channels(slope, 1, count); });
   }
 };
 
@@ -482,8 +493,8 @@ struct TransformDomain {
     return sizeof(T) == sizeof(A) && has_whole_lines<T>(p.y_stride, output) &&
            checked_product({p.batch, p.out_height, p.out_width, p.out_channels, static_cast<int64_t>(sizeof(T))}) >= least;
   }
-  // Where a whole tile's outputs go; plain: neither residual nor activation.
-  enum class Finish { general, plain, plain_past_caches };
+  // Where a whole tile's outputs go; plain: neither residual nor activation; sloped: the activations that is_called() names.
+  enum class Finish { general, sloped, plain, plain_past_caches };
   template <Finish finish>
   struct Outputs {
     const Epilogue<A>& epilogue;
@@ -493,11 +504,12 @@ struct TransformDomain {
     intptr_t residual;      // how many bytes behind y
     AI3_INLINE void put(T* to, V v) const {
       v += epilogue.bias;
-      if constexpr (finish == Finish::general) {
+      constexpr bool any = finish == Finish::general || finish == Finish::sloped;
+      if constexpr (any) {
         if (added) v += load(reinterpret_cast<const T*>(reinterpret_cast<intptr_t>(to) + residual));
-        v = epilogue(v);
+        v = finish == Finish::sloped ? epilogue.sloped(v) : epilogue(v);
       }
-      const bool past_caches = finish == Finish::general ? streaming : finish == Finish::plain_past_caches;
+      const bool past_caches = any ? streaming : finish == Finish::plain_past_caches;
       past_caches ? store_streaming(to, v) : store(to, v);
     }
     struct Row {
@@ -517,10 +529,12 @@ struct TransformDomain {
     const int64_t start = t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
     const bool whole = p.y_stride.c == 1 && rows == h.tile && columns == w.tile;
     const T* bias = static_cast<const T*>(buffers.bias);
+    const A* slope = static_cast<const A*>(buffers.slope);
     Epilogue<A> epilogue(p.activation, V(A{0}));
     for (int64_t k = begin; k < end; k += kWidth) {
       const int64_t count = smaller(kWidth, end - k), shift = start + k * p.y_stride.c;
       if (bias) epilogue.bias = load_channels(bias + k, 1, count);
+      epilogue.slope = slope ? slope + k : nullptr, epilogue.count = count;
       const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + shift : nullptr;
       T* y = static_cast<T*>(buffers.output) + shift;
       const Positions<const A> in{m + slot * row + k - first, stride};
@@ -532,7 +546,9 @@ struct TransformDomain {
       constexpr bool kUnrolled = kPositions <= 64;  // more of a longer transform would only be more code
       constexpr bool kStreams = sizeof(T) == sizeof(A) && AI3_VECTOR_BYTES == 64;
       if (whole && count == kWidth) {
-        if (!kUnrolled || residual || p.activation != Activation::none)
+        if (is_called(p.activation))
+          whole_tile.template operator()<Finish::sloped>();
+        else if (!kUnrolled || residual || p.activation != Activation::none)
           whole_tile.template operator()<Finish::general>();
         else if constexpr (kUnrolled && kStreams)
           streaming ? whole_tile.template operator()<Finish::plain_past_caches>()
@@ -546,7 +562,7 @@ struct TransformDomain {
               if (i >= rows || j >= columns) return;
               value += epilogue.bias;
               if (residual) value += load_channels(residual + i * step_h + j * step_w, p.y_stride.c, count);
-              store_channels(y + i * step_h + j * step_w, p.y_stride.c, count, epilogue(value));
+              store_channels(y + i * step_h + j * step_w, p.y_stride.c, count, epilogue.partial(value));
             },
             rows, columns);
       }

@@ -21,7 +21,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 5;
+inline constexpr int32_t kAlgorithmAbi = 6;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -73,6 +73,7 @@ struct Buffers {
   const void *input, *weight, *bias, *residual;
   void* output;
   const void *scale = nullptr, *shift = nullptr;  // of the prologue: one of the accumulator's type for each input channel
+  const void* slope = nullptr;  // of an activation that has one: one of the accumulator's type for each output channel
 };
 
 // What `guess` models a time from.

@@ -9,23 +9,63 @@ namespace detail {
 typedef int32_t SignedWords __attribute__((vector_size(AI3_VECTOR_BYTES)));
 }
 
-// e^v. Float: range reduction by ln 2 in two parts (Cody & Waite 1980) and a Taylor polynomial, within 1e-7; the result is scaled
-// by a power of two in two steps, so that subnormal and infinite results come out as such.
+// v = n ln 2 + r, |r| <= ln 2 / 2, by ln 2 in two parts (Cody & Waite 1980).
+struct Reduced {
+  Vec<float> r;
+  detail::SignedWords n;
+};
+AI3_INLINE Reduced reduced(Vec<float> v) {
+  using Raw = Vec<float>::Raw;
+  const Raw magic = Vec<float>(12582912.f).raw;  // 1.5 * 2^23: adding it rounds to an integer
+  const Raw shifted = v.raw * 1.44269504f + magic, n = shifted - magic;
+  return {(v.raw - n * 0.693359375f) - n * -2.12194440e-4f, detail::bit_cast<detail::SignedWords>(shifted) - 0x4b400000};
+}
+AI3_INLINE Vec<float> two_to_the(detail::SignedWords n) { return detail::bit_cast<Vec<float>::Raw>((n + 127) << 23); }
+
+// e^v. Float: a Taylor polynomial of the reduced v, within 1e-7; the result is scaled by a power of two in two steps, so that
+// subnormal and infinite results come out as such.
 AI3_INLINE Vec<float> exp(Vec<float> v) {
   using Raw = Vec<float>::Raw;
   const Raw low = Vec<float>(-104.f).raw, high = Vec<float>(89.f).raw, least = v.raw < low ? low : v.raw;
-  const Raw x = least > high ? high : least, magic = Vec<float>(12582912.f).raw;  // 1.5 * 2^23: adding it rounds to an integer
-  const Raw shifted = x * 1.44269504f + magic, n = shifted - magic;
-  const Vec<float> r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  const auto [r, power] = reduced(least > high ? high : least);
   Vec<float> e = 1.f / 5040;
   for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) e = fma(e, r, Vec<float>(c));
-  const detail::SignedWords power = detail::bit_cast<detail::SignedWords>(shifted) - 0x4b400000, half = power >> 1;
-  auto two_to_the = [](detail::SignedWords k) { return Vec<float>(detail::bit_cast<Raw>((k + 127) << 23)); };
+  const detail::SignedWords half = power >> 1;
   return e * two_to_the(half) * two_to_the(power - half);
 }
 AI3_INLINE Vec<double> exp(Vec<double> v) {
   for (int i = 0; i < Vec<double>::width; i++) v.raw[i] = __builtin_exp(v[i]);
   return v;
+}
+
+// e^v - 1, of v <= 0. Float: as exp, but 1 is subtracted from the power of two, which loses nothing where v is small: within 2
+// units in the last place.
+AI3_INLINE Vec<float> exp_minus_one(Vec<float> v) {
+  using Raw = Vec<float>::Raw;
+  const Raw low = Vec<float>(-20.f).raw, zero{}, least = v.raw < low ? low : v.raw;  // below, the result is -1
+  const auto [r, power] = reduced(least > zero ? zero : least);
+  Vec<float> e = 1.f / 5040;
+  for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f}) e = fma(e, r, Vec<float>(c));
+  const Vec<float> scale = two_to_the(power);
+  return fma(scale, fma(r * r, e, r), scale - Vec<float>(1.f));
+}
+AI3_INLINE Vec<double> exp_minus_one(Vec<double> v) {
+  for (int i = 0; i < Vec<double>::width; i++) v.raw[i] = __builtin_expm1(v[i]);
+  return v;
+}
+
+// Float: within 4 units in the last place; 0 below -88.7, where it is less than 3e-39.
+template <class A>
+AI3_INLINE Vec<A> sigmoid(Vec<A> v) {
+  const Vec<A> one(A(1));
+  return one / (one + exp(Vec<A>(typename Vec<A>::Raw{} - v.raw)));
+}
+// Float: within 4 units in the last place. tanh(-|v|) = t / (2 + t), t = e^(-2|v|) - 1.
+template <class A>
+AI3_INLINE Vec<A> tanh(Vec<A> v) {
+  using Raw = typename Vec<A>::Raw;
+  const Vec<A> below = v.raw < Raw{} ? v.raw : -v.raw, t = exp_minus_one(below + below), y = t / (Vec<A>(A(2)) + t);
+  return v.raw < Raw{} ? y.raw : -y.raw;
 }
 
 // The standard normal distribution function, (1 + erf(v / sqrt 2)) / 2. Float: Abramowitz & Stegun 7.1.26, within 3e-7.
@@ -43,21 +83,61 @@ AI3_INLINE Vec<double> normal_cdf(Vec<double> v) {
 }
 
 template <class A>
-AI3_INLINE Vec<A> activate(Activation activation, Vec<A> v) {
+AI3_INLINE Vec<A> relu6(Vec<A> v) {
+  const typename Vec<A>::Raw six = Vec<A>(6).raw, y = relu(v).raw;
+  return y > six ? six : y;
+}
+template <class A>
+AI3_INLINE Vec<A> prelu(Vec<A> v, Vec<A> slope) {
+  const Vec<A> below = v * slope;
+  return v.raw < typename Vec<A>::Raw{} ? below.raw : v.raw;
+}
+
+// `slope` is read where has_slope(activation).
+template <class A>
+AI3_INLINE Vec<A> activate(Activation activation, Vec<A> v, Vec<A> slope = A(0)) {
   using Raw = typename Vec<A>::Raw;
-  auto relu6 = [](Vec<A> x) {
-    const Raw six = Vec<A>(6).raw, y = relu(x).raw;
-    return Vec<A>(y > six ? six : y);
-  };
   switch (activation) {
     case Activation::none: return v;
     case Activation::relu: return relu(v);
     case Activation::relu6: return relu6(v);
     case Activation::hardswish: return v * relu6(v + Vec<A>(3)) / Vec<A>(6);
-    case Activation::silu: return v / (Vec<A>(1) + exp(Raw{} - v.raw));
+    case Activation::silu: return v / (Vec<A>(1) + exp(Vec<A>(Raw{} - v.raw)));
     case Activation::gelu: return v * normal_cdf(v);
+    case Activation::sigmoid: return sigmoid(v);
+    case Activation::hardsigmoid: return relu6(v + Vec<A>(3)) / Vec<A>(6);
+    case Activation::tanh: return tanh(v);
+    case Activation::gelu_tanh:  // v (1 + tanh u) / 2 = v sigmoid(2 u)
+      return v * sigmoid(v * Vec<A>(A(1.5957691216057308)) * fma(v * v, Vec<A>(A(0.044715)), Vec<A>(1)));
+    case Activation::prelu: return prelu(v, slope);
+    case Activation::elu: {
+      const Vec<A> below = slope * exp_minus_one(v);
+      return v.raw > Raw{} ? v.raw : below.raw;
+    }
   }
   return v;
+}
+
+// Those that a store does not inline, which would be much code in every kernel and make it slower for the others: a loop of its
+// own stores them, with a call for each vector but prelu's.
+AI3_INLINE constexpr bool is_called(Activation a) { return a > Activation::gelu; }
+// Of those that are not.
+template <class A>
+AI3_INLINE Vec<A> activate_inline(Activation activation, Vec<A> v) {
+  if (is_called(activation)) __builtin_unreachable();
+  return activate(activation, v);
+}
+template <class A>
+[[gnu::noinline]] Vec<A> activate_called(Activation activation, Vec<A> v, Vec<A> slope) {
+  if (!is_called(activation)) __builtin_unreachable();
+  return activate(activation, v, slope);
+}
+// `slopes()` loads those of the vector's channels.
+template <bool called, class A, class Slopes>
+AI3_INLINE Vec<A> activate_stored(Activation activation, Vec<A> v, const Slopes& slopes) {
+  if constexpr (!called) return activate_inline(activation, v);
+  if (activation == Activation::prelu) return prelu(v, slopes());
+  return activate_called(activation, v, has_slope(activation) ? slopes() : Vec<A>(A(0)));
 }
 
 }  // namespace ai3::inline AI3_LEVEL

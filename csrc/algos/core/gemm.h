@@ -238,8 +238,13 @@ struct Output {
   bool bias_per_row = false;
   const T* residual = nullptr;  // laid out as data, or data itself
   Activation activation = Activation::none;
-  bool add = false;  // onto what is there; only where T is the accumulator type
+  const Acc<T>* slope = nullptr;  // per row or column, as the bias
+  bool add = false;               // onto what is there; only where T is the accumulator type
 
+  AI3_INLINE void set_epilogue(Activation a, const Buffers& m) {
+    bias = static_cast<const T*>(m.bias), residual = static_cast<const T*>(m.residual);
+    activation = a, slope = static_cast<const Acc<T>*>(m.slope);
+  }
   AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
   // The output of one block of k: the first one starts from bias and residual, the last one applies the activation.
   AI3_INLINE Output part(bool first, bool last) const {
@@ -254,36 +259,42 @@ struct Output {
     o.data += shift;
     if (residual) o.residual += shift;
     if (bias) o.bias += bias_per_row ? row : column;
+    if (slope) o.slope += bias_per_row ? row : column;
     return o;
   }
 };
 
-// The epilogue on the first `count` lanes of `sums`, which go to out.data + shift; the bias is a vector too, or one value.
-template <class T>
-AI3_INLINE void store_vector(const Output<T>& out, int64_t shift, Vec<Acc<T>> sums, const T* bias, bool one_bias, int64_t count) {
+// The epilogue on the first `count` lanes of `sums`, which go to out.data + shift, from channel `channel` of bias and slope on;
+// these are vectors too, or one value.
+template <bool called, class T>
+AI3_INLINE void store_vector(const Output<T>& out, int64_t shift, Vec<Acc<T>> sums, int64_t channel, bool one_bias,
+                             int64_t count) {
   constexpr int width = Vec<Acc<T>>::width;
-  const T* residual = out.residual ? out.residual + shift : nullptr;
+  const T *bias = out.bias ? out.bias + channel : nullptr, *residual = out.residual ? out.residual + shift : nullptr;
   if (bias && one_bias) sums += Vec<Acc<T>>(widen(*bias));
   if (count >= width) {
     if (bias && !one_bias) sums += load(bias);
     if (residual) sums += load(residual);
-    store(out.data + shift, activate(out.activation, sums));
+    auto slopes = [&] { return one_bias ? Vec<Acc<T>>(out.slope[channel]) : load(out.slope + channel); };
+    store(out.data + shift, activate_stored<called>(out.activation, sums, slopes));
   } else {
     if (bias && !one_bias) sums += load_partial(bias, count);
     if (residual) sums += load_partial(residual, count);
-    store_partial(out.data + shift, activate(out.activation, sums), count);
+    auto slopes = [&] { return one_bias ? Vec<Acc<T>>(out.slope[channel]) : load_partial(out.slope + channel, count); };
+    store_partial(out.data + shift, activate_stored<called>(out.activation, sums, slopes), count);
   }
 }
 // Stores rows x columns sums with the epilogue. Rows of `sums` can be read in whole vectors. Where columns of the output are
 // contiguous, squares of sums turn in registers.
-template <class T>
-void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t rows, int64_t columns) {
+template <bool called, class T>
+void store_block_as(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t rows, int64_t columns) {
   constexpr int width = Vec<Acc<T>>::width;
-  auto bias_of = [&](int64_t row, int64_t column) { return !out.bias ? nullptr : out.bias + (out.bias_per_row ? row : column); };
+  auto channel_of = [&](int64_t row, int64_t column) { return out.bias_per_row ? row : column; };
   if (out.column_stride == 1) {
     for (int64_t r = 0; r < rows; r++)
       for (int64_t c = 0; c < columns; c += width)
-        store_vector(out, r * out.row_stride + c, load(sums + r * lds + c), bias_of(r, c), out.bias_per_row, columns - c);
+        store_vector<called>(out, r * out.row_stride + c, load(sums + r * lds + c), channel_of(r, c), out.bias_per_row,
+                             columns - c);
     return;
   }
   for (int64_t r0 = 0; r0 < rows; r0 += width)
@@ -295,9 +306,14 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 #pragma GCC unroll 16
       for (int c = 0; c < width; c++)
         if (c < columns - c0)
-          store_vector(out, r0 * out.row_stride + (c0 + c) * out.column_stride, square[c], bias_of(r0, c0 + c), !out.bias_per_row,
-                       rows - r0);
+          store_vector<called>(out, r0 * out.row_stride + (c0 + c) * out.column_stride, square[c], channel_of(r0, c0 + c),
+                               !out.bias_per_row, rows - r0);
     }
+}
+template <class T>
+void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t rows, int64_t columns) {
+  is_called(out.activation) ? store_block_as<true>(out, sums, lds, rows, columns)
+                            : store_block_as<false>(out, sums, lds, rows, columns);
 }
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,10 @@
 
 namespace ai3 {
 
-// Fused into the store, after bias and residual.
-enum class Activation : int32_t { none, relu, relu6, hardswish, silu, gelu };
+// Fused into the store, after bias and residual. The last two have a number for each output channel: prelu its slope below zero,
+// which leaky ReLU has, too, elu its alpha.
+enum class Activation : int32_t { none, relu, relu6, hardswish, silu, gelu, sigmoid, hardsigmoid, tanh, gelu_tanh, prelu, elu };
+AI3_INLINE constexpr bool has_slope(Activation a) { return a >= Activation::prelu; }
 
 struct Strides4 {
   int64_t n, c, h, w;

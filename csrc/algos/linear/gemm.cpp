@@ -32,8 +32,7 @@ struct RowDots {
     const A* w = static_cast<const A*>(m.weight);
     const bool swapped = p.rows < p.out_features;
     Output<T> y{static_cast<T*>(m.output), swapped ? p.y_row : 1, swapped ? 1 : p.y_row};
-    y.bias = static_cast<const T*>(m.bias), y.bias_per_row = !swapped;
-    y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+    y.set_epilogue(p.activation, m), y.bias_per_row = !swapped;
     swapped ? multiply(w, p.in_features, p.out_features, x, p.x_row, p.rows, y)
             : multiply(x, p.x_row, p.rows, w, p.in_features, p.out_features, y);
   }

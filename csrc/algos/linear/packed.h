@@ -78,7 +78,7 @@ struct PackedProduct {
     const T* x = static_cast<const T*>(m.input);
     const A* w = static_cast<const A*>(m.weight);
     Output<T> y{static_cast<T*>(m.output), p.y_row};
-    y.bias = static_cast<const T*>(m.bias), y.residual = static_cast<const T*>(m.residual), y.activation = p.activation;
+    y.set_epilogue(p.activation, m);
     A* copied = size ? workspace.take<A>(p.threads * size) : nullptr;
     for_grid(p.threads, 1, grid, [&](int64_t, int64_t i, int64_t j, int thread) {
       const Share rows = row_share(p.rows, grid.prepared, i), columns = column_share<A>(p.out_features, grid.streamed, j);

@@ -25,32 +25,13 @@ AI3_INLINE void store_some(T* to, Vec<Acc<T>> v, int64_t lanes) {
   lanes == Vec<Acc<T>>::width ? store(to, v) : store_partial(to, v, lanes);
 }
 
-static_assert(static_cast<int>(MapFunction::gelu) == static_cast<int>(Activation::gelu));
-
-template <MapFunction function, class A>
-AI3_INLINE Vec<A> apply(Vec<A> v) {
-  using Raw = typename Vec<A>::Raw;
-  const Vec<A> one(A(1));
-  auto sigmoid = [&](Vec<A> x) { return one / (one + exp(Raw{} - x.raw)); };
-  if constexpr (function == MapFunction::sigmoid) {
-    return sigmoid(v);
-  } else if constexpr (function == MapFunction::hardsigmoid) {
-    return activate(Activation::relu6, v + Vec<A>(A(3))) / Vec<A>(A(6));
-  } else if constexpr (function == MapFunction::tanh) {
-    return one - Vec<A>(A(2)) / (one + exp((v + v)));
-  } else if constexpr (function == MapFunction::gelu_tanh) {  // v (1 + tanh u) / 2 = v sigmoid(2 u)
-    return v * sigmoid(v * Vec<A>(A(1.5957691216057308)) * fma(v * v, Vec<A>(A(0.044715)), one));
-  } else {
-    return activate(static_cast<Activation>(function), v);  // the first ones are the same
-  }
-}
-
 // body.operator()<function>() for p's.
 template <class Body>
-AI3_INLINE auto with_function(MapFunction function, const Body& body) {
+AI3_INLINE auto with_function(Activation function, const Body& body) {
   switch (function) {
 #define AI3_CASE(name) \
-  case MapFunction::name: return body.template operator()<MapFunction::name>();
+  case Activation::name: return body.template operator()<Activation::name>();
+    AI3_CASE(none)
     AI3_CASE(relu)
     AI3_CASE(relu6)
     AI3_CASE(hardswish)
@@ -60,13 +41,15 @@ AI3_INLINE auto with_function(MapFunction function, const Body& body) {
     AI3_CASE(hardsigmoid)
     AI3_CASE(tanh)
     AI3_CASE(gelu_tanh)
+    AI3_CASE(prelu)
+    AI3_CASE(elu)
 #undef AI3_CASE
-    default: return body.template operator()<MapFunction::none>();
   }
 }
+
 template <class A>
-[[gnu::noinline]] Vec<A> apply_called(MapFunction function, Vec<A> v) {
-  return with_function(function, [&]<MapFunction f>() { return apply<f>(v); });
+[[gnu::noinline]] Vec<A> apply_called(Activation function, Vec<A> v, Vec<A> slope) {
+  return activate(function, v, slope);
 }
 
 // y = f(x, z, c) of each vector, c its first channel. Short rows are taken whole; long ones in pieces where rows are few.
@@ -93,11 +76,12 @@ template <MapKind kind, class T>
 void map_rows(const MapProblem& p, const Buffers& m) {
   using A = Acc<T>;
   using V = Vec<A>;
-  const A *scale = static_cast<const A*>(m.scale), *shift = static_cast<const A*>(m.shift);
-  const bool clamps = p.function == MapFunction::relu || p.function == MapFunction::relu6,
-             called = !clamps && p.function != MapFunction::none;
+  const A *scale = static_cast<const A*>(m.scale), *shift = static_cast<const A*>(m.shift),
+          *slope = static_cast<const A*>(m.slope);
+  const bool clamps = p.function == Activation::relu || p.function == Activation::relu6,
+             called = !clamps && p.function != Activation::none;
   const V low(clamps ? A(0) : static_cast<A>(-__builtin_inf())),
-      high(p.function == MapFunction::relu6 ? A(6) : static_cast<A>(__builtin_inf()));
+      high(p.function == Activation::relu6 ? A(6) : static_cast<A>(__builtin_inf()));
   for_rows<T>(p, m, [&](V v, const T* z, int64_t c, int64_t lanes) -> V {
     if constexpr (kind == MapKind::add) v += load_some(z, lanes);
     if constexpr (kind == MapKind::multiply) v = v * load_some(z, lanes);
@@ -105,11 +89,7 @@ void map_rows(const MapProblem& p, const Buffers& m) {
       if (scale) v = v * load_some(scale + c, lanes);
       if (shift) v += load_some(shift + c, lanes);
     }
-    if constexpr (kind == MapKind::prelu) {
-      const V below = v * load_some(scale + c, lanes);
-      return v.raw < typename V::Raw{} ? below.raw : v.raw;
-    }
-    if (called) return apply_called(p.function, v);
+    if (called) return apply_called(p.function, v, has_slope(p.function) ? load_some(slope + c, lanes) : V(A(0)));
     const typename V::Raw raised = v.raw < low.raw ? low.raw : v.raw;
     return raised > high.raw ? high.raw : raised;
   });
@@ -119,13 +99,16 @@ void map(const MapProblem& p, const Buffers& m) {
   with_type(p.dtype, [&]<class T>() {
     switch (p.kind) {
       case MapKind::activate:
-        return with_function(p.function, [&]<MapFunction f>() {
-          for_rows<T>(p, m, [](Vec<Acc<T>> v, const T*, int64_t, int64_t) { return apply<f>(v); });
+        return with_function(p.function, [&]<Activation f>() {
+          const Acc<T>* slope = static_cast<const Acc<T>*>(m.slope);
+          for_rows<T>(p, m, [slope](Vec<Acc<T>> v, const T*, int64_t c, int64_t lanes) {
+            if constexpr (has_slope(f)) return activate(f, v, load_some(slope + c, lanes));
+            return activate(f, v);
+          });
         });
       case MapKind::add: return map_rows<MapKind::add, T>(p, m);
       case MapKind::multiply: return map_rows<MapKind::multiply, T>(p, m);
       case MapKind::affine: return map_rows<MapKind::affine, T>(p, m);
-      case MapKind::prelu: return map_rows<MapKind::prelu, T>(p, m);
     }
   });
 }

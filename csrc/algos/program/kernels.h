@@ -10,18 +10,13 @@ enum class MapKind : int32_t {
   activate,  // y = f(x)
   add,       // y = f(x + z)
   multiply,  // y = f(x * z)
-  affine,    // y = f(x * scale + shift), of each channel
-  prelu      // y = x, or x * scale where x is negative, of each channel
+  affine     // y = f(x * scale + shift), of each channel
 };
-// f: what layers fuse, and what only passes of their own compute.
-enum class MapFunction : int32_t { none, relu, relu6, hardswish, silu, gelu, sigmoid, hardsigmoid, tanh, gelu_tanh };
-inline constexpr const char* kMapFunctions[] = {"none", "relu",    "relu6",       "hardswish", "silu",
-                                                "gelu", "sigmoid", "hardsigmoid", "tanh",      "gelu_tanh"};
 struct MapProblem {
   DType dtype;
   int32_t threads;
   MapKind kind;
-  MapFunction function;            // f
+  Activation function;             // f
   int64_t images, rows, channels;  // rows of each image
   int64_t x_row, z_row, y_row;
   bool z_per_image;  // one row of z for all rows of an image; otherwise one for each
@@ -35,7 +30,8 @@ struct CopyProblem {
 };
 
 // One record for each level; its address is in the section `ai3_program_kernels`, for callers outside the level. Buffers: x is
-// the input, z the weight; scale and shift are of the accumulator's type, null: 1 and 0. y may be x or z itself.
+// the input, z the weight; scale, shift and slope are of the accumulator's type, the first two null: 1 and 0. y may be x or z
+// itself.
 struct ProgramKernels {
   const char* level;
   void (*map)(const MapProblem&, const Buffers&);

@@ -122,17 +122,6 @@ struct Planner {
     line.check(algorithm->traits.layout != Layout::nchw, "computes in NCHW; programs keep images in NHWC");
     return entry;
   }
-  Activation activation_of(const Line& line) const {
-    const std::optional<Activation> found = activation_called(line.word("activation", "none"));
-    line.check(found.has_value(), "unknown activation '" + line.word("activation", "none") + "'");
-    return *found;
-  }
-  MapFunction function_of(const Line& line) const {
-    const std::string name = line.word("activation", "none");
-    for (size_t i = 0; i < std::size(kMapFunctions); i++)
-      if (name == kMapFunctions[i]) return static_cast<MapFunction>(i);
-    line.fail("unknown activation '" + name + "'");
-  }
   void operands(const Line& line, size_t count) const {
     line.check(line.operands.size() == count, "needs " + std::to_string(count) + " values");
   }
@@ -153,6 +142,13 @@ struct Planner {
   }
   void elements(const Line& line, const char* name, DType dtype, int64_t count) {
     if (line.has(name)) constant(line, name, checked_mul(count, size_of(dtype)), 0);
+  }
+  Activation activation_of(const Line& line, DType dtype, int64_t channels) {
+    const std::optional<Activation> found = activation_called(line.word("activation", "none"));
+    line.check(found.has_value(), "unknown activation '" + line.word("activation", "none") + "'");
+    line.check(has_slope(*found) == line.has("slope"), has_slope(*found) ? "needs slope" : "needs no slope");
+    elements(line, "slope", accumulator(dtype), channels);
+    return *found;
   }
   template <class P>
   void weight(const Line& line, const Entry& entry, const P& p, int64_t count) {
@@ -186,7 +182,7 @@ struct Planner {
       line.check(x.sizes[static_cast<size_t>(2 + i)] + 2 * padding[static_cast<size_t>(i)] >=
                      dilation[static_cast<size_t>(i)] * (w[static_cast<size_t>(2 + i)] - 1) + 1,
                  "needs a padded input no smaller than the kernel's extent, got " + to_string(x.sizes));
-    p.activation = activation_of(line), p.has_residual = line.has("residual");
+    p.activation = activation_of(line, p.dtype, w[0]), p.has_residual = line.has("residual");
     p.input_relu = line.word("input_relu", "0") == "1", p.has_prologue = line.has("scale");
     line.check(p.has_prologue == line.has("shift") && (p.has_prologue || !p.input_relu), "needs scale with shift and input_relu");
     const auto& traits = entry.algorithm<Conv2dProblem>(Device::cpu)->traits;
@@ -209,7 +205,7 @@ struct Planner {
                "needs rows of " + std::to_string(w[1]) + " features, got " + to_string(x.sizes));
     const int64_t sizes[] = {x.rows, w[1], w[0], line.has("bias"), 0};
     LinearProblem p = linear_from({x.dtype, sizes, std::size(sizes)});
-    p.activation = activation_of(line), p.has_residual = line.has("residual");
+    p.activation = activation_of(line, p.dtype, w[0]), p.has_residual = line.has("residual");
     const auto& traits = entry.algorithm<LinearProblem>(Device::cpu)->traits;
     line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), "fuses no residual and no activation");
     weight(line, entry, p, checked_mul(w[0], w[1]));
@@ -267,7 +263,7 @@ struct Planner {
     operands(line, binary ? 2 : 1);
     const Value& x = operand(line, 0);
     MapProblem p{};
-    p.dtype = x.dtype, p.threads = threads(), p.kind = kind, p.function = function_of(line);
+    p.dtype = x.dtype, p.threads = threads(), p.kind = kind, p.function = activation_of(line, x.dtype, x.channels);
     p.images = x.sizes[0], p.rows = x.rows == 0 ? 0 : x.rows / x.sizes[0], p.channels = x.channels;
     if (binary) {
       const Value& z = operand(line, 1);
@@ -276,7 +272,7 @@ struct Planner {
       line.check(fits && z.dtype == x.dtype, "needs values of the same sizes, or a second one (N, C, 1, 1), got " +
                                                  to_string(x.sizes) + " and " + to_string(z.sizes));
     }
-    if (kind == MapKind::affine || kind == MapKind::prelu)
+    if (kind == MapKind::affine)
       elements(line, "scale", accumulator(x.dtype), x.channels), elements(line, "shift", accumulator(x.dtype), x.channels);
     node.problem = p, node.reads_slices = node.writes_slices = true;
     add(value_of(x.sizes, x.dtype));
@@ -358,8 +354,6 @@ struct Planner {
           map(line, node, MapKind::multiply);
         else if (line.operation == "affine")
           map(line, node, MapKind::affine);
-        else if (line.operation == "prelu")
-          line.check(line.has("scale"), "needs scale"), map(line, node, MapKind::prelu);
         else if (line.operation == "concat")
           concat(line);
         else if (line.operation == "slice")
@@ -523,6 +517,7 @@ struct Planner {
     d.output = y;
     d.step.weight = constant_place(line, "weight"), d.step.bias = constant_place(line, "bias");
     d.step.scale = constant_place(line, "scale"), d.step.shift = constant_place(line, "shift");
+    d.step.slope = constant_place(line, "slope");
     const int planes = at(line.operands[0]).converted_from;
     d.input = node.reads_planes && planes >= 0 ? planes : readable(line.operands[0], node.reads_slices, line);
     if (line.has("residual")) d.residual = as_dense_rows(line.value("residual"), line);
@@ -545,7 +540,7 @@ struct Planner {
           }
         map.x_row = position(d.input).row, map.y_row = position(y).row, map.z_row = d.other < 0 ? 0 : position(d.other).row;
         const bool dense = map.x_row == map.channels && map.y_row == map.channels && (d.other < 0 || map.z_row == map.channels);
-        const bool alike = map.kind != MapKind::affine && map.kind != MapKind::prelu && !map.z_per_image;
+        const bool alike = map.kind != MapKind::affine && !has_slope(map.function) && !map.z_per_image;
         if (dense && alike) {
           map.channels *= map.rows * map.images, map.rows = map.images = 1;
           map.x_row = map.y_row = map.channels, map.z_row = d.other < 0 ? 0 : map.channels;

@@ -26,12 +26,12 @@ struct Place {
 
 struct Step {
   std::variant<Prepared<Conv2dProblem>, Prepared<LinearProblem>, Prepared<Pool2dProblem>, MapProblem, CopyProblem> call;
-  Place input, weight, bias, residual, output, scale, shift, workspace;
+  Place input, weight, bias, residual, output, scale, shift, slope, workspace;
   int64_t workspace_bytes = 0;
   // For reports.
-  const Line* line;
+  const Line* line = nullptr;
   Sizes sizes;  // of the output
-  int64_t output_row;
+  int64_t output_row = 0;
 };
 
 // What a constant must be, and where it lies in the tensor that holds all of them.

@@ -137,8 +137,8 @@ struct Call {
     const ProgramKernels& passes = kernels();
     for (size_t i = 0; i < plan->steps.size(); i++) {
       const Step& step = plan->steps[i];
-      const Buffers buffers{at(step.input),  at(step.weight), at(step.bias), at(step.residual),
-                            at(step.output), at(step.scale),  at(step.shift)};
+      const Buffers buffers{at(step.input),  at(step.weight), at(step.bias),  at(step.residual),
+                            at(step.output), at(step.scale),  at(step.shift), at(step.slope)};
       LentWorkspace workspace(static_cast<char*>(at(step.workspace)), step.workspace_bytes, inputs[0]);
       std::visit(
           [&]<class C>(const C& call) {
