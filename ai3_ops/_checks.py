@@ -144,7 +144,7 @@ def check_nonfinite(info: AlgorithmInfo, tally: Tally) -> None:
 def check_zeros(info: AlgorithmInfo, tally: Tally) -> None:
     """Of zeros of either sign come zeros of the signs that ATen's have."""
     if not OPERATIONS[info.operation].signed_zeros:
-        return tally.skip("of zeros, the signs are not told")
+        return tally.skip("ATen's own kernels differ in the signs of zeros")
     for call in few_calls(info, 6, "float32" if "float32" in info.dtypes else None):
         inputs = call.tensors
         assert inputs[0] is not None

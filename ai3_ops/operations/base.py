@@ -7,6 +7,7 @@ algorithm gets them by being registered. A new operation is one more subclass of
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -89,7 +90,7 @@ def check_workspace(label: str, output: Tensor, workspace: Tensor | None) -> Non
 def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
     """A list argument for `count` dimensions: an int or one element stands for all of them, as in ATen."""
     check(not isinstance(value, str), label, f"{name} needs numbers, got {value!r}")
-    values = (value,) if isinstance(value, (int, torch.SymInt)) else tuple(value)
+    values = (value,) if isinstance(value, (int, torch.SymInt, numbers.Integral)) else tuple(value)
     if len(values) == 1:
         values *= count
     check(len(values) == count, label, f"{name} needs 1 or {count} elements, got {values}")

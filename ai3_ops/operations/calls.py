@@ -87,7 +87,17 @@ class CallPlan:
     @staticmethod
     def text(numbers: Iterable[Any]) -> str:
         """As the operator reads them."""
-        return " ".join("-" if n is None else repr(n) if isinstance(n, float) else str(index(n)) for n in numbers)
+        return " ".join(map(CallPlan.word, numbers))
+
+    @staticmethod
+    def word(number: Any) -> str:
+        """Of one of them; NumPy's numbers count, too."""
+        if number is None:
+            return "-"
+        try:
+            return str(index(number))
+        except TypeError:
+            return repr(float(number))
 
 
 def unfit(tensor: Any) -> str:

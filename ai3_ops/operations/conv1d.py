@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import index
 from typing import Any, ClassVar
 
 import torch
@@ -85,6 +86,16 @@ class Conv1d(Conv2d):
 _PRODUCTS = 2**21
 
 
+def _number(stride: Any) -> int:
+    """As a number; 0 for what is none, which the operator refuses."""
+    if isinstance(stride, (list, tuple)):
+        stride = stride[0] if len(stride) == 1 else None
+    try:
+        return stride if isinstance(stride, int) else index(stride)
+    except TypeError:
+        return 0
+
+
 class Conv1dCall(Conv2dCall):
     """torch.nn.functional.conv1d."""
 
@@ -102,10 +113,12 @@ class Conv1dCall(Conv2dCall):
         input, weight = args[:2]
         if input.device.type != "cpu" or weight.ndim != 3:
             return True
-        if input.dtype != torch.float32 or weight.dtype != torch.float32 or args[6] != 1 or weight.shape[2] == 1:
+        if torch.is_autocast_enabled("cpu") or input.dtype != torch.float32 or weight.dtype != torch.float32:
             return False
-        step = args[3] if isinstance(args[3], int) else args[3][0]
-        return input.numel() // step * weight.shape[0] * weight.shape[2] >= _PRODUCTS
+        if args[6] != 1 or weight.shape[2] == 1:
+            return False
+        step = _number(args[3])
+        return step < 1 or input.numel() // step * weight.shape[0] * weight.shape[2] >= _PRODUCTS
 
     def gains_in_training(self, input: Tensor, module: Any) -> bool:
         """Not measured: PyTorch computes training steps."""

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -396,3 +397,36 @@ def test_default_leaves_training_steps_that_it_would_slow_down_to_pytorch():
     named = ai3_ops.swap(nn.Conv2d(8, 8, 3), "direct")
     named(x).sum().backward()
     assert named._ai3.calls == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_default_conv1d_under_autocast_is_pytorchs(dtype):
+    layer, x = nn.Conv1d(80, 384, 3, padding=1), torch.randn(1, 80, 300)
+    swapped = ai3_ops.swap(layer, "default", x)
+    with torch.no_grad():
+        swapped(x)
+        assert swapped._ai3.torch_calls == 0
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(swapped(x), layer(x))
+        assert swapped._ai3.torch_calls == 1
+
+
+@pytest.mark.parametrize("eps", [np.float64(1e-3), np.float32(1e-3)])
+def test_numpys_numbers_are_numbers(eps):
+    x = torch.randn(128, 1024)
+    norm, conv = nn.LayerNorm(1024, eps=eps), nn.Conv1d(128, 64, 3)
+    conv.stride = np.int64(2)
+    with torch.no_grad():
+        for module, name in ((norm, "layer_norm"), (conv, "conv1d")):
+            for algorithm in ("default", "direct"):
+                swapped = ai3_ops.swap(module, {name: algorithm})
+                torch.testing.assert_close(swapped(x), module(x), rtol=1e-4, atol=1e-4)
+                assert swapped._ai3.torch_calls == 0
+
+
+@pytest.mark.parametrize("stride", [0, (0,), (1, 1), -1])
+def test_conv1d_refuses_strides_readably(stride):
+    conv = ai3_ops.swap(nn.Conv1d(128, 64, 3), "default")
+    conv.stride = stride
+    with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::conv1d: stride needs"):
+        conv(torch.randn(1, 128, 1024))
