@@ -187,9 +187,10 @@ def register_backward(rules: LayerNorm, op: torch._ops.OpOverload, algorithm: st
         rules.problem(label, input, shape, weight)
         fits = grad.shape == input.shape
         check(fits, label, f"needs grad_output of the input's sizes {tuple(input.shape)}, got {tuple(grad.shape)}")
-        like = input if weight is None else weight
-        sizes = ((input, input.shape), (like, tuple(shape)), (like, tuple(shape)))
-        return tuple(t.new_empty(s if wanted else 0) for (t, s), wanted in zip(sizes, mask, strict=True))
+        wide = torch.float32 if input.dtype.itemsize == 2 else input.dtype  # the bias is not seen: nothing may be lost
+        dtype = wide if weight is None else weight.dtype
+        kinds = ((input.shape, input.dtype), (shape, dtype), (shape, dtype))
+        return tuple(input.new_empty(s if wanted else 0, dtype=d) for (s, d), wanted in zip(kinds, mask, strict=True))
 
     base.register_fake(op, fake)
     base.register_autograd(op, double_backward, save_backward)

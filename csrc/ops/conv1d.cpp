@@ -18,7 +18,7 @@ Tensor as_sequence(const Tensor& t) { return torch::stable::squeeze(t, t.dim() -
 
 void widen_window(const Entry& entry, Conv1dCall& c) {
   auto widen = [&](Sizes& list, const char* name, int64_t of_height) {
-    spread(entry, list, 1, name);
+    spread(entry, list, 1, name), check_each(entry, list, name[0] == 'p' ? 0 : 1, name);
     list.insert(list.begin(), of_height);
   };
   widen(c.stride, "stride", 1), widen(c.padding, "padding", 0), widen(c.dilation, "dilation", 1);
@@ -26,6 +26,7 @@ void widen_window(const Entry& entry, Conv1dCall& c) {
 void widen_weight(const Entry& entry, Conv1dCall& c) {
   check(c.weight.defined(), entry, "needs tensors as input and weight, got None");
   check(c.weight.dim() == 3, entry, "needs a 3-D weight (out_channels, in_channels/groups, kernel_length), got ", c.weight);
+  check(c.groups > 0, entry, "needs groups of at least 1, got ", c.groups);
   const Tensor image = torch::stable::unsqueeze(c.weight, 2);  // the same memory, by which kept packs know it
   c.weight = suggests_channels_last(image) ? as_image(c.weight) : image;
 }

@@ -119,12 +119,14 @@ void backward(const Entry& entry, StableIValue* stack) {
   const auto wanted = in.take<std::vector<bool>>();
   check(wanted.size() == 3, entry, "needs 3 flags in output_mask, got ", wanted.size());
   check_same(entry, c.input, grad, "grad_output");
-  const LayerNormProblem p = problem(entry, c);
+  LayerNormProblem p = problem(entry, c);
+  // The dtype of an absent weight's bias is not known here: float32 loses nothing, and autograd casts to a bias of 16 bits.
+  if (!c.weight && size_of(p.dtype) == 2) p.wide_weight = true;
   check(sizes_of(grad) == sizes_of(c.input), entry, "needs grad_output of the input's sizes ", sizes_of(c.input), ", got ", grad);
   const Device device = device_of(entry, c.input);
   Chosen<LayerNormProblem> chosen(entry, device, p);
   if (!chosen.algorithm->traits.backward) chosen = Chosen<LayerNormProblem>(entry_named(*entry.operation, "direct"), device, p);
-  const ScalarType of_weight = c.weight ? c.weight->scalar_type() : c.input.scalar_type();
+  const ScalarType of_weight = p.wide_weight ? ScalarType::Float : c.input.scalar_type();
   Gradients result{empty(wanted[0] ? sizes_of(c.input) : Sizes{0}, c.input.scalar_type(), c.input),
                    empty(wanted[1] ? c.shape : Sizes{0}, of_weight, c.input),
                    empty(wanted[2] ? c.shape : Sizes{0}, of_weight, c.input)};

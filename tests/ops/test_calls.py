@@ -430,3 +430,51 @@ def test_conv1d_refuses_strides_readably(stride):
     conv.stride = stride
     with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::conv1d: stride needs"):
         conv(torch.randn(1, 128, 1024))
+
+
+def test_conv1d_default_has_a_second_choice():
+    depthwise = (1, 256, 400, 256, 31, 1, 15, 1, 256)
+    names = [
+        "batch",
+        "in_channels",
+        "in_length",
+        "out_channels",
+        "kernel_length",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+    ]
+    ask = ai3_ops.registry.resolve_sizes
+    sizes = dict(zip(names, depthwise, strict=True), has_bias=1)
+    assert ask("conv1d", "default", "cpu", torch.float32, **sizes) == "im2col"
+    dense = sizes | {"groups": 1}
+    assert ask("conv1d", "default", "cpu", torch.float32, **dense) == "direct"
+    assert ask("conv1d", "default", "cpu", torch.float32, **dense, exclude="direct") == "im2col"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e20), (torch.bfloat16, 1e20), (torch.float64, 1e180)])
+def test_layer_norm_of_a_variance_that_overflows_is_nan(dtype, size):
+    x = (torch.randn(1, 64, dtype=torch.float64) * size).to(dtype)
+    assert ops.layer_norm_direct(x, [64]).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradient_of_a_float32_bias_alone_keeps_its_digits(dtype):
+    x, bias = torch.randn(37, 40).to(dtype), torch.zeros(40, requires_grad=True)
+    grad = torch.randn(37, 40).to(dtype)
+    ops.layer_norm_direct(x, [40], None, bias).backward(grad)
+    torch.testing.assert_close(bias.grad, grad.float().sum(0), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "rest", [(0,), (1, -1), (1, 0, 0), (1, 0, 1, 0), ((1, 1),)], ids=["stride", "padding", "dilation", "groups", "two"]
+)
+def test_conv1d_refuses_a_window_in_the_same_words_on_meta_tensors(rest):
+    said = []
+    for device in ("cpu", "meta"):
+        x, w = torch.zeros(2, 4, 9, device=device), torch.zeros(6, 4, 3, device=device)
+        with pytest.raises(RuntimeError) as refused:
+            ops.conv1d_direct(x, w, None, *rest)
+        said.append(str(refused.value).splitlines()[0])
+    assert said[0] == said[1]

@@ -96,7 +96,9 @@ AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>
     }
     sums[0] += d, sums[1] = fma(d, d, sums[1]);
   });
-  const double off = around[0] / n, variance = around[1] / n - off * off;
+  // A sum of squares that overflowed is infinite, and 0 times it NaN: a scale of 0 would make the row look like one that is
+  // constant.
+  const double off = around[0] / n, variance = around[1] / n - off * off + 0 * around[1];
   return {static_cast<A>(static_cast<double>(guess) + off),
           static_cast<A>(1 / __builtin_sqrt((variance < 0 ? 0 : variance) + p.eps))};
 }
