@@ -207,6 +207,23 @@ def test_activations_of_extreme_values_are_aten_s(name, layout):
             torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-6, atol=1e-6, msg=algorithm)
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("size", [(4, 4), (4, 12), (8, 4)])
+def test_slopes_of_small_maps(layout, batch, size):
+    """Where a map has one pixel, row or column, strides do not tell which dimension the channels are."""
+    x = torch.randn(batch, 10, *size).contiguous(memory_format=layout)
+    slope, bias = torch.linspace(-0.5, 0.9, 10), torch.randn(10)
+    for algorithm in (a.name for a in ai3_ops.registry.algorithms("conv2d", "cpu") if a.epilogue):
+        groups = 10 if algorithm == "depthwise" else 1
+        w = torch.randn(10, 10 // groups, 4, 4)
+        if not ai3_ops.supports("conv2d", algorithm, x, w, bias, 4, 0, 1, groups)[0]:
+            continue
+        y = getattr(ops, f"_conv2d_{algorithm}_fused")(x, w, bias, 4, 0, 1, groups, None, "prelu", slope)
+        exact = F.prelu(F.conv2d(x.double(), w.double(), bias.double(), 4, 0, 1, groups), slope.double())
+        torch.testing.assert_close(y.double(), exact, rtol=1e-4, atol=1e-4, msg=algorithm)
+
+
 # In units in the last place of the exact value, as csrc/algos/core/epilogue.h has them.
 LAST_PLACES = {"sigmoid": 4, "hardsigmoid": 2, "tanh": 4, "elu": 4, "prelu": 1, "leaky_relu": 1}
 

@@ -59,26 +59,29 @@ struct Call {
   const Acc<T>* slope;
   bool called;  // is_called(p.activation)
 
-  // The first n lanes of v go to y[at], y[at + step], ...
-  AI3_INLINE void put(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
+  // The first n lanes of v go to y[at], y[at + step], ...; they are one channel's.
+  AI3_INLINE void put(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v, int64_t channel) const {
     if (n == Vec<Acc<T>>::width && step == 1 && !residual && p.activation == Activation::none)
       store(y + at, v);
     else if (called) [[unlikely]]  // a call inside put_any would make it slower for the others
-      put_called(at, step, n, v);
+      put_called(at, step, n, v, channel, 0);
     else
       put_any(at, step, n, v);
+  }
+  // To y[at], y[at + 1], ..., all of v.
+  AI3_INLINE void put_whole(int64_t at, Vec<Acc<T>> v) const {
+    if (residual) v += load(residual + at);
+    store(y + at, activate_inline(p.activation, v));
   }
   [[gnu::noinline]] void put_any(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
     if (residual) v += load_strided(residual + at, step, {0, n});
     put_lanes(at, step, n, activate_inline(p.activation, v));
   }
-  [[gnu::noinline]] void put_called(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
+  // Lane i is of channel + i * channel_step.
+  [[gnu::noinline]] void put_called(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v, int64_t channel,
+                                    int64_t channel_step) const {
     if (residual) v += load_strided(residual + at, step, {0, n});
-    v = activate_stored<true>(p.activation, v, [&] {
-      const bool pixel = p.y_stride.c == 1;  // channels of one, or one channel's
-      const int64_t channel = pixel ? at % p.y_stride.w : at % p.y_stride.n / p.y_stride.c;
-      return load_strided(slope + channel, pixel ? multiplier : 0, {0, n});
-    });
+    v = activate_stored<true>(p.activation, v, [&] { return load_strided(slope + channel, channel_step, {0, n}); });
     put_lanes(at, step, n, v);
   }
   AI3_INLINE void put_lanes(int64_t at, int64_t step, int64_t n, Vec<Acc<T>> v) const {
@@ -102,7 +105,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
   const int64_t w_row = p.kernel_width * p.in_channels, multiplier = call.multiplier;
   const Range rows = inside(top, p.dilation_h, p.in_height, (height - 1) * p.stride_h + p.kernel_height);
   const A* panel = call.w + m * p.kernel_height * w_row;
-  const bool plain = multiplier == 1 && !call.residual && p.activation == Activation::none;
+  const bool alone = multiplier == 1 && !call.residual;
   for (; tile < tiles_end; tile += pixels) {
     const int64_t column = smaller(tile, p.out_width - pixels);  // the row's last tile reaches back over the one before it
     const int64_t left = column * p.stride_w - p.pad_w;
@@ -178,18 +181,36 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
             input_row.template operator()<1, 2>(r);
         }
       }
+      auto place = [&](int h, int j) { return to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier; };
+      auto store_all = [&]<Activation activation>() {
+#pragma GCC unroll 2
+        for (int h = 0; h < height; h++)
+#pragma GCC unroll 8
+          for (int j = 0; j < pixels; j++) store(call.y + place(h, j), activate_inline(activation, sum[h][j]));
+      };
+      if (whole && alone) {  // the commonest of few instructions, from the registers
+        if (p.activation == Activation::none) return store_all.template operator()<Activation::none>();
+        if (p.activation == Activation::relu) return store_all.template operator()<Activation::relu>();
+        if (p.activation == Activation::relu6) return store_all.template operator()<Activation::relu6>();
+        if (p.activation == Activation::hardswish) return store_all.template operator()<Activation::hardswish>();
+        if (p.activation == Activation::silu) return store_all.template operator()<Activation::silu>();
+      }
+      // One loop over a copy in memory: code for each sum in its register would be long, and calls spill those that are left.
+      Vec<A> sums[height * pixels];
 #pragma GCC unroll 2
       for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++) {
-          const int64_t at = to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier;
-          if (whole && plain)
-            store(call.y + at, sum[h][j]);
-          else if (!call.called) [[likely]]
-            call.put_any(at, multiplier, lanes, sum[h][j]);
-          else
-            call.put_called(at, multiplier, lanes, sum[h][j]);
-        }
+        for (int j = 0; j < pixels; j++) sums[h * pixels + j] = sum[h][j];
+#pragma GCC unroll 1
+      for (int i = 0; i < height * pixels; i++) {
+        const int h = i / pixels, j = i % pixels;
+        if (call.called) [[unlikely]]
+          call.put_called(place(h, j), multiplier, lanes, sums[i], c * multiplier + m, multiplier);
+        else if (whole && multiplier == 1)
+          call.put_whole(place(h, j), sums[i]);
+        else
+          call.put_any(place(h, j), multiplier, lanes, sums[i]);
+      }
     };
     int64_t c = begin;
     for (; c + width <= end; c += width) vector.template operator()<true>(c, width);
@@ -245,7 +266,7 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, in
   for (int q = 0; q < vectors; q++)
     if (q * width < count)
       call.put(to + row * p.y_stride.h + (column + q * width) * p.y_stride.w, p.y_stride.w, smaller(width, count - q * width),
-               sum[q]);
+               sum[q], k);
 }
 
 // Few rows are cut into blocks of channels, so that threads get equal shares.
