@@ -144,6 +144,8 @@ def _relative(found: dict[str, Any], name: str) -> str:
     if name not in found["ms"]:
         return ""
     count, whole = found["computed"][name]
+    if count == 0:
+        return ""
     ratio = found["ms"][name] / found["ms"][PYTORCH]
     return f"{ratio:.2f}" + ("" if count == whole else f" ({count} of {whole})")
 
@@ -190,6 +192,7 @@ def main() -> int:
         print(name, json.dumps(data["networks"][name]), flush=True)
         data["machine"] = measure.machine(torch.get_num_threads(), load)
         measure.write(options.output, page(data), data)
+    measure.write(options.output, page(data), data)
     draw(data, options.output.with_suffix(".png"))
     return 0
 
