@@ -54,6 +54,7 @@ MODELS = (
     "swin_b",
 )
 NOTES = {"mnn": "MNN's wheel has no AVX-512"}
+WRONG = 0.1  # an error above it is no rounding: the engine computed another function
 
 
 @dataclass
@@ -72,6 +73,11 @@ class Engine:
     load_seconds: float = 0.0  # with conversion, tuning, and the first call
     joules: float | None = None  # of a call; None where the machine does not expose it
     calls: int = 0
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the output is of another function: its time is shown and compared with nobody's."""
+        return not self.error <= WRONG  # also NaN
 
 
 @dataclass
@@ -94,8 +100,8 @@ class Result:
         return f"{self.model} batch {self.batch}"
 
     def fastest(self, names: Sequence[str]) -> str | None:
-        """Of these, the one with the lowest median."""
-        there = [n for n in names if n in self.engines and not self.engines[n].absent]
+        """Of these, the one with the lowest median; none whose output is wrong."""
+        there = [n for n in names if n in self.engines and not (self.engines[n].absent or self.engines[n].wrong)]
         return min(there, key=lambda n: self.engines[n].median_ms, default=None)
 
 
@@ -298,7 +304,8 @@ def document(results: Mapping[str, Result], picture: str) -> Iterator[str]:
 normalizations with the statistics of the input), input (NCHW) and threads, float32; turns alternate, each after 0.4 s of
 calls that do not count. Milliseconds of one call: median and 99th percentile of all calls of all turns. Images/s: images
 over their time. Memory: the peak of a call above what the process held before it loaded the model (weights, packs,
-activations). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch in float64. Energy: joules of a call, where the
+activations). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch in float64; above 0.1 the output is called
+wrong and its engine is not compared. Energy: joules of a call, where the
 machine exposes it (RAPL). Load: seconds until the first output, with conversion and tuning (cached measurements are taken).
 """
     yield f"![medians of all engines]({picture})\n"
@@ -340,6 +347,8 @@ machine exposes it (RAPL). Load: seconds until the first output, with conversion
 def _ms(engine: Engine | None, fastest: bool) -> str:
     if engine is None or engine.absent:
         return ""
+    if engine.wrong:
+        return f"{engine.median_ms:.3g} (wrong output)"
     return f"**{engine.median_ms:.3g}**" if fastest else f"{engine.median_ms:.3g}"
 
 

@@ -136,6 +136,15 @@ def test_what_is_written(tmp_path):
     assert "| 0.5 |" in "\n".join(bench.document(with_energy, "x.png"))
 
 
+@pytest.mark.parametrize("error", [2.0, float("nan")])
+def test_a_wrong_output_is_compared_with_nobody(error):
+    wrong = results()
+    wrong["small batch 1"].engines["onnxruntime"].error = error
+    assert wrong["small batch 1"].fastest(bench.PEERS) == "mnn"
+    page = "\n".join(bench.document(wrong, "x.png"))
+    assert "| 10 | 4 (wrong output) | 8 | 5 | **2** | 4.00x (mnn / swap auto) |" in page
+
+
 def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
     asked = []
 
