@@ -87,6 +87,11 @@ AI3_INLINE Vec<A> relu6(Vec<A> v) {
   const typename Vec<A>::Raw six = Vec<A>(6).raw, y = relu(v).raw;
   return y > six ? six : y;
 }
+// relu6(v + 3) / 6, without the division: 6 times the rounded sixth is 1.
+template <class A>
+AI3_INLINE Vec<A> hardsigmoid(Vec<A> v) {
+  return relu6(v + Vec<A>(3)) * Vec<A>(A(1) / A(6));
+}
 template <class A>
 AI3_INLINE Vec<A> prelu(Vec<A> v, Vec<A> slope) {
   const Vec<A> below = v * slope;
@@ -101,11 +106,11 @@ AI3_INLINE Vec<A> activate(Activation activation, Vec<A> v, Vec<A> slope = A(0))
     case Activation::none: return v;
     case Activation::relu: return relu(v);
     case Activation::relu6: return relu6(v);
-    case Activation::hardswish: return v * relu6(v + Vec<A>(3)) / Vec<A>(6);
+    case Activation::hardswish: return v * hardsigmoid(v);
     case Activation::silu: return v / (Vec<A>(1) + exp(Vec<A>(Raw{} - v.raw)));
     case Activation::gelu: return v * normal_cdf(v);
     case Activation::sigmoid: return sigmoid(v);
-    case Activation::hardsigmoid: return relu6(v + Vec<A>(3)) / Vec<A>(6);
+    case Activation::hardsigmoid: return hardsigmoid(v);
     case Activation::tanh: return tanh(v);
     case Activation::gelu_tanh:  // v (1 + tanh u) / 2 = v sigmoid(2 u)
       return v * sigmoid(v * Vec<A>(A(1.5957691216057308)) * fma(v * v, Vec<A>(A(0.044715)), Vec<A>(1)));
@@ -121,7 +126,22 @@ AI3_INLINE Vec<A> activate(Activation activation, Vec<A> v, Vec<A> slope = A(0))
 // Those that a store does not inline, which would be much code in every kernel and make it slower for the others: a loop of its
 // own stores them, with a call for each vector but prelu's.
 AI3_INLINE constexpr bool is_called(Activation a) { return a > Activation::gelu; }
-// Of those that are not.
+// Those that kernels apply to sums that are still in registers. Each is a store loop of its own in every one of them, so only the
+// commonest of few instructions are, and after a residual only relu.
+AI3_INLINE constexpr bool is_applied_in_registers(Activation a, bool residual) {
+  return a <= (residual ? Activation::relu : Activation::hardswish);
+}
+// store(constant) with the activation as a constant, after a residual or not.
+template <class Store>
+AI3_INLINE void with_registers(Activation a, bool residual, const Store& store) {
+  using enum Activation;
+  if (residual) return a == none ? store.template operator()<none, true>() : store.template operator()<relu, true>();
+  if (a == none) return store.template operator()<none, false>();
+  if (a == relu) return store.template operator()<relu, false>();
+  if (a == relu6) return store.template operator()<relu6, false>();
+  store.template operator()<hardswish, false>();
+}
+// Of those that are not called.
 template <class A>
 AI3_INLINE Vec<A> activate_inline(Activation activation, Vec<A> v) {
   if (is_called(activation)) __builtin_unreachable();

@@ -81,6 +81,20 @@ struct MicroTile {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) AI3_LEVEL::store(c + r * ldc, left[r]), AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
   }
+  // After a residual, which lies as c does, and the activation.
+  AI3_INLINE void store(A* c, int64_t ldc, const A* residual, Activation activation) const {
+    with_registers(activation, residual, [&]<Activation constant, bool added>() {
+#pragma GCC unroll 16
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+          const int64_t at = r * ldc + half * V::width;
+          V v = half ? right[r] : left[r];
+          if constexpr (added) v += AI3_LEVEL::load(residual + at);
+          AI3_LEVEL::store(c + at, activate_inline(constant, v));
+        }
+    });
+  }
   AI3_INLINE void store(bfloat16* c, int64_t ldc) const {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) store_rounded(c + r * ldc, left[r], right[r]);
@@ -197,6 +211,8 @@ struct Tile {
   const char* output;  // the tile's lines of the output, which are prefetched before the sums are done
   int64_t output_stride;
   Next next;
+  const A* residual = nullptr;  // laid out as c; only of type A, with what is applied in registers
+  Activation activation = Activation::none;
 };
 // C = start + rows * panel; all kPanel columns of c are written.
 template <class A, int R, class Rows, class C>
@@ -210,7 +226,10 @@ AI3_INLINE void micro_kernel(const Rows& rows, const A* panel, int64_t k, const 
   // Not a loop of no turns: where its two ways met, GCC would keep the whole tile in memory before and after it.
   if (k <= 0) return tile.store(t.c, t.ldc);
   rows.multiply(tile, panel, k, t.next);
-  tile.store(t.c, t.ldc);
+  if constexpr (requires { tile.store(t.c, t.ldc, t.residual, t.activation); })
+    tile.store(t.c, t.ldc, t.residual, t.activation);
+  else
+    tile.store(t.c, t.ldc);
 }
 template <class A, int R, class Rows, class C>
 [[gnu::noinline]] void called_micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
@@ -332,14 +351,18 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
   Output<T> rest = out;
   if (biased) rest.bias = nullptr;
   if (onto_residual) rest.residual = nullptr;
-  auto tile = [&]<class C>(const A* from, int64_t stride, C* c, int64_t ldc) {
+  auto tile = [&]<class C>(const A* from, int64_t stride, C* c, int64_t ldc, const A* residual = nullptr,
+                           Activation activation = Activation::none) {
     multiply_tile<A>(row_count, rows, panel, k,
                      Tile<A, C>{from, stride, c, ldc, reinterpret_cast<const char*>(out.data),
-                                out.row_stride * static_cast<int64_t>(sizeof(T)), next});
+                                out.row_stride * static_cast<int64_t>(sizeof(T)), next, residual, activation});
   };
   if constexpr (same)
     if (whole) {
-      tile(add ? out.data : biased ? out.bias : start, add ? out.row_stride : 0, out.data, out.row_stride);
+      const A* const from = add ? out.data : biased ? out.bias : start;
+      if (k > 0 && !rest.bias && is_applied_in_registers(rest.activation, rest.residual))
+        return tile(from, add ? out.row_stride : 0, out.data, out.row_stride, rest.residual, rest.activation);
+      tile(from, add ? out.row_stride : 0, out.data, out.row_stride);
       if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, P);
       return;
     }
