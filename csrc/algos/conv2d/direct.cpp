@@ -108,6 +108,7 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
 // How sums come into the output: its lines, which are not read, are likely in a cache where it is small; those of a larger one go
 // past the caches where they are stored as a whole, else they are prefetched; or sums are added to what is there.
 enum class Lines { cached, asked_for, past_caches, added_to };
+constexpr int64_t kSmallTo = 256 << 10;
 constexpr int64_t kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;  // bytes of output; of layers of up to four channels
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
@@ -461,9 +462,9 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
 
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
   const bool whole_lines = has_whole_lines<T>(p.y_stride, y) && b.block * size % 64 == 0 && !needs_finish;
-  const Lines lines = written < (p.in_channels <= 4 ? kLargeFromImages : kLargeFrom) ? Lines::cached
-                      : whole_lines                                                  ? Lines::past_caches
-                                                                                     : Lines::asked_for;
+  const Lines lines = whole_lines && written >= (p.in_channels <= 4 ? kLargeFromImages : kLargeFrom) ? Lines::past_caches
+                      : written >= kSmallTo                                                          ? Lines::asked_for
+                                                                                                     : Lines::cached;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
   auto tile = [&](const T* xi, T* yi, const T* zi, int64_t row, int64_t column, int64_t pixels, const A* weights,

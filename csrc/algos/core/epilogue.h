@@ -11,27 +11,36 @@ typedef int32_t SignedWords __attribute__((vector_size(AI3_VECTOR_BYTES)));
 
 // v = n ln 2 + r, |r| <= ln 2 / 2, by ln 2 in two parts (Cody & Waite 1980).
 struct Reduced {
-  Vec<float> r;
-  detail::SignedWords n;
+  Vec<float> r, n;
 };
 AI3_INLINE Reduced reduced(Vec<float> v) {
   using Raw = Vec<float>::Raw;
   const Raw magic = Vec<float>(12582912.f).raw;  // 1.5 * 2^23: adding it rounds to an integer
-  const Raw shifted = v.raw * 1.44269504f + magic, n = shifted - magic;
-  return {(v.raw - n * 0.693359375f) - n * -2.12194440e-4f, detail::bit_cast<detail::SignedWords>(shifted) - 0x4b400000};
+  const Raw n = v.raw * 1.44269504f + magic - magic;
+  return {(v.raw - n * 0.693359375f) - n * -2.12194440e-4f, n};
 }
-AI3_INLINE Vec<float> two_to_the(detail::SignedWords n) { return detail::bit_cast<Vec<float>::Raw>((n + 127) << 23); }
+// v 2^n, where the power alone is no subnormal number and not infinite.
+AI3_INLINE Vec<float> scaled(Vec<float> v, detail::SignedWords n) {
+  return v * Vec<float>(detail::bit_cast<Vec<float>::Raw>((n + 127) << 23));
+}
+// v 2^n with subnormal and infinite results as such. AVX-512 has an instruction; elsewhere in two steps.
+AI3_INLINE Vec<float> scaled(Vec<float> v, Vec<float> n) {
+#if AI3_VECTOR_BYTES == 64
+  Vec<float>::Raw out;
+  asm("vscalefps %2, %1, %0" : "=v"(out) : "v"(v.raw), "v"(n.raw));
+  return out;
+#else
+  const detail::SignedWords power = __builtin_convertvector(n.raw, detail::SignedWords), half = power >> 1;
+  return scaled(scaled(v, half), power - half);
+#endif
+}
 
-// e^v. Float: a Taylor polynomial of the reduced v, within 1e-7; the result is scaled by a power of two in two steps, so that
-// subnormal and infinite results come out as such.
+// e^v. Float: a Taylor polynomial of the reduced v, within 1e-7.
 AI3_INLINE Vec<float> exp(Vec<float> v) {
-  using Raw = Vec<float>::Raw;
-  const Raw low = Vec<float>(-104.f).raw, high = Vec<float>(89.f).raw, least = v.raw < low ? low : v.raw;
-  const auto [r, power] = reduced(least > high ? high : least);
+  const auto [r, n] = reduced(at_most(Vec<float>(89.f), at_least(Vec<float>(-104.f), v)));
   Vec<float> e = 1.f / 5040;
   for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f, 1.f, 1.f}) e = fma(e, r, Vec<float>(c));
-  const detail::SignedWords half = power >> 1;
-  return e * two_to_the(half) * two_to_the(power - half);
+  return scaled(e, n);
 }
 AI3_INLINE Vec<double> exp(Vec<double> v) {
   for (int i = 0; i < Vec<double>::width; i++) v.raw[i] = __builtin_exp(v[i]);
@@ -41,12 +50,10 @@ AI3_INLINE Vec<double> exp(Vec<double> v) {
 // e^v - 1, of v <= 0. Float: as exp, but 1 is subtracted from the power of two, which loses nothing where v is small: within 2
 // units in the last place.
 AI3_INLINE Vec<float> exp_minus_one(Vec<float> v) {
-  using Raw = Vec<float>::Raw;
-  const Raw low = Vec<float>(-20.f).raw, zero{}, least = v.raw < low ? low : v.raw;  // below, the result is -1
-  const auto [r, power] = reduced(least > zero ? zero : least);
+  const auto [r, n] = reduced(at_most(Vec<float>(0.f), at_least(Vec<float>(-20.f), v)));  // below, the result is -1
   Vec<float> e = 1.f / 5040;
   for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, .5f}) e = fma(e, r, Vec<float>(c));
-  const Vec<float> scale = two_to_the(power);
+  const Vec<float> scale = scaled(Vec<float>(1.f), n);
   return fma(scale, fma(r * r, e, r), scale - Vec<float>(1.f));
 }
 AI3_INLINE Vec<double> exp_minus_one(Vec<double> v) {
@@ -84,8 +91,7 @@ AI3_INLINE Vec<double> normal_cdf(Vec<double> v) {
 
 template <class A>
 AI3_INLINE Vec<A> relu6(Vec<A> v) {
-  const typename Vec<A>::Raw six = Vec<A>(6).raw, y = relu(v).raw;
-  return y > six ? six : y;
+  return at_most(Vec<A>(A(6)), relu(v));
 }
 // relu6(v + 3) / 6, without the division: 6 times the rounded sixth is 1.
 template <class A>

@@ -25,7 +25,7 @@ struct Prologue {
   }
   AI3_INLINE Vec<A> operator()(Vec<A> x, Vec<A> scales, Vec<A> shifts) const {
     const Vec<A> y = fma(x, scales, shifts), low(least);
-    return y.raw < low.raw ? low.raw : y.raw;  // NaN stays NaN
+    return at_least(low, y);
   }
   // One element, of the first channel.
   AI3_INLINE A operator()(A x) const {

@@ -90,8 +90,7 @@ void map_rows(const MapProblem& p, const Buffers& m) {
       if (shift) v += load_some(shift + c, lanes);
     }
     if (called) return apply_called(p.function, v, has_slope(p.function) ? load_some(slope + c, lanes) : V(A(0)));
-    const typename V::Raw raised = v.raw < low.raw ? low.raw : v.raw;
-    return raised > high.raw ? high.raw : raised;
+    return at_most(high, at_least(low, v));
   });
 }
 
