@@ -385,9 +385,16 @@ class Call:
         return type(self).function(*args)
 
     def run_or_leave(self, *args: Any) -> Tensor:
-        """As `run`, but where `default` gains nothing in eager mode: PyTorch makes that call."""
+        """As `run`, but where `default` gains nothing: PyTorch makes that call.
+
+        While a call is compiled or exported, that is decided by sizes which are constants there; one of sizes that may change
+        keeps its operator, because no one choice would be right for all of them.
+        """
         rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
-        if not rule or _is_compiling() or type(args[0]) is not Tensor or self.gains(args):
+        if rule and _is_compiling():
+            left = _torch.has_constant_sizes(args) and not self.gains(args)
+            return type(self).function(*args) if left else self.run(*args)
+        if not rule or type(args[0]) is not Tensor or self.gains(args):
             return self.run(*args)
         if self.example is None:
             self.example = tuple(map(Spec.of, args))

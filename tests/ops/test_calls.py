@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import ai3_ops
 from ai3_ops import _library
@@ -409,6 +411,61 @@ def test_default_conv1d_under_autocast_is_pytorchs(dtype):
         with torch.autocast("cpu", dtype):
             assert torch.equal(swapped(x), layer(x))
         assert swapped._ai3.torch_calls == 1
+
+
+LEFT = {  # a module, an input for which its call is left to PyTorch, and one for which it is not
+    "conv1d": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 16), (2, 4, 2**16)),
+    "layer_norm": (lambda: nn.LayerNorm(512), (2, 512), (256, 512)),
+}
+
+
+def namespaces(graph):
+    """Whose operators a graph calls."""
+    return {node.target.namespace for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+
+
+@pytest.mark.parametrize("operation", LEFT)
+def test_exports_of_constant_sizes_leave_what_default_leaves(operation):
+    make, small, large = LEFT[operation]
+    module = make().eval()
+    swapped, batch = ai3_ops.swap(module, "default"), ({0: torch.export.Dim("batch")},)
+    strict = ai3_ops.swap(module, "default", strict=True)
+    for model, shape, sizes, ours in (
+        (swapped, small, None, False),
+        (swapped, large, None, True),
+        (swapped, small, batch, True),
+        (strict, small, None, True),
+    ):
+        x = torch.randn(shape)
+        program = torch.export.export(model, (x,), dynamic_shapes=sizes)
+        assert ("ai3" in namespaces(program.graph)) == ours
+        with torch.no_grad():
+            torch.testing.assert_close(program.module()(x), module(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("operation", LEFT)
+def test_compiled_calls_of_constant_sizes_are_left_where_eager_ones_are(operation):
+    """The second batch size makes the first dimension dynamic."""
+    make, small, large = LEFT[operation]
+    module, used = make().eval(), []
+
+    def compiler(graph, _):
+        used.append("ai3" in namespaces(graph.graph))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    compiled = torch.compile(
+        ai3_ops.swap(module, "default"), backend=aot_autograd(fw_compiler=compiler), fullgraph=True
+    )
+    with torch.no_grad():
+        for batch in (small[0], small[0] + 1, small[0] + 2):
+            x = torch.randn(batch, *small[1:])
+            torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+        assert used == [False, True]
+        torch.compiler.reset()
+        x = torch.randn(large)
+        torch.testing.assert_close(compiled(x), module(x), rtol=1e-4, atol=1e-5)
+        assert used == [False, True, True]
 
 
 @pytest.mark.parametrize("eps", [np.float64(1e-3), np.float32(1e-3)])
