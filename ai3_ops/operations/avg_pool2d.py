@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from ai3_ops.operations.base import Problem
 from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import BadCall, Case
-from ai3_ops.operations.pooling import Pooling, window_problem
+from ai3_ops.operations.pooling import WindowPooling, window_problem
 
 
-class AvgPool2d(Pooling):
+class AvgPool2d(WindowPooling):
     """Rules of `ai3::avg_pool2d_<algorithm>`, as torch.nn.functional.avg_pool2d."""
 
     name = "avg_pool2d"
+    torch_module = nn.AvgPool2d
     aten = staticmethod(torch.nn.functional.avg_pool2d)
 
     def problem(
@@ -58,17 +59,6 @@ class AvgPool2d(Pooling):
         Case(((1, 128, 56, 56),), (2, 2)),
         Case(((8, 192, 17, 17),), (3, 1, 1), ("channels_last",)),
     )
-
-    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
-        """As `Tested.line`."""
-        kernel, stride, padding, ceil, *rest = args
-        if rest != [True, None]:
-            raise ValueError(f"no line says avg_pool2d with {args}")
-        return self.window_line(x, kernel, stride, padding, ceil)
-
-    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
-        """As `Tested.module_of`."""
-        return self.windows(nn.AvgPool2d, sizes)
 
     def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
         """As `Tested.bad_calls`."""

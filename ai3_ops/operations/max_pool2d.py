@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from ai3_ops.operations.base import Problem
 from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import HUGE, BadCall, Case
-from ai3_ops.operations.pooling import Pooling, window_problem
+from ai3_ops.operations.pooling import WindowPooling, window_problem
 
 
-class MaxPool2d(Pooling):
+class MaxPool2d(WindowPooling):
     """Rules of `ai3::max_pool2d_<algorithm>`, as torch.nn.functional.max_pool2d."""
 
     name = "max_pool2d"
+    torch_module = nn.MaxPool2d
     aten = staticmethod(torch.max_pool2d)
 
     def problem(
@@ -55,17 +56,6 @@ class MaxPool2d(Pooling):
         Case(((1, 64, 112, 112),), (3, 2, 1)),
         Case(((8, 192, 28, 28),), (3, 1, 1), ("channels_last",)),
     )
-
-    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
-        """As `Tested.line`."""
-        kernel, stride, padding, dilation, ceil = args
-        if dilation != 1:
-            raise ValueError(f"no line says max_pool2d with {args}")
-        return self.window_line(x, kernel, stride, padding, ceil)
-
-    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
-        """As `Tested.module_of`."""
-        return self.windows(nn.MaxPool2d, sizes)
 
     def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
         """As `Tested.bad_calls`."""

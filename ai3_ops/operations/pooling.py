@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -30,15 +30,25 @@ class Pooling(Operation):
             return op(input.movedim(dim, 0), *args, **options), 0
         return op(base.fold(input, dim, 0, size), *args, **options).unflatten(0, (size, -1)), 0
 
-    def window_line(self, x: Tensor, kernel: Any, stride: Any, padding: Any, ceil: bool) -> str:
-        """The line of benchmarks/shapes for windows of these sizes, see `Tested.line`."""
-        window = f"kernel={pair(kernel)} stride={pair(stride)} pad={pair(padding)}"
-        return f"{self.name} {image(x)} {window} ceil={int(ceil)}"
 
-    @staticmethod
-    def windows(kind: Callable[..., nn.Module], sizes: dict[str, Any]) -> nn.Module:
-        """PyTorch's module for the sizes of such a line, see `Tested.module_of`."""
-        return kind(sizes["kernel"], sizes["stride"], sizes["pad"], ceil_mode=bool(sizes["ceil"]))
+class WindowPooling(Pooling):
+    """Of poolings whose windows are given."""
+
+    torch_module: ClassVar[type[nn.Module]]
+
+    def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
+        """As `Tested.line`."""
+        s = self.problem(f"ai3::{self.name}", x, *args).sizes
+        if (s["dilation_h"], s["dilation_w"], s["count_include_pad"], s["divisor"]) != (1, 1, True, 0):
+            raise ValueError(f"no line says {self.name} with {args}")
+        kernel, stride = pair((s["kernel_height"], s["kernel_width"])), pair((s["stride_h"], s["stride_w"]))
+        padding = pair((s["pad_h"], s["pad_w"]))
+        return f"{self.name} {image(x)} kernel={kernel} stride={stride} pad={padding} ceil={int(s['ceil_mode'])}"
+
+    def module_of(self, sizes: dict[str, Any]) -> nn.Module:
+        """As `Tested.module_of`."""
+        window = sizes["kernel"], sizes["stride"], sizes["pad"]
+        return self.torch_module(*window, ceil_mode=bool(sizes["ceil"]))
 
     def made_up(self, draw: Draw) -> Case:
         """As `Tested.made_up`."""
