@@ -96,8 +96,7 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield "save, after folding and fusing, which is there in both; in brackets how many steps they rewrote. Float32, batch 1."
     yield "`optimize` keeps them only where the whole network gains. What the search with all of them does not take is empty."
     yield ""
-    for key, value in data.get("machine", {}).items():
-        yield f"- {key}: {value}"
+    yield from measure.table(("machine", ""), data.get("machine", {}).items())
     yield ""
     columns = [ALL, *(s.__name__ for s in SUBSTITUTIONS)]
     rows = []

@@ -179,8 +179,7 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield "run the same way (dtype, memory format of the input, mode, batch), 224x224 images, medians of turns that alternate;"
     yield 'below 0.97 in bold. "autocast" is to bfloat16.'
     yield ""
-    for key, value in data.get("machine", {}).items():
-        yield f"- {key}: {value}"
+    yield from measure.table(("machine", ""), data.get("machine", {}).items())
     yield ""
     for mode in MODES:
         yield f"## {mode.capitalize()}"
