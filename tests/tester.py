@@ -64,8 +64,8 @@ def conv2d_cases(draw: st.DrawFn) -> Case:
         padding,
         dilation,
         groups,
-        bias,
-        draw(st.tuples(_layouts, _layouts)),
+        bias=bias,
+        layouts=draw(st.tuples(_layouts, _layouts)),
     )
 
 

@@ -59,7 +59,7 @@ class Conv1d(Conv2d):
         else:
             channels, filters = channels * groups, filters * groups
         x, weight = (draw.image[0], channels, length), (filters, channels // groups, kernel)
-        return conv(x, weight, stride, padding, dilation, groups, draw.chance(0.5))
+        return conv(x, weight, stride, padding, dilation, groups, bias=draw.chance(0.5))
 
     def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
         """As `Tested.bad_calls`."""

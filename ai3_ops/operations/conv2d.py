@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +18,28 @@ from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw
 from ai3_ops.operations.weighted import Weighted
 
 
+class Window(NamedTuple):
+    """A convolution's arguments between bias and the keyword-only ones, and their defaults, as PyTorch has them."""
+
+    stride: Any = 1
+    padding: Any = 0
+    dilation: Any = 1
+    groups: int = 1
+
+
+WINDOW = Window()
+
+
 def conv(
     x: tuple[int, ...],
     weight: tuple[int, ...],
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
+    *window: Any,
     bias: bool = True,
     layouts: tuple[str, ...] = (),
+    **named: Any,
 ) -> Case:
-    """A conv2d call."""
-    return Case((x, weight, (weight[0],) if bias else None), (stride, padding, dilation, groups), layouts)
+    """A conv2d call; `window` and `named` are Window's."""
+    return Case((x, weight, (weight[0],) if bias else None), tuple(Window(*window, **named)), layouts)
 
 
 _KERNELS = (
@@ -44,7 +54,7 @@ class Conv2d(Weighted):
 
     name = "conv2d"
     aten = staticmethod(torch.nn.functional.conv2d)
-    window = (1, 0, 1, 1)  # stride, padding, dilation, groups
+    window = WINDOW
 
     # Names of the query's sizes, for each dimension beside batch and channels: input, kernel, stride, padding, dilation.
     names: ClassVar[tuple[tuple[str, ...], ...]] = (
@@ -98,10 +108,10 @@ class Conv2d(Weighted):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        stride: Any = WINDOW.stride,
+        padding: Any = WINDOW.padding,
+        dilation: Any = WINDOW.dilation,
+        groups: int = WINDOW.groups,
         *,
         deterministic: bool = False,
         exclude: str = "",
@@ -303,7 +313,7 @@ class Conv2d(Weighted):
             channels, filters = channels * groups, filters * groups
         x = (draw.image[0], channels, *draw.image[2:])
         weight = (filters, channels // groups, *kernel)
-        return conv(x, weight, stride, padding, dilation, groups, draw.chance(0.5), draw.layouts * 2)
+        return conv(x, weight, stride, padding, dilation, groups, bias=draw.chance(0.5), layouts=draw.layouts * 2)
 
     def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
         """As `Tested.bad_calls`."""
@@ -481,10 +491,10 @@ class Conv2dCall(SwitchedCall):
         input: Tensor,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
+        stride: Any = WINDOW.stride,
+        padding: Any = WINDOW.padding,
+        dilation: Any = WINDOW.dilation,
+        groups: int = WINDOW.groups,
     ) -> tuple[Any, ...]:
         """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
         if isinstance(padding, str):

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from ai3_ops import registry
 from ai3_ops.operations import base
+from ai3_ops.operations.conv2d import WINDOW
 
 LABEL = "ai3::_program"
 _LINE = re.compile(r"%(\d+) = (\S+)\s*(.*)")
@@ -66,8 +67,8 @@ def problem(line: Line, operands: Sequence[Tensor]) -> base.Problem:
     name = next(o for o in sorted(registry.OPERATIONS, key=len, reverse=True) if line.operation.startswith(f"{o}_"))
     x, rules, label = operands[0], registry.OPERATIONS[name], f"ai3::{line.operation}"
     if name == "conv2d":
-        weight, window = x.new_empty(line.weight), [line.numbers(n) for n in ("stride", "padding", "dilation")]
-        return rules.problem(label, x, weight, None, *window, line.flag("groups", 1))
+        weight, window = x.new_empty(line.weight), [line.numbers(n) for n in WINDOW._fields[:3]]
+        return rules.problem(label, x, weight, None, *window, line.flag("groups", WINDOW.groups))
     if name == "linear":
         return rules.problem(label, x, x.new_empty(line.weight))
     if name == "adaptive_avg_pool2d":

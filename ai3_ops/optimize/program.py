@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ai3_ops import _library, registry
 from ai3_ops.operations import base
+from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 from ai3_ops.operations.weighted import SLOPED
 
@@ -110,10 +111,10 @@ class Builder:
         x: Value,
         weight: Tensor,
         bias: Tensor | None = None,
-        stride: Pair = 1,
-        padding: Pair = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
+        stride: Pair = WINDOW.stride,
+        padding: Pair = WINDOW.padding,
+        dilation: Pair = WINDOW.dilation,
+        groups: int = WINDOW.groups,
         *,
         algorithm: str = "default",
         activation: str = "none",
@@ -127,17 +128,15 @@ class Builder:
 
         `activation` and `parameter` as `unary` has them.
         """
-        window = [_pair(v, name) for v, name in ((stride, "stride"), (padding, "padding"), (dilation, "dilation"))]
+        window = Window(_pair(stride, "stride"), _pair(padding, "padding"), _pair(dilation, "dilation"), groups)
         options = {"weight": f"$0:{_list(weight.shape)}"}
-        options |= dict(zip(("stride", "padding", "dilation"), map(_list, window), strict=True)) | {
-            "groups": str(groups)
-        }
+        options |= dict(zip(WINDOW._fields, (*map(_list, window[:3]), str(groups)), strict=True))
         info = self._algorithm("conv2d", algorithm, x, options, bias is not None)
         if (scale is not None or shift is not None or input_relu) and not info.prologue:
             x = self.affine(x, scale, shift, activation="relu" if input_relu else "none")
             scale, shift, input_relu = None, None, False
         step = self._weighted("conv2d", info, x, weight, bias, options)
-        step.window = (*window, groups)
+        step.window = window
         if scale is not None or shift is not None or input_relu:
             for name, given, otherwise in (("scale", scale, 1.0), ("shift", shift, 0.0)):
                 step.tensors[name] = _channels(given, x, otherwise, name)
