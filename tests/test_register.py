@@ -572,7 +572,7 @@ def test_check_finds_what_is_wrong_on_large_maps_alone(header):
 
 def test_check_passes_a_correct_algorithm_of_one_dtype_and_few_shapes(header, monkeypatch):
     """What does not concern it is skipped with its reason, not passed."""
-    monkeypatch.setattr("ai3_ops._checks.REALISTIC_SECONDS", 3.0)
+    monkeypatch.setattr("ai3_ops._checks.values.REALISTIC_SECONDS", 3.0)
     pointwise = (
         "(p.kernel_height * p.kernel_width == 1 && (p.in_channels < 0 || p.in_channels % 8 == 0) && p.groups == 1)"
     )

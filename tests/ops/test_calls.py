@@ -21,7 +21,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import ai3_ops
 from ai3_ops import _library
-from ai3_ops._checks import profiled
+from ai3_ops._checks.calling import profiled
 
 ops = torch.ops.ai3
 MODULES = {
