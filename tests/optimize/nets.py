@@ -1,0 +1,69 @@
+"""Models that ai3_ops.optimize is tried on, and what compares its answer with the model."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ai3_ops
+from ai3_ops.optimize.network import difference
+
+BOUND = 1e-4  # of float32 outputs against float64, as the issue and DESIGN have it
+
+
+def exact(model, *inputs):
+    with torch.no_grad():
+        return copy.deepcopy(model).double().eval()(*[x.double() for x in inputs])
+
+
+def optimized(model, *inputs, **kwargs):
+    kwargs = {"budget_seconds": 0.2, "progress": False} | kwargs
+    return ai3_ops.optimize(model, inputs, **kwargs)
+
+
+def check(model, *inputs, **kwargs):
+    """The optimized module, which agrees with the model."""
+    fast = optimized(model, *inputs, **kwargs)
+    agree(fast, model, *inputs)
+    return fast
+
+
+def agree(fast, model, *inputs):
+    with torch.no_grad():
+        got, expected = fast(*inputs), exact(model, *inputs)
+    for one, other in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, expected)), strict=True):
+        assert difference(one, other) <= BOUND
+
+
+def seeded_norm(channels):
+    norm = nn.BatchNorm2d(channels)
+    with torch.no_grad():
+        for tensor in (norm.weight, norm.running_var):
+            tensor.uniform_(0.5, 1.5)
+        for tensor in (norm.bias, norm.running_mean):
+            tensor.normal_(0, 0.3)
+    return norm
+
+
+def seeded_prelu(channels):
+    layer = nn.PReLU(channels)
+    with torch.no_grad():
+        layer.weight.uniform_(-0.5, 0.9)
+    return layer
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), seeded_norm(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), seeded_norm(8)
+        self.fc = nn.Linear(8 * 36, 5)
+
+    def forward(self, x):
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x
+        return self.fc(torch.flatten(F.relu(y), 1))

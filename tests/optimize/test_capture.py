@@ -1,0 +1,167 @@
+"""What is captured of a model: inputs and outputs, branches, submodules."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+
+import pytest
+import torch
+from nets import BOUND, agree, check, exact, optimized
+from torch import nn
+
+import ai3_ops
+from ai3_ops.optimize.capture import Uncapturable, capture
+from ai3_ops.optimize.network import difference
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 4)
+
+    def forward(self, image, rows=None, *, twice=False):
+        y = self.conv(image).relu()
+        z = y.mean((2, 3)) if rows is None else self.fc(rows) + y.mean((2, 3))
+        return {"image": y * 2 if twice else y, "rows": (z, y.shape[1])[:1]}
+
+
+def test_several_inputs_and_nested_outputs():
+    model, x, rows = Several().eval(), torch.randn(2, 3, 6, 6), torch.randn(2, 4)
+    fast = ai3_ops.optimize(model, {"image": x, "rows": rows}, budget_seconds=0.2)
+    for args, kwargs in (((x, rows), {}), ((x,), {"rows": rows}), ((), {"image": x, "rows": rows})):
+        got, expected = fast(*args, **kwargs), exact(model, x, rows)
+        assert got.keys() == expected.keys()
+        assert difference(got["image"], expected["image"]) <= BOUND
+        assert difference(got["rows"][0], expected["rows"][0]) <= BOUND
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.allclose(fast(x, rows, twice=True)["image"], model(x, rows, twice=True)["image"], atol=1e-5)
+
+
+def test_attention_stays_and_its_layers_are_taken():
+    layer = nn.TransformerEncoderLayer(32, 2, 64, activation="gelu", batch_first=True).eval()
+    fast = check(layer, torch.randn(2, 7, 32))
+    agree(fast, layer, torch.randn(3, 7, 32))
+
+
+def test_arguments_in_any_order():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(4, 4, 3)
+
+        def forward(self, a, b, scale=None):
+            y = self.conv(a) - b[:, :, 1:-1, 1:-1]
+            return y if scale is None else y * scale
+
+    model, a, b = Two(), torch.randn(2, 4, 8, 8), torch.randn(2, 4, 8, 8)
+    with torch.no_grad():
+        expected = model(a, b)
+        for example in ((a, b), {"a": a, "b": b}, {"b": b, "a": a}):
+            fast = ai3_ops.optimize(model, example, budget_seconds=0.2, progress=False)
+            assert fast._ai3_first.body is not None
+            for args, kwargs in (((a, b), {}), ((a,), {"b": b}), ((), {"b": b, "a": a}), ((), {"a": a, "b": b})):
+                torch.testing.assert_close(fast(*args, **kwargs), expected, rtol=1e-4, atol=1e-5)
+        with pytest.warns(UserWarning, match="in the form of .*planned anew"):
+            torch.testing.assert_close(
+                fast(a, b, scale=b[:, :, 2:, 2:]), model(a, b, b[:, :, 2:, 2:]), rtol=1e-4, atol=1e-5
+            )
+        with pytest.raises(TypeError):
+            fast(a, b, wrong=a)
+
+
+def test_outputs_are_no_inputs():
+    class Passes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 1)
+            self.register_buffer("table", torch.ones(2))
+
+        def forward(self, x):
+            y = self.conv(x)
+            return y, y * 1.0, x * 1.0, self.table + 0
+
+    model, x = Passes(), torch.randn(1, 3, 5, 5)
+    fast = check(model, x)
+    before = x.clone()
+    with torch.no_grad():
+        for output in fast(x):
+            output.fill_(7)
+        assert torch.equal(x, before)
+        expected = model(x)
+        for got, one in zip(fast(x), expected, strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-4, atol=1e-5)
+
+
+class Decides(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.second(y) if y.sum() > 0 else y
+
+
+def test_control_flow_leaves_the_largest_submodules():
+    model, x = Decides().eval(), torch.randn(1, 3, 8, 8)
+    fast = check(model, x)
+    report = ai3_ops.explain(fast).optimization
+    assert [part.name for part in report.parts] == ["first", "second"]
+    assert "" in report.left
+    assert "not captured" in str(ai3_ops.explain(fast))
+    assert list(fast.state_dict()) == list(model.state_dict())
+    with pytest.raises(RuntimeError, match="for inference"):
+        fast.train()
+    agree(pickle.loads(pickle.dumps(fast)), model, x)
+
+
+def test_hooks_and_changes_of_buffers_are_not_captured():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    seen = []
+    model[0].register_forward_hook(lambda m, args, output: seen.append(1) and None)
+    with pytest.raises(Uncapturable, match="hooks"):
+        capture(model, (torch.randn(1, 3, 5, 5),), {})
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x * 2
+
+    with pytest.raises(Uncapturable, match="count"):
+        capture(Counts(), (torch.randn(3),), {})
+
+
+class OnBatch(nn.Module):
+    def __init__(self, condition):
+        super().__init__()
+        self.conv, self.condition = nn.Conv2d(8, 8, 3), condition
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        return y * 2 if self.condition(x.shape[0]) else y
+
+
+@pytest.mark.parametrize(
+    "condition", [lambda n: n > 4, lambda n: n % 2 == 0, lambda n: n == 1], ids=["more", "even", "one"]
+)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.filterwarnings("ignore:ai3_ops.optimize. optimized for")
+def test_a_branch_on_the_batch_is_not_frozen(condition, batch):
+    model = OnBatch(condition)
+    fast = optimized(model, torch.randn(batch, 8, 9, 9))
+    for size in (1, 2, 3, 8):
+        agree(fast, model, torch.randn(size, 8, 9, 9))
+
+
+def test_inputs_that_make_no_sense(residual):
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        ai3_ops.optimize(torch.relu, residual[1])
+    with pytest.raises(RuntimeError, match="running the model on the example inputs failed"):
+        ai3_ops.optimize(residual[0], torch.randn(1, 3, 6, 6))

@@ -1,0 +1,187 @@
+"""Which algorithms an optimized network runs, and whether it is what runs at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from nets import BOUND, check, exact, optimized
+from torch import nn
+
+import ai3_ops
+from ai3_ops.optimize import choose, pipeline
+from ai3_ops.optimize.network import difference
+
+
+def algorithms_of(fast):
+    return {s.layers[0]: s.algorithm for s in fast._ai3_report.parts[0].steps if s.operation in ("conv2d", "linear")}
+
+
+def test_selectors_are_followed(residual):
+    model, x = residual
+    fast = check(model, x, selectors={"conv1": "direct", "conv2d": "im2col", "fc": None})
+    assert algorithms_of(fast) == {"conv1": "direct", "conv2": "im2col", "fc": "torch"}
+    with pytest.raises(ValueError, match=r"conv1 .*depthwise"):
+        optimized(model, x, selectors={"conv1": "depthwise"})
+    with pytest.raises(ValueError, match=r"no operation"):
+        optimized(model, x, selectors={"nothing": "direct"})
+
+
+def test_exclude_is_followed():
+    model, x = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()), torch.randn(1, 64, 28, 28)
+    used = lambda fast: fast._ai3_report.parts[0].steps[0].algorithm  # noqa: E731
+    choice = ai3_ops.Algorithm("default", exclude=("winograd*",))
+    assert used(check(model, x, selectors={"conv2d": "winograd"})).startswith("winograd")
+    for selectors in (choice, {"0": choice}, {"conv2d": choice}):
+        assert not used(check(model, x, selectors=selectors)).startswith(("winograd", "default", "torch"))
+
+
+class Partly(nn.Module):
+    """Of which only the children can be captured."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.a = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+        self.b = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU())
+
+    def forward(self, x):
+        x = self.a(x) * self.scale
+        return self.b(x) if float(x.sum()) > -1e9 else x
+
+
+def test_selectors_of_a_model_that_is_captured_in_parts():
+    model, x = Partly(), torch.randn(1, 8, 14, 14)
+    for selectors in ({"a.0": "smm"}, {"re:a\\..*": "smm"}, {"a": "smm"}, {"a.0": "smm", "b": "direct"}):
+        fast = optimized(model, x, selectors=selectors)
+        got = {
+            part.name: [s.algorithm for s in part.steps if s.operation == "conv2d"] for part in fast._ai3_report.parts
+        }
+        assert got["a"] == ["smm"]
+        assert got["b"] != ["smm"]
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)  # with gradients on, too
+    with pytest.raises(ValueError, match=r"no operation and no name in this model; did you mean"):
+        optimized(model, x, selectors={"a.7": "smm"})
+    with pytest.raises(ValueError, match="a list counts the whole model's calls"):
+        optimized(model, x, selectors=["smm", "smm"])
+
+
+def test_a_layer_that_is_called_twice_counts_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c, self.r = nn.Conv2d(8, 8, 3, padding=1), Relus()
+
+        def forward(self, x):
+            return self.r(self.c(self.r(self.c(x))))
+
+    class Relus(nn.Module):
+        def forward(self, x):
+            return torch.relu(x - torch.relu(-x))
+
+    model, x = Twice(), torch.randn(1, 8, 9, 9)
+    fast = check(model, x, selectors=["smm"])
+    assert [s.algorithm for s in fast._ai3_report.parts[0].steps if s.operation == "conv2d"] == ["smm", "smm"]
+    check(model, x, selectors={"r:relu_1": None, "r:relu_0": "direct"})
+    with pytest.raises(ValueError, match="r:relu_2"):
+        optimized(model, x, selectors={"r:relu_2": None})
+
+
+def test_some_layers_measured():
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)), torch.randn(1, 8, 12, 12)
+    fast = check(model, x, selectors={"0": "smm", "conv2d": "auto"})
+    assert fast._ai3_report.parts[0].steps[0].algorithm == "smm"
+
+
+def test_a_plan_may_name_what_changes_nothing():
+    class Pooled(nn.Sequential):
+        pass
+
+    model = Pooled(nn.Conv2d(8, 8, 3, padding=1), nn.AdaptiveAvgPool2d((7, 7)), nn.ReLU()).eval()
+    x = torch.randn(1, 8, 7, 7)
+    plan = ai3_ops.tune(model, x, budget_seconds=0, cache=False, progress=False)
+    assert "1" in plan.layers
+    check(model, x, selectors=plan)
+    check(model, x, selectors={"1": "direct"})
+
+
+def test_a_plan_of_another_machine_is_taken_with_one_warning():
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3)), torch.randn(1, 8, 9, 9)
+    plan = ai3_ops.tune(model, x, budget_seconds=0, cache=False, progress=False)
+    plan.machine["processor"] = "another"
+    with pytest.warns(UserWarning, match="measured on another machine") as caught:
+        optimized(model, x, selectors=plan)
+    assert len([w for w in caught if "another machine" in str(w.message)]) == 1
+
+
+def test_a_swapped_model_is_taken_as_it_was(residual):
+    model, x = residual
+    check(ai3_ops.swap(model, "default", x), x)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"alpha": 0.9}, ValueError, "alpha"),
+        ({"objective": "speed"}, ValueError, "objective"),
+        ({"budget_seconds": -1}, ValueError, "budget_seconds"),
+        ({"memory_limit": "much"}, ValueError, "memory_limit"),
+    ],
+)
+def test_settings_that_make_no_sense(residual, arguments, error, words):
+    with pytest.raises(error, match=words):
+        ai3_ops.optimize(*residual, **arguments)
+
+
+@pytest.mark.parametrize("settings", [{"tolerance": 0.0}, {"memory_limit": 0}])
+def test_settings_that_no_algorithm_meets(settings):
+    model, x = nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU()), torch.randn(1, 16, 12, 12)
+    fast = check(model, x, **settings)
+    assert {s.algorithm for s in fast._ai3_report.parts[0].steps if s.operation == "conv2d"} <= {
+        "torch",
+        "smm",
+        "direct",
+    }
+
+
+def test_algorithms_are_chosen_again_where_the_whole_is_inexact(monkeypatch):
+    asked = []
+
+    def fastest(node, meter, settings, deadline, largest_error=None):
+        asked.append(largest_error)
+        return "winograd_f6" if largest_error is None else "direct"
+
+    monkeypatch.setattr(choose, "fastest", fastest)
+    monkeypatch.setattr(pipeline, "WORST_ERROR", 1e-6)
+    monkeypatch.setattr(pipeline, "OWN_ERROR", 1.5)
+    model, x = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 3)), torch.randn(1, 64, 32, 32)
+    fast = optimized(model, x)
+    report = fast._ai3_report.parts[0]
+    assert asked[:3] == [None, None, pipeline.STRICTER[0]]
+    assert [n for n in report.notes if "chosen again" in n]
+    assert {step.algorithm for step in report.steps if step.operation == "conv2d"} == {"direct"}
+
+
+def test_a_network_that_is_inexact_in_pytorch_may_be_as_inexact():
+    """The sum of a layer and a large constant, which is taken away again: float32 keeps few of the layer's digits."""
+
+    class Cancels(nn.Sequential):
+        def forward(self, x):
+            return (super().forward(x).relu() + 3e4).relu() - 3e4
+
+    model, x = Cancels(nn.Conv2d(3, 8, 3, bias=False), nn.Conv2d(8, 4, 1, bias=False)), torch.randn(1, 3, 12, 12)
+    assert difference(model(x), exact(model, x)) > 2 * BOUND
+    report = optimized(model, x)._ai3_report.parts[0]
+    assert report.error > BOUND
+    assert not [n for n in report.notes if n.startswith("stays as it was: rewritten its outputs")]
+
+
+def test_what_is_not_faster_stays_as_it_was(monkeypatch):
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)).eval(), torch.randn(1, 8, 9, 9)
+    assert check(model, x)._ai3_first.body is not None
+    monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (0.5, 1e-3, 2e-3))
+    monkeypatch.setattr(pipeline, "_compared", {})
+    fast = check(model, x)
+    assert fast._ai3_first.body is None
+    notes = "; ".join(fast._ai3_report.parts[0].notes)
+    assert "a program of them took 2.00 times as long" in notes
+    assert "stays as it was: rewritten it took 2.00 times as long" in notes

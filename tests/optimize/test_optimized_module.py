@@ -1,0 +1,258 @@
+"""The module that `optimize` returns: copies, other sizes, refusals, threads, programs made of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import Residual, agree, check, optimized
+from torch import nn
+
+import ai3_ops
+from ai3_ops.optimize import pipeline
+
+
+def test_state_dict_pickle_and_copies(residual):
+    model, x = residual
+    fast = check(model, x)
+    assert dict(fast.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    other = Residual()
+    other.load_state_dict(fast.state_dict())
+    agree(fast, other.eval(), x)
+    for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        with torch.no_grad():
+            assert torch.equal(again(x), fast(x))
+        assert str(ai3_ops.explain(again)) == str(ai3_ops.explain(fast))
+
+
+def test_later_changes_of_the_model_are_not_seen(residual):
+    model, x = residual
+    fast = optimized(model, x)
+    with torch.no_grad():
+        before = fast(x)
+        model.conv1.weight.zero_()
+        assert torch.equal(fast(x), before)
+    assert not torch.equal(fast.state_dict()["conv1.weight"], model.conv1.weight)
+
+
+def test_other_sizes(residual):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)).eval()
+    fast = check(model, torch.randn(1, 3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(fast, model, torch.randn(5, 3, 8, 8))
+    x = torch.randn(2, 3, 10, 9)
+    with pytest.warns(UserWarning, match="planned anew"):
+        agree(fast, model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(fast, model, x)
+    for size in range(11, 18):  # plans are bounded
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            agree(fast, model, torch.randn(1, 3, size, size))
+    assert len(fast._ai3_plans) <= 4
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "given"),
+    [
+        ((torch.ones(1, 4, 8, 8),), RuntimeError, "1x4x8x8 float32"),
+        ((torch.ones(1, 3, 8, 8).double(),), RuntimeError, "1x3x8x8 float64"),
+        ((torch.ones(1, 3, 8, 8).bfloat16(),), RuntimeError, "1x3x8x8 bfloat16"),
+        ((torch.ones(1, 3, 8, 8).numpy(),), TypeError, "array(["),
+    ],
+)
+def test_what_the_original_cannot_compute_is_one_error(inputs, kind, given):
+    """The model's own, with a note on what it was optimized for; no warning, and nothing is captured for it."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval()
+    fast = optimized(model, torch.randn(1, 3, 8, 8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(kind) as error:
+                fast(*inputs)
+            (note,) = error.value.__notes__
+            words = f"ai3_ops.optimize: optimized for inputs of 1x3x8x8 float32, called with {given}"
+            assert note.startswith(words)
+            assert note.endswith("; the original model fails on these, too")
+            assert len(note) < 160
+    assert len(fast._ai3_plans) == 1
+    freed = optimized(model, torch.randn(1, 3, 8, 8), keep_original=False)
+    assert freed._ai3_original == ()
+    with pytest.raises(ValueError, match=re.escape(f"{words}")):
+        freed(*inputs)
+
+
+def test_a_model_around_an_optimized_one_loads_no_weights_into_it(residual):
+    """They would change nothing of what it computes."""
+    model, x = residual
+    around = nn.Sequential(optimized(model, x))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="load weights into the original model and optimize it again"):
+        around.load_state_dict({f"0.{name}": value + 1 for name, value in before.items()})
+    with pytest.raises(RuntimeError, match=r"move the original model to meta, torch\.float32"):
+        around.to("meta")
+    assert all(torch.equal(value, before[name]) for name, value in around[0].state_dict().items())
+
+
+def test_without_the_original(residual, monkeypatch):
+    model, x = residual
+    gains = iter([2.0, 0.5])
+    monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (next(gains), 2e-3, 1e-3))
+    monkeypatch.setattr(pipeline, "_gain", lambda *_: 2.0)
+    monkeypatch.setattr(pipeline, "search", lambda *_, **__: False)
+    fast = optimized(model, x, keep_original=False)
+    assert fast._ai3_original == ()
+    assert not list(fast.parameters())
+    with pytest.raises(RuntimeError, match="keep_original"):
+        fast.state_dict()
+    with pytest.raises(ValueError, match="optimize again"):
+        fast(torch.randn(1, 8, 7, 7))
+    agree(fast, model, x)
+    agree(fast, model, torch.randn(3, 8, 6, 6))
+
+    slower = optimized(model, x, keep_original=False)
+    assert slower._ai3_original  # it is still what computes
+    assert slower.state_dict().keys() == model.state_dict().keys()
+    agree(slower, model, x)
+
+
+def test_what_is_for_training_is_refused(residual):
+    fast = optimized(*residual)
+    for call, words in (
+        (fast.train, "for inference"),
+        (lambda: fast.double(), "optimize it again"),
+        (lambda: fast.load_state_dict({}), "original model"),
+        (lambda: fast(residual[1].clone().requires_grad_()), "no gradients"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            call()
+    assert fast.eval().float().cpu() is fast
+    assert not fast.training
+
+
+def test_what_is_optimized_already_is_refused(residual):
+    """Where there is nothing left to choose for, an empty plan or a module within a module would say nothing."""
+    fast = optimized(*residual)
+    for call in (
+        lambda: ai3_ops.tune(fast, residual[1]),
+        lambda: optimized(fast, residual[1]),
+        lambda: ai3_ops.Plan({}).verify(fast, residual[1]),
+    ):
+        with pytest.raises(ValueError, match=r"is one that ai3_ops\.optimize returned: .* original model"):
+            call()
+
+
+def test_four_threads(residual):
+    model, x = residual
+    fast = optimized(model, x)
+    inputs = [torch.randn(1 + i % 3, 8, 6, 6) for i in range(12)]
+    with torch.no_grad():
+        expected = [fast(x) for x in inputs]
+    wrong = []
+
+    def run():
+        with torch.no_grad():
+            for _ in range(20):
+                for x, y in zip(inputs, expected, strict=True):
+                    if not torch.equal(fast(x), y):
+                        wrong.append(x)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_compile_and_export(residual, compiler, tmp_path):
+    model, x = residual
+    fast = optimized(model, x)
+    with torch.no_grad():
+        agree(torch.compile(fast, fullgraph=True), model, x)
+        program = torch.export.export(fast, (x,))
+        agree(program.module(), model, x)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "fast.pt2"))
+        agree(torch._inductor.aoti_load_package(path), model, x)
+
+
+class Scaled(nn.Module):
+    """Its second argument is a number or a tensor of any dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, scale, image):
+        return self.conv(image).relu() * scale
+
+
+@pytest.mark.parametrize(("first", "later"), [(2.0, 3.0), (True, False), (torch.ones(1), torch.ones(1).double())])
+def test_compiled_and_exported_programs_of_other_constants_and_dtypes(first, later):
+    model, x = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    fast = ai3_ops.optimize(model, (first, x), budget_seconds=0.2, progress=False)
+    assert fast._ai3_first.body is not None
+    with torch.no_grad():
+        for given in (first, later):
+            expected = model(given, x)
+            torch._dynamo.reset()
+            compiled = torch.compile(fast, backend="eager")
+            exported = torch.export.export(fast, (given, x)).module()
+            for call in (compiled, exported):
+                assert torch.allclose(call(given, x), expected, atol=1e-5)
+                assert call(given, x).dtype == expected.dtype
+    alone = ai3_ops.optimize(model, (first, x), budget_seconds=0.2, progress=False, keep_original=False)
+    with torch.no_grad(), pytest.raises(Exception, match="optimized for inputs of"):
+        torch.export.export(alone, (later, x))
+
+
+def test_traced_at_other_sizes():
+    class Sizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 1)
+
+        def forward(self, x):
+            return F.adaptive_avg_pool2d(self.conv(x), 12), self.conv(x)[:, :, :12, :12]
+
+    model, x, other = Sizes(), torch.randn(1, 3, 12, 12), torch.randn(1, 3, 20, 20)
+    fast = optimized(model, x)
+    assert fast._ai3_first.body is not None
+    with torch.no_grad():
+        exported = torch.export.export(fast, (other,)).module()
+        compiled = torch.compile(fast, backend="aot_eager")
+        for form in (exported, compiled):
+            for got, expected in zip(form(other), model(other), strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        freed = ai3_ops.optimize(model, x, budget_seconds=0.2, progress=False, keep_original=False)
+        with pytest.raises(ValueError, match="optimized for inputs of"):
+            torch.export.export(freed, (other,))
+
+
+def test_autocast_where_the_first_argument_is_no_tensor():
+    model, x = Scaled().eval(), torch.randn(2, 3, 8, 8)
+    fast = ai3_ops.optimize(model, (True, x), budget_seconds=0.2, progress=False)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        out = fast(True, x)
+    assert out.dtype == torch.float32
+    assert torch.allclose(out, model(True, x), atol=1e-5)
+
+
+def test_autocast_and_inference_mode(residual):
+    model, x = residual
+    fast = optimized(model, x)
+    with torch.no_grad():
+        expected = fast(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(fast(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(fast(x), expected)
+        assert torch.equal(optimized(model, x)(x), expected)
