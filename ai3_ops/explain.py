@@ -28,67 +28,68 @@ class Layer:
 
     name: str
     operation: str
-    requested: str | None  # what a selector asked for; None where none matched it
-    used: str  # the algorithm; for rules (`default`) the one that they chose, once they saw shapes
-    reason: str  # why it is not what was requested, why a rule chose it, or that this is not known yet
+    requested: str | None  # what the selector that matched it asked for; None where it was matched by no selector
+    used: (
+        str  # the algorithm that computes it; of a rule such as `default` the one that it chose, once shapes are known
+    )
+    reason: str  # why `used` is not what was requested, why a rule chose it, or that this is not known yet
     shapes: list[tuple[int, ...]] | None  # of the tensors of the first call seen
-    calls: int | None  # since the swap, compiled ones not counted; None for layers that are PyTorch's
-    torch_calls: int  # those of them that PyTorch computed
-    # Of a swapped call's first input, where it has four dimensions: "NCHW" or "NHWC", and whether it is copied; before the first
-    # call as in the run with example inputs, in which PyTorch computed.
+    calls: (
+        int | None
+    )  # since the swap, without those from compiled code; None for layers that keep PyTorch's implementation
+    torch_calls: int  # how many of the calls PyTorch computed
+    # Memory layout of a swapped call's first input, "NCHW" or "NHWC", where that has four dimensions, and whether the algorithm
+    # copies it; before the first call, the layout that it had in the swap's run with example inputs.
     layout: str = ""
-    # Of an algorithm that packs its weight: "kept", made "each call" or "not yet" made; of another one "kept", where it keeps a
-    # copy of its weight in the order that it reads.
+    # Where the packed weight is: "kept" between calls, made at "each call", or "not yet" made. An algorithm that does not pack,
+    # but keeps a copy of its weight in the order that it reads, has "kept", too.
     packs: str = ""
-    packed_bytes: int = 0  # of all that is kept; of the pack that is made where nothing is
+    packed_bytes: int = 0  # of all packs that are kept; where none is, of the one that a call makes
     workspace: int | None = (
-        None  # bytes that a call like the first one allocates beside its output and kept packs; None: unknown
+        None  # bytes that a call like the first one allocates besides output and kept packs; None: unknown
     )
 
 
 @dataclass(frozen=True)
 class Unreached:
-    """A module whose own functional calls cannot be replaced."""
+    """A module with calls in its own code that swap could not replace."""
 
     name: str
     type: str
     reason: str
-    seen: dict[str, int]  # its calls during the run with example inputs, by operation
-    source: list[str]  # operations that the source of its forward calls
+    seen: dict[str, int]  # how many calls it made during the run with example inputs, by operation
+    source: list[str]  # operations that are called in the source code of its forward
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `explain` returns: `layers` in `named_modules()` order, and modules with calls that are out of reach."""
+    """What `explain` returns: `layers` in the order of `named_modules()`, and modules with calls that could not be replaced."""
 
     layers: list[Layer]
     unreached: list[Unreached]
-    optimization: OptimizeReport | None = (
-        None  # of a module that `optimize` returned, or torch.compile(backend="ai3"): steps, rewrites, gain
-    )
-    optimized: dict[str, OptimizeReport] = field(
-        default_factory=dict
-    )  # the same of such modules inside of the model, by name
-    notes: list[str] = field(
-        default_factory=list
-    )  # what torch.compile computes, and what this report does not see of it
+    # Steps, rewrites and gain of what `optimize` or torch.compile(backend="ai3") returned; None for other models.
+    optimization: OptimizeReport | None = None
+    # The same for each such module inside the model, by name.
+    optimized: dict[str, OptimizeReport] = field(default_factory=dict)
+    # Which modules torch.compile computes, and what this report cannot tell about them.
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and dicts, fit for JSON."""
+        """As plain lists and dicts, which can be written as JSON."""
         return asdict(self)
 
     def filter(self, name: str = "*", *, operation: str = "*", used: str = "*") -> Report:
         """The layers whose name, operation and algorithm match these patterns, in which * stands for any characters.
 
-        `used="torch"` finds what PyTorch computes, `name="layer4*"` a part of the model, which of the unreached and the
-        optimized modules, too. The report on a module that is itself optimized keeps that. ValueError for a name
-        that no layer has, and for what is no operation.
+        `used="torch"` finds the layers that PyTorch computes, `name="layer4*"` a part of the model. The name also selects
+        from the unreached and the optimized modules; `optimization` stays as it is. ValueError where no layer or module has
+        such a name, or no operation matches.
         """
         match = fnmatch.fnmatchcase
         names = [layer.name for layer in self.layers] + [m.name for m in self.unreached] + list(self.optimized)
-        for pattern, known in ((name, names), (operation, registry.operations())):
+        for what, pattern, known in (("layer", name, names), ("operation", operation, registry.operations())):
             if names and not any(match(one, pattern) for one in known):
-                raise ValueError(f"explain: nothing is called {pattern!r}{near(pattern, known)}")
+                raise ValueError(f"explain: no {what} is named {pattern!r}{near(pattern, known)}")
         layers = [
             a for a in self.layers if match(a.name, name) and match(a.operation, operation) and match(a.used, used)
         ]
@@ -98,7 +99,7 @@ class Report:
 
     @property
     def summary(self) -> list[str]:
-        """In a few lines: how many layers which algorithms compute, what was asked for, packs and workspace, what is slow."""
+        """In a few lines: how many layers each algorithm computes, what was asked for, memory, and what makes the model slow."""
         by: dict[str, Counter[str]] = {}
         asked: dict[str, Counter[str]] = {}
         for layer in self.layers:
@@ -110,7 +111,7 @@ class Report:
         kept = sum(layer.packed_bytes for layer in self.layers if layer.packs == "kept")
         most = max((layer.workspace or 0 for layer in self.layers), default=0)
         memory = [f"{_bytes(kept)} of packed weights kept"] if kept else []
-        memory += [f"{_bytes(most)} the largest workspace"] if most else []
+        memory += [f"the largest workspace {_bytes(most)}"] if most else []
         nothing = "" if self.optimization or self.optimized else "0 calls"
         found = [
             f"{len(self.layers)} calls: {', '.join(computed)}" if computed else nothing,
@@ -122,14 +123,16 @@ class Report:
         copied = [layer.name for layer in self.layers if "copied" in layer.layout]
         torch_calls = sum(layer.torch_calls for layer in self.layers)
         found += [
-            f"packs its weight at every call: {listed(each)}" if each else "",
-            f"reads images in NCHW: {listed(plain)}; in torch.channels_last they are as fast or faster"
+            f"pack their weight at every call: {listed(each)}" if each else "",
+            f"read images in NCHW: {listed(plain)}; with inputs in torch.channels_last they are as fast or faster"
             if plain
             else "",
-            f"copies its input: {listed(copied)}" if copied else "",
+            f"copy their input: {listed(copied)}" if copied else "",
             f"computed by PyTorch although an algorithm was chosen: {torch_calls} calls" if torch_calls else "",
-            f"not reached: {len(self.unreached)} modules with calls of their own" if self.unreached else "",
-            f"optimized, as explain of each lists: {listed(list(self.optimized))}" if self.optimized else "",
+            f"could not be replaced: calls in {len(self.unreached)} modules" if self.unreached else "",
+            f"optimized: {listed(list(self.optimized))}; explain of such a module alone lists its steps"
+            if self.optimized
+            else "",
             *self.notes,
         ]
         return [line for line in found if line]
@@ -151,20 +154,20 @@ class Report:
         return [heads[i] for i in wanted], [[row[i] for i in wanted] for row in rows]
 
     def _unreached_rows(self) -> tuple[list[str], list[list[str]]]:
-        """The table of modules out of reach; modules alike, such as a network's equal blocks, are one row."""
+        """The table of modules with calls that could not be replaced; equal ones, such as a network's blocks, are one row."""
         alike: dict[tuple[str, str, str], list[str]] = {}
         for module in self.unreached:
             calls = ", ".join(f"{o} x{n}" for o, n in module.seen.items()) or ", ".join(module.source)
             alike.setdefault((module.type, calls, module.reason), []).append(module.name)
         rows = [[_common(names), *what] for what, names in alike.items()]
-        return ["not reached", "type", "its calls", "reason"], rows
+        return ["not replaced in", "type", "calls", "reason"], rows
 
     def __str__(self) -> str:
         above = [] if self.optimization is None else [str(self.optimization)]
         return "\n".join(filter(None, [*above, *([] if above and not self.layers else self._table()), *self.summary]))
 
     def _table(self) -> list[str]:
-        """The lines of the layers and of the modules out of reach."""
+        """The lines of the layers and of the modules with calls that could not be replaced."""
         from rich.console import Console
         from rich.table import Table
 
@@ -174,7 +177,7 @@ class Report:
         for row in rows if heads[-1] == "reason" else ():
             if len(row[-1]) > _LONG:
                 row[-1] = f"[{notes.setdefault(row[-1], len(notes) + 1)}]"
-        # A layer's name is what selectors need and must not be cut; a module out of reach has sentences, which are folded.
+        # A layer's name is what selectors need and must not be cut; the other table has sentences, which are folded.
         for (columns, lines), width in (((heads, rows), _WIDEST), (self._unreached_rows(), _WIDTH)):
             if not lines:
                 continue
@@ -229,11 +232,12 @@ def _common(names: list[str]) -> str:
 
 
 def explain(model: nn.Module) -> Report:
-    """Per layer of `model`: what was requested, what computes it, why, shapes, calls, memory layout, packs and workspace.
+    """For each layer of `model`: what was requested, what computes it, why, shapes, calls, memory layout, packs and workspace.
 
-    str() is a table with a summary below it, `.summary` that alone, `.filter(...)` a part, `.to_dict()` fit for JSON; notebooks
-    show HTML. Of what `torch.compile(model, backend="ai3")` returned it has the steps and rewrites of each graph, once the
-    compiled model was called; of other backends, which algorithms swapped layers call, and how to see the rest.
+    str() of the report is a table with a summary below it, `.summary` the summary alone, `.filter(...)` a part of the report and
+    `.to_dict()` what can be written as JSON; notebooks show HTML. For a model that `torch.compile(model, backend="ai3")`
+    returned, the report lists the steps and rewrites of each graph, once the model was called; for other backends, which
+    algorithms the swapped layers call, and how to see the rest.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.explain needs an nn.Module, got {type(model).__name__}")
@@ -280,7 +284,9 @@ def _compiled(model: nn.Module) -> Report:
         else:
             left[name] = f"Inductor compiled it: {graph.left}"
     if not parts and not left:
-        left[""] = "torch.compile has compiled none of it yet: call it (under torch.inference_mode()), then explain it"
+        left[""] = (
+            "torch.compile has compiled none of it yet: call the model (under torch.inference_mode()), then explain it"
+        )
     swapped = any(layer.calls is not None for layer in layers)
     return Report(
         layers if swapped else [], unreached if swapped else [], OptimizeReport(parts, left), optimized, notes
@@ -292,8 +298,8 @@ def _note(backend: str, name: str) -> str:
     whose = f"the compiler (backend {backend!r})" if backend else "the compiler"
     where = f"{name}: " if name else ""
     return (
-        f"{where}torch.compile computes it. Rows with an algorithm call that operator in compiled code, too, and such calls are "
-        f"not counted; what stands for the rest, {whose} decides: TORCH_LOGS=output_code shows it"
+        f"{where}torch.compile computes it. Layers with an algorithm call its operator from compiled code, too, where calls are "
+        f"not counted; {whose} decides what computes the others: TORCH_LOGS=output_code shows it"
     )
 
 
@@ -314,7 +320,7 @@ def _listed(model: nn.Module) -> tuple[list[Layer], list[Unreached], dict[str, O
                 notes.append(_note(backend, name))
             elif name:
                 notes.append(
-                    f"{name}: torch.compile computes it (backend 'ai3'): ai3_ops.explain of it alone has its steps"
+                    f"{name}: torch.compile computes it (backend 'ai3'); ai3_ops.explain of this module alone lists its steps"
                 )
         if is_optimized(module):
             optimized[name] = vars(module)["_ai3_report"]
@@ -353,7 +359,7 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         used, why = _chosen(call)
     elif rule:
         why = _UNCALLED if "not called by the run" in call.reason else _UNKNOWN
-    training = "training steps are PyTorch's, which is faster there" if call.left_training else ""
+    training = "training steps are left to PyTorch, which is faster there" if call.left_training else ""
     reasons = (call.missing, call.reason, trouble if swapped else "", why, training)
     memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
     return Layer(

@@ -1,4 +1,4 @@
-"""Plan: the algorithm of each layer as `ai3_ops.tune` measured it, in a JSON file that a person can read and edit."""
+"""Plan: the algorithm that `ai3_ops.tune` chose for each layer, as a JSON file that a person can read and edit."""
 
 from __future__ import annotations
 
@@ -23,33 +23,31 @@ _OPTIONAL = (int, float, type(None))
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """What computes one layer, and what that rests on. Only operation and algorithm decide anything; the rest is for reading."""
+    """What computes one layer, and why. Only operation, algorithm and layout have an effect; the rest is for reading."""
 
     operation: str
     algorithm: str  # "torch" is PyTorch's own
-    layout: str | None = (
-        None  # of a conv2d's weight, and so of its output: "channels_last" or "contiguous"; None: as it was
-    )
+    # Memory format of a conv2d's weight, and so of its output: "channels_last" or "contiguous"; None does not change it.
+    layout: str | None = None
     time_us: float | None = None  # of one call; None where it was not measured
-    error: float | None = None  # max|y - y64| / max|y64|, y64 in float64
+    error: float | None = None  # max|y - y64| / max|y64|, where y64 is computed in float64
     workspace_bytes: int | None = None  # that a call allocates
     packed_bytes: int | None = None  # of the packed weight that the layer keeps
     reason: str = ""  # why this algorithm
     shapes: list[list[int]] = field(default_factory=list)  # of the tensors of its first call
-    candidates: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # all that were measured, by algorithm and layout
+    # All that were measured, by algorithm and layout.
+    candidates: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def torch_us(self) -> float | None:
-        """PyTorch's fastest time."""
+        """The time of PyTorch's implementation, in the layout in which it is fastest."""
         times = [m.get("time_us") for name, m in self.candidates.items() if name.split()[0] == "torch"]
         return min((t for t in times if t is not None), default=None)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The algorithm of each layer of a model. `str()` is a table; accepted wherever selectors are, and followed to the letter."""
+    """The algorithm of each layer of a model; `str()` is a table. Given where selectors can be, it is followed exactly."""
 
     layers: dict[str, PlannedLayer]
     machine: dict[str, str] = field(default_factory=dict)
@@ -57,19 +55,19 @@ class Plan:
 
     # Files ------------------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, fit for JSON."""
+        """As plain dicts, which can be written as JSON."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """From what `to_dict` gives; of a layer only operation and algorithm are needed. ValueError for anything else."""
+        """The plan of what `to_dict` returned; a layer needs only operation and algorithm. ValueError for anything else."""
         if not isinstance(data, Mapping) or not isinstance(data.get("layers"), Mapping):
             _refuse('needs {"version": 1, "layers": {name: {"operation": …, "algorithm": …}}}', data)
         if data.get("version") != VERSION:
             _refuse(f"needs version {VERSION}", data.get("version"))
         for name in ("machine", "settings"):
             if not isinstance(data.get(name, {}), Mapping):
-                _refuse(f"needs a dict under {name!r}", data[name])
+                _refuse(f"needs a dict as {name!r}", data[name])
         layers = {str(name): _layer(str(name), value) for name, value in data["layers"].items()}
         return cls(layers, dict(data.get("machine", {})), dict(data.get("settings", {})))
 
@@ -79,7 +77,7 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Reads what `save` wrote, or a person did; ValueError where it is no plan, OSError where it cannot be read."""
+        """Reads a file that `save` or a person wrote; ValueError where it is not a plan, OSError where it cannot be read."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
         except ValueError as error:
@@ -98,7 +96,7 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """The largest that a layer's call allocates."""
+        """The largest of the layers' workspaces."""
         return max((layer.workspace_bytes or 0 for layer in self.layers.values()), default=0)
 
     def __str__(self) -> str:
@@ -109,7 +107,7 @@ class Plan:
         table = Table(box=None, pad_edge=False)
         for heading in ("layer", "operation", "algorithm", "layout"):
             table.add_column(heading, overflow="fold")
-        for heading in ("us", "of PyTorch's", "error", "workspace", "pack"):
+        for heading in ("us", "vs PyTorch", "error", "workspace", "pack"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("why")
         for name, layer in self.layers.items():
@@ -129,7 +127,7 @@ class Plan:
         console.print(table)
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         total = (
-            f"{len(self.layers)} layers, {self.time_us / 1e3:.2f} ms in all; packed weights "
+            f"{len(self.layers)} layers, {self.time_us / 1e3:.2f} ms in total; packed weights "
             f"{_size(self.packed_bytes) or '0 B'}, largest workspace {_size(self.workspace_bytes) or '0 B'}"
         )
         return "\n".join([*lines, total])
@@ -137,7 +135,7 @@ class Plan:
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Saves a picture: each layer's time beside PyTorch's, colored by algorithm, and each algorithm's share.
 
-        The file's ending says the format, as matplotlib has them. ImportError without matplotlib.
+        The file's extension decides the format, as in matplotlib. ImportError without matplotlib.
         """
         try:
             from matplotlib.figure import Figure
@@ -159,8 +157,8 @@ class Plan:
             if here:
                 above.bar(here, heights, color=color, width=0.6, label=name)
         above.set_xticks(rows, list(timed), rotation=90, fontsize=6)
-        above.set_ylabel("milliseconds of one call")
-        above.set_title(f"{len(timed)} layers, {self.time_us / 1e3:.2f} ms; grey behind: PyTorch's own")
+        above.set_ylabel("milliseconds per call")
+        above.set_title(f"{len(timed)} layers, {self.time_us / 1e3:.2f} ms; behind them in grey: PyTorch's")
         above.legend(fontsize=8)
         left = 0.0
         for name, color in colors.items():
@@ -181,7 +179,7 @@ class Plan:
         return len(self.layers)
 
     def check_machine(self, stacklevel: int) -> None:
-        """Warns where this is not the machine that the plan was measured on; `stacklevel` as of `warnings.warn`."""
+        """Warns where the plan was measured on another machine than this one; `stacklevel` as in `warnings.warn`."""
         from ai3_ops import _cache
 
         here = _cache.machine()
@@ -189,16 +187,16 @@ class Plan:
         if other:
             warnings.warn(
                 f"ai3_ops: the plan was measured on another machine ({'; '.join(other)}); plan.verify(model, "
-                "example_inputs) times its choices here",
+                "example_inputs) measures its choices on this one",
                 stacklevel=stacklevel,
             )
 
     def verify(self, model: nn.Module, example_inputs: Any, *, cache: bool = True, progress: bool = True) -> Plan:
-        """Times the choices again on this machine; measures those layers anew whose choice is no longer the fastest.
+        """Times the plan's choices on this machine, and chooses again for layers whose algorithm is not the fastest here.
 
-        Each layer's algorithm is timed beside `default`'s, PyTorch's and the fastest other one in the plan. One that loses
-        to them by more than the noise is tuned as `tune` does, with the plan's settings. Returns a plan for this
-        machine. ValueError where the plan names layers or algorithms that do not exist.
+        Each layer's algorithm is timed beside `default`'s, PyTorch's and the fastest other one in the plan. A layer whose
+        algorithm is slower than one of them by more than the noise is measured as by `tune`, with the plan's settings.
+        Returns a plan for this machine. ValueError where the plan names layers or algorithms that do not exist.
         """
         from ai3_ops.tune import verify
 
@@ -210,22 +208,22 @@ def _layer(name: str, value: Any) -> PlannedLayer:
         _refuse(f"layer {name!r} needs a dict", value)
     for key in ("operation", "algorithm"):
         if not isinstance(value.get(key), str):
-            _refuse(f"layer {name!r} needs {key!r}, a word", value.get(key))
+            _refuse(f"layer {name!r} needs a string as {key!r}", value.get(key))
     known = [f.name for f in fields(PlannedLayer)]
     for key in value:
         if key not in known:
-            _refuse(f"layer {name!r} has no {key!r}{near(str(key), known)}", value[key])
+            _refuse(f"layer {name!r} has an unknown key {key!r}{near(str(key), known)}", value[key])
     if value.get("layout") not in (None, *LAYOUTS):
-        _refuse(f"layer {name!r} needs layout null, {' or '.join(map(repr, LAYOUTS))}", value["layout"])
+        _refuse(f"layer {name!r} needs null, {' or '.join(map(repr, LAYOUTS))} as layout", value["layout"])
     for key in ("time_us", "error", "workspace_bytes", "packed_bytes"):
         if not isinstance(value.get(key), _OPTIONAL):
-            _refuse(f"layer {name!r} needs a number or null for {key!r}", value[key])
+            _refuse(f"layer {name!r} needs a number or null as {key!r}", value[key])
     return PlannedLayer(**value)
 
 
 def _refuse(needs: str, got: Any) -> NoReturn:
     text = repr(got)
-    raise ValueError(f"is no plan: {needs}; got {text if len(text) < 60 else text[:57] + '...'}")
+    raise ValueError(f"not a plan: {needs}; got {text if len(text) < 60 else text[:57] + '...'}")
 
 
 def _size(size: int | None) -> str:

@@ -1,4 +1,4 @@
-"""tune: measures every algorithm that supports a layer, in context, and chooses for the whole network at once."""
+"""tune: measures every algorithm that supports a layer, under a network's conditions, and chooses for all layers together."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.discover import refuse_optimized, survey
 
 OBJECTIVES = ("latency", "p99", "memory")
-GAIN = 0.02  # of the default's time that another choice must gain, at least
-DEVIATIONS = 3.0  # standard errors of the difference that it must gain, at least
-TOLERANCE = (
-    5e-5  # where the user gives none: of float32; an implementation twice as wrong as PyTorch's is taken in any dtype
-)
-TOLERANCE_APPROXIMATE = 2e-2  # likewise of algorithms that approximate, where the user allows them
+GAIN = 0.02  # the least share of the default's time that another choice must save
+DEVIATIONS = 3.0  # and the least number of standard errors of the difference
+TOLERANCE = 5e-5  # where the user gives none; twice the error of PyTorch's implementation is allowed in any dtype
+TOLERANCE_APPROXIMATE = 2e-2  # likewise for algorithms that approximate, where the user allows them
 _SEARCH_STEPS = 24  # halvings of the price of memory
 _NEVER = 1e9  # microseconds: of what is not done
 BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `tune`: `plan` holds what was measured, `default` for the other layers; the cache has it, too."""
+    """Ctrl-C during `tune`: `plan` has the choices for what was measured, and `default` for the other layers.
+
+    The measurements are in the cache, too.
+    """
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__("ai3_ops.tune was interrupted; .plan has what was measured")
+        super().__init__("ai3_ops.tune was interrupted; this exception's .plan has what was measured until then")
         self.plan = plan
 
 
@@ -60,7 +61,7 @@ class Settings:
         if self.objective not in OBJECTIVES:
             words = " or ".join(map(repr, OBJECTIVES))
             raise ValueError(
-                f"ai3_ops.tune: objective is {words}, got {self.objective!r}{near(str(self.objective), OBJECTIVES)}"
+                f"ai3_ops.tune: objective must be {words}, got {self.objective!r}{near(str(self.objective), OBJECTIVES)}"
             )
         for name in ("budget_seconds", "memory_limit", "tolerance"):
             value = getattr(self, name)
@@ -86,32 +87,33 @@ def tune(
     Layers with equal shapes, dtypes and parameters are measured once. The model is not changed; pass the plan to `swap`.
 
     Args:
-        model: in the dtype and on the device that it will run in.
-        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, in the layout that they will come in.
-        objective: what is small in the end: "latency", the median time; "p99", the time that 99 of 100 calls keep; "memory",
-            the bytes of packed weights and workspaces, and among equals the time.
-        budget_seconds: no further layer is measured after so long; those with most work come first. The rest keeps `default`
-            where the other settings allow it by what its algorithm states, else PyTorch's implementation.
-        memory_limit: bytes that all packed weights and the largest workspace may take together. PyTorch's
-            own implementations, which do not tell what they take, count as 0.
-        tolerance: the largest error of a layer, max|y - y64| / max|y64| with y64 in float64, measured on seeded normal numbers.
-            None: 5e-5, or twice the error of PyTorch's implementation, whichever is larger; 2e-2 for algorithms that
-            approximate.
+        model: in the dtype and on the device in which it will run.
+        example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, in the memory format of later inputs.
+        objective: what to minimize: "latency", the median time of a call; "p99", the time that 99 of 100 calls do not exceed;
+            "memory", the bytes of packed weights and workspaces, and the time where those are equal.
+        budget_seconds: after this time no further layer is measured; layers with the most work are measured first. The others
+            keep `default` where the other settings allow the algorithm that it chooses, by what that states; elsewhere they
+            keep PyTorch's implementation.
+        memory_limit: bytes that all packed weights and the largest workspace may take together. PyTorch's own
+            implementations do not state what they take, and count as 0.
+        tolerance: the largest error allowed for a layer, max|y - y64| / max|y64| with y64 computed in float64, measured on
+            normally distributed random numbers. None: 5e-5, or twice the error of PyTorch's implementation, whichever is
+            larger; 2e-2 for algorithms that approximate.
         deterministic: leaves out algorithms whose results may differ from run to run.
-        allow_approximate: also algorithms that approximate (bfloat16 weights).
-        cache: keeps measurements in `$XDG_CACHE_HOME/ai3_ops/tune` and takes them from there.
-        progress: shows a bar on a terminal's standard error.
+        allow_approximate: also measures algorithms that approximate (bfloat16 weights).
+        cache: keeps measurements in `$XDG_CACHE_HOME/ai3_ops/tune`, and uses those that are there.
+        progress: shows a progress bar on standard error, where that is a terminal.
 
-    Under an initialized torch.distributed, rank 0 measures and all ranks get its plan: every rank must call.
+    Where torch.distributed is initialized, every rank must call `tune`: rank 0 measures, and all ranks get its plan.
 
     Returns:
         The plan; `print` it for a table.
 
     Raises:
-        ValueError: settings that make no sense, or what `optimize` returned.
-        TypeError: no nn.Module.
+        ValueError: a setting is invalid, or `model` is one that `optimize` returned.
+        TypeError: `model` is not an nn.Module.
         RuntimeError: the model does not run on the example inputs.
-        Interrupted: a KeyboardInterrupt whose `plan` has what was measured until Ctrl-C.
+        Interrupted: on Ctrl-C; a KeyboardInterrupt whose `plan` has what was measured until then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.tune needs an nn.Module, got {type(model).__name__}")
@@ -281,7 +283,7 @@ class Meter:
         except (TypeError, ValueError, AttributeError) as error:
             self.cache.broken(key, error)
             return None
-        self.tell(layer, found, "; measured with cache=False, it is tried again")
+        self.tell(layer, found, "; this is from the cache, cache=False tries it again")
         return found
 
     def measured(self, layer: Layer) -> dict[str, dict[str, Measured]]:
@@ -301,7 +303,7 @@ class Meter:
             if m.failed and (layer.operation, name) not in self.told:
                 self.told.add((layer.operation, name))
                 warnings.warn(
-                    f"ai3_ops.tune: {layer.operation} {name!r} fails on the layer {layer} and is not chosen where it does: "
+                    f"ai3_ops.tune: {layer.operation} {name!r} fails on the layer {layer} and is not chosen there: "
                     f"{m.failed}{more}",
                     stacklevel=8,
                 )
@@ -336,12 +338,13 @@ def _tune(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool
 
 
 def _within(seconds: float | None, layers: Iterable[Layer], count: int) -> Iterator[Layer]:
-    """Those that fit into the budget; a warning tells of the others."""
+    """Those that fit into the budget; a warning counts the others."""
     start = _timing.clock()
     for i, layer in enumerate(layers):
         if seconds is not None and _timing.clock() - start >= seconds:
             left = f"{count - i} distinct layers were not measured within the budget"
-            warnings.warn(f"ai3_ops.tune: {left} and keep `default` where the settings allow it", stacklevel=6)
+            kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
+            warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=6)
             return
         yield layer
 
@@ -360,7 +363,7 @@ def _shown(layers: list[Layer], progress: bool) -> Iterator[Layer]:
 
 # Choosing -------------------------------------------------------------------------------------------------------------
 def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings: Settings) -> str:
-    """Why the settings forbid an algorithm, "" where they do not. PyTorch's own is always left."""
+    """Why the settings forbid an algorithm, "" where they do not. PyTorch's own is always allowed."""
     if name == "torch":
         return ""
     info, m = registry.algorithm(layer.operation, name, layer.device), found[name]
@@ -375,7 +378,7 @@ def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings:
     if not m.error <= limit:
         return f"error {m.error:.0e} above {limit:.0e}"
     if settings.memory_limit is not None and m.bytes > settings.memory_limit:
-        return f"needs {m.bytes} bytes"
+        return f"needs {m.bytes} bytes, more than memory_limit"
     return ""
 
 
@@ -399,7 +402,7 @@ def select(
 
     better = [name for name in allowed if clearly(name, base_name)]
     if not better:
-        why = "default" if base_name == first else f"default is not taken: {forbidden[first]}"
+        why = "default" if base_name == first else f"default is not allowed: {forbidden[first]}"
         return base_name, cost[base_name], why
     best = min(better, key=cost.__getitem__)
     chosen = next(name for name in better if not clearly(best, name))
@@ -566,14 +569,19 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
     for name, planned in plan.layers.items():
         site = sites.get(name)
         if site is None or site.layer.operation != planned.operation:
-            what = "no layer" if site is None else f"a {site.layer.operation}, no {planned.operation},"
-            where = "" if site is not None else near(name, sites)
-            raise ValueError(f"plan: {what} {name!r} (algorithm {planned.algorithm!r}) in this model{where}")
+            what = f"layer {name!r} (algorithm {planned.algorithm!r})"
+            if site is None:
+                raise ValueError(f"plan: {what}: there is no such layer in this model{near(name, sites)}")
+            raise ValueError(
+                f"plan: {what}: is a {site.layer.operation} in this model, a {planned.operation} in the plan"
+            )
         layouts = site.layer.layouts
         layout = planned.layout if planned.layout in layouts else layouts[-1]
         if planned.algorithm not in site.layer.candidates(layout, approximate=True):
             check_algorithm(name, planned.operation, planned.algorithm)
-            raise ValueError(f"plan: {name!r}: {planned.operation} {planned.algorithm!r} does not support this layer")
+            raise ValueError(
+                f"plan: layer {name!r}: {planned.operation} {planned.algorithm!r} does not support this layer"
+            )
         cases.setdefault((site.layer, layout, planned.algorithm), []).append(name)
     layers = dict(plan.layers)
     cases_of = list(cases.items())
@@ -590,7 +598,7 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
         else:
             found = meter.measured(layer)[layout]
             chosen, _, why = select(layer, found, settings)
-            why = f"{algorithm} {'fails' if failed else 'lost'} here: {why}"
+            why = f"{algorithm} {'fails' if failed else 'is not the best'} here: {why}"
         for name in names:
             layers[name] = _planned(sites[name], chosen, layout, why, {(layer, layout): found})
     return Plan(layers, _cache.machine(), plan.settings)

@@ -71,11 +71,11 @@ def test_layouts_are_those_of_the_first_call():
         assert found["1.conv"].layout == ("NCHW" if word == "NCHW" else "NHWC, copied to NCHW")
         summary = "\n".join(explain(swapped).summary)
         assert "reads images" not in summary  # swapped weights are channels_last: what the calls read, they will show
-        assert ("copies its input: 1.conv" in summary) == (word == "NHWC")
+        assert ("copy their input: 1.conv" in summary) == (word == "NHWC")
         with torch.no_grad():
             swapped(x)
         summary = "\n".join(explain(swapped).summary)
-        assert ("reads images in NCHW: 0; in torch.channels_last" in summary) == (word == "NCHW")
+        assert ("read images in NCHW: 0; with inputs in torch.channels_last" in summary) == (word == "NCHW")
         assert layers(swapped)["2.conv"].layout == "NHWC"
         assert {row.layout for row in layers(swapped).values() if row.used == "torch"} == {""}
     sliced = layers(swap(nn.Conv2d(3, 4, 3), "direct", torch.randn(1, 3, 8, 16)[..., ::2]))[""]
@@ -172,7 +172,7 @@ def test_swap_and_explain_stop_at_an_optimized_module(holder, examples):
         assert [layer.name for layer in report.layers] == ["head"]
         assert report.unreached == []
         assert list(report.optimized) == ["neck"]
-        assert "optimized, as explain of each lists: neck" in str(report)
+        assert "optimized: neck; explain of such a module alone" in str(report)
         assert report.to_dict()["optimized"]["neck"]["parts"][0]["steps"]
         assert list(report.filter("ne*").optimized) == ["neck"]
         assert report.filter("head").optimized == {}
@@ -214,7 +214,7 @@ def test_a_copy_of_the_weight_in_another_order_is_counted():
 def test_filters_that_nothing_matches_are_errors():
     report = ai3_ops.explain(ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 3, 3)), "direct"))
     assert not report.filter(used="torch").layers
-    for wrong, words in (({"name": "9*"}, "nothing is called '9"), ({"operation": "conv"}, "did you mean 'conv2d'")):
+    for wrong, words in (({"name": "9*"}, "no layer is named '9"), ({"operation": "conv"}, "did you mean 'conv2d'")):
         with pytest.raises(ValueError, match=words):
             report.filter(**wrong)
 
@@ -252,7 +252,7 @@ def test_the_compile_backend_says_what_it_made_of_each_graph(gains, compiler, wa
     net = model()
     if way == "torch.compile":
         compiled = torch.compile(net, **SMALL)
-        assert "has compiled none of it yet: call it" in str(explain(compiled))
+        assert "has compiled none of it yet: call the model" in str(explain(compiled))
     else:
         compiled = net
         net.compile(**SMALL)
@@ -274,7 +274,10 @@ def test_the_compile_backend_says_what_it_made_of_each_graph(gains, compiler, wa
     held = explain(nn.Sequential(OrderedDict(neck=compiled, head=nn.Conv2d(4, 4, 1))))
     assert {layer.used for layer in held.layers if layer.name.startswith("neck.")} == {"torch.compile"}
     assert [layer.used for layer in held.layers if layer.name == "head"] == ["torch"]
-    assert "neck: torch.compile computes it (backend 'ai3'): ai3_ops.explain of it alone has its steps" in held.summary
+    assert (
+        "neck: torch.compile computes it (backend 'ai3'); ai3_ops.explain of this module alone lists its steps"
+        in held.summary
+    )
 
 
 def test_what_the_compile_backend_leaves_to_inductor_is_said(gains, compiler):

@@ -297,7 +297,7 @@ def test_layers_that_were_not_measured_keep_determinism(x, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"objective": "speed"}, "objective is 'latency' or 'p99' or 'memory', got 'speed'"),
+        ({"objective": "speed"}, "objective must be 'latency' or 'p99' or 'memory', got 'speed'"),
         ({"objective": "latancy"}, "did you mean 'latency'"),
         ({"budget_seconds": -1}, "budget_seconds needs a number of at least 0"),
         ({"memory_limit": "1 GB"}, "memory_limit needs a number"),
@@ -397,17 +397,23 @@ def layer(**more):
         ([], "needs {"),
         ({"version": 2, "layers": {}}, "needs version 1; got 2"),
         ({"version": 1, "layers": {"a": []}}, "layer 'a' needs a dict"),
-        ({"version": 1, "layers": {"a": {"operation": "conv2d"}}}, "layer 'a' needs 'algorithm', a word"),
-        ({"version": 1, "layers": {"a": layer(tiem_us=1)}}, "layer 'a' has no 'tiem_us'; did you mean 'time_us'"),
-        ({"version": 1, "layers": {"a": layer(time_us="1")}}, "needs a number or null for 'time_us'"),
-        ({"version": 1, "layers": {"a": layer(layout="nhwc")}}, "needs layout null, 'contiguous' or 'channels_last'"),
-        ({"version": 1, "layers": {}, "machine": 1}, "needs a dict under 'machine'"),
+        ({"version": 1, "layers": {"a": {"operation": "conv2d"}}}, "layer 'a' needs a string as 'algorithm'"),
+        (
+            {"version": 1, "layers": {"a": layer(tiem_us=1)}},
+            "layer 'a' has an unknown key 'tiem_us'; did you mean 'time_us'",
+        ),
+        ({"version": 1, "layers": {"a": layer(time_us="1")}}, "needs a number or null as 'time_us'"),
+        (
+            {"version": 1, "layers": {"a": layer(layout="nhwc")}},
+            "needs null, 'contiguous' or 'channels_last' as layout",
+        ),
+        ({"version": 1, "layers": {}, "machine": 1}, "needs a dict as 'machine'"),
     ],
 )
 def test_what_is_no_plan(data, message, tmp_path):
     path = tmp_path / "wrong.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match=r"wrong\.json: is no plan") as error:
+    with pytest.raises(ValueError, match=r"wrong\.json: not a plan") as error:
         Plan.load(path)
     assert message in str(error.value)
     path.write_text("{")
@@ -472,7 +478,7 @@ def test_verify(model, x, given):
     given |= {"winograd_f4": 300.0, "winograd_f6": 20.0}
     other = plan.verify(model, x, progress=False)
     assert other.layers["first"].algorithm == "winograd_f6"
-    assert "winograd_f4 lost here" in other.layers["first"].reason
+    assert "winograd_f4 is not the best here" in other.layers["first"].reason
     assert other.layers["side"].algorithm == plan.layers["side"].algorithm
     for name, entry in (("frist", PlannedLayer("conv2d", "direct")), ("first", PlannedLayer("conv2d", "dierct"))):
         with pytest.raises(ValueError, match=f"(?s){name}.*{entry.algorithm}"):

@@ -399,7 +399,7 @@ class Call:
         if self.example is None:
             self.example = tuple(map(Spec.of, args))
         self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
-        self.reason = "PyTorch's is faster for calls of the sizes that some had"
+        self.reason = "some calls had sizes for which PyTorch is faster"
         return type(self).function(*args)
 
     def gains(self, args: tuple[Any, ...]) -> bool:

@@ -14,7 +14,7 @@ from ai3_ops.optimize.network import Rewrite
 class Step:
     """One step of the optimized network."""
 
-    layers: list[str]  # the modules of the model that it computes
+    layers: list[str]  # names of the model's modules that it computes
     operation: str
     algorithm: str  # "torch" where PyTorch computes it
     output: tuple[int, ...]
@@ -25,24 +25,24 @@ class Step:
 class Optimization:
     """What was done to one module, and what it gained on the example inputs."""
 
-    name: str  # of the module within the model, "" for the model itself
+    name: str  # the module's in the model, "" for the model itself
     steps: list[Step] = field(default_factory=list)
     rewrites: list[Rewrite] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    before_ms: float | None = None  # the module as it was, and
-    after_ms: float | None = None  # what is returned, in turns that alternate
-    error: float | None = None  # of the outputs on the example, against float64
+    before_ms: float | None = None  # time of a call of the module as it was,
+    after_ms: float | None = None  # and of the optimized one, measured in turns
+    error: float | None = None  # of the outputs for the example inputs, against float64
 
 
 @dataclass
 class OptimizeReport:
-    """`parts`: the model or, where it cannot be captured, its modules that can; `left`: what runs as it was, and why."""
+    """`parts`: the model, or those of its modules that could be captured; `left`: what was not changed, and why."""
 
     parts: list[Optimization] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists and dicts, fit for JSON."""
+        """As plain lists and dicts, which can be written as JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class OptimizeReport:
             if part.error is not None:
                 head += f", error {part.error:.2g}"
             console.print(Text(head))
-            table = Table("step", "algorithm", "computes", "with", "output", box=None, pad_edge=False)
+            table = Table("step", "algorithm", "layers", "fused", "output", box=None, pad_edge=False)
             for step in part.steps:
                 cells = (
                     step.operation,
