@@ -72,6 +72,7 @@ class Conv1d(Conv2d):
         yield "bias of wrong size", [x, w, new(5)], []
         yield "integer tensors", [x.int(), w.int(), None], []
         yield "kernel larger than the padded input", [x, new(6, 4, 7), b], []
+        yield "no elements", [new(1, 4, 0), w, b], [[1], [2]]
         yield "empty kernel", [x, new(6, 4, 0), b], []
         yield "stride 0", [x, w, b], [[0]]
         yield "stride of 2 elements", [x, w, b], [[1, 1]]

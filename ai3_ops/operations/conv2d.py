@@ -134,6 +134,7 @@ class Conv2d(Weighted):
         )
         outputs = []
         for size, taps, step, pad, spacing in zip(image, kernel, stride, padding, dilation, strict=True):
+            check((n == 0) | (size > 0), label, "needs input with no dimension of 0 but the batch")
             padded, extent = size + 2 * pad, spacing * (taps - 1) + 1
             check(
                 padded >= extent,
@@ -329,6 +330,9 @@ class Conv2d(Weighted):
         yield "bias of rank 2", [x, w, new(6, 1)], []
         yield "integer tensors", [x.int(), w.int(), None], []
         yield "kernel larger than the padded input", [x, new(6, 4, 7, 7), b], []
+        yield "no pixels", [new(1, 4, 0, 6), w, b], [[1], [2]]
+        yield "no images, and a kernel larger than the padded input", [new(0, 4, 0, 0), w, b], [[1], [1]]
+        yield "no channels", [new(0, 0, 6, 6), new(6, 0, 3, 3), b], []
         yield "empty kernel", [x, new(6, 4, 0, 3), b], []
         yield "no output channels", [x, new(0, 4, 3, 3), None], []
         yield "stride 0", [x, w, b], [[0]]

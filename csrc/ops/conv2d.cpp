@@ -9,13 +9,38 @@ void set_strides(Conv2dProblem& p, bool channels_last) {
   p.y_stride = dense_strides(p.out_channels, p.out_height, p.out_width, channels_last);
 }
 
-void set_threads(Conv2dProblem& p) {
+// The one rule of sizes: what they must be, and the output's. Those of a query may be unknown (-1), and make the output's so.
+void set_outputs(Conv2dProblem& p) {
+  for (int64_t n : {p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.dilation_h, p.dilation_w, p.groups})
+    if (n == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
+  auto check_channels = [&](int64_t channels, const char* of) {
+    if (channels == 0 || (channels > 0 && p.groups > 0 && channels % p.groups != 0))
+      throw std::runtime_error(std::string("needs a number of ") + of + " channels that groups divides, got " +
+                               std::to_string(channels) + " and groups " + std::to_string(p.groups));
+  };
+  check_channels(p.in_channels, "input"), check_channels(p.out_channels, "output");
+  if (p.batch > 0 && (p.in_height == 0 || p.in_width == 0))
+    throw std::runtime_error("needs input with no dimension of 0 but the batch");
+  check_numel({p.batch, p.in_channels, p.in_height, p.in_width});
+  check_numel({p.out_channels, p.in_channels, p.kernel_height, p.kernel_width});
+  check_each({p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w});
+  auto out = [](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
+    if (std::min({in, kernel, stride, pad, dilation}) < 0) return int64_t{-1};
+    const int64_t padded = in + 2 * pad, extent = dilation * (kernel - 1) + 1;
+    if (padded < extent)
+      throw std::runtime_error("needs a padded input no smaller than the kernel's extent, got " + std::to_string(padded) +
+                               " and " + std::to_string(extent));
+    return (padded - extent) / stride + 1;
+  };
+  p.out_height = out(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h);
+  p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);
+  check_numel({p.batch, p.out_channels, p.out_height, p.out_width});
   p.threads = sizes_known(p) ? threads(checked_product({p.batch, p.out_channels, p.out_height, p.out_width,
                                                         p.in_channels / p.groups, p.kernel_height, p.kernel_width}))
                              : threads();
 }
 
-// What does not depend on the input.
+// The arguments that are no sizes of tensors.
 void check_window(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
   check(weight.size() == 4, entry, "needs a 4-D weight (out_channels, in_channels/groups, kernel_height, kernel_width), got ",
         weight);
@@ -23,9 +48,6 @@ void check_window(const Entry& entry, Conv2dCall& c, const Sizes& weight) {
   check_each(entry, c.stride, 1, "stride"), check_each(entry, c.padding, 0, "padding"),
       check_each(entry, c.dilation, 1, "dilation");
   check(c.groups > 0, entry, "needs groups of at least 1, got ", c.groups);
-  check(weight[0] > 0 && weight[0] % c.groups == 0, entry, "needs a number of output channels that groups divides, got ",
-        weight[0], " and groups ", c.groups);
-  check(weight[1] > 0 && weight[2] > 0 && weight[3] > 0, entry, "needs a kernel of at least 1x1 and one channel, got ", weight);
 }
 
 }  // namespace
@@ -34,34 +56,13 @@ Conv2dProblem conv2d_from(const Query& q) {
   if (q.count != 17) throw std::runtime_error("ai3: a conv2d query needs 17 sizes");
   int64_t s[17];  // any negative number says unknown
   for (int i = 0; i < 17; i++) s[i] = std::max<int64_t>(q.sizes[i], -1);
-  for (int i : {5, 6, 7, 8, 11, 12, 13})
-    if (s[i] == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
-  for (int i : {1, 4})
-    if (s[i] >= 0 && s[13] > 0 && s[i] % s[13] != 0)
-      throw std::runtime_error("needs channels that groups divides, got " + std::to_string(s[i]) + " and " +
-                               std::to_string(s[13]));
   Conv2dProblem p{};
   p.dtype = q.dtype, p.exclude = q.exclude;
   p.batch = s[0], p.in_channels = s[1], p.in_height = s[2], p.in_width = s[3];
   p.out_channels = s[4], p.kernel_height = s[5], p.kernel_width = s[6];
   p.stride_h = s[7], p.stride_w = s[8], p.pad_h = s[9], p.pad_w = s[10], p.dilation_h = s[11], p.dilation_w = s[12];
   p.groups = s[13], p.has_bias = s[14] != 0, p.deterministic = s[16] > 0;
-  check_numel({p.batch, p.in_channels, p.in_height, p.in_width});
-  check_numel({p.out_channels, p.in_channels, p.kernel_height, p.kernel_width});
-  check_each({s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12]});
-  const bool channels_last = s[15] != 0;
-  auto out = [](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
-    if (in < 0 || kernel < 0 || stride < 0 || pad < 0 || dilation < 0) return int64_t{-1};
-    const int64_t padded = in + 2 * pad, extent = dilation * (kernel - 1) + 1;
-    if (padded < extent && in > 0)  // an input of no images may have no pixels
-      throw std::runtime_error("needs a padded input no smaller than the kernel's extent, got " + std::to_string(padded) +
-                               " and " + std::to_string(extent));
-    return padded < extent ? int64_t{0} : (padded - extent) / stride + 1;
-  };
-  p.out_height = out(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h);
-  p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);
-  check_numel({p.batch, p.out_channels, p.out_height, p.out_width});
-  set_strides(p, channels_last), set_threads(p);
+  set_outputs(p), set_strides(p, s[15] != 0);
   return p;
 }
 
@@ -117,23 +118,12 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
   p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic, p.exclude = c.excluded();
   check(p.in_channels == checked_mul(weight[1], p.groups), entry, "needs input of ", checked_mul(weight[1], p.groups),
         " channels for weight ", weight, " and groups ", p.groups, ", got ", c.input);
-  check(p.batch == 0 || (p.in_height > 0 && p.in_width > 0), entry, "needs input with a height and width of at least 1, got ",
-        c.input);
-  auto out = [&](int64_t in, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation) {
-    const int64_t padded = checked_add(in, 2 * pad), extent = checked_add(checked_mul(dilation, kernel - 1), 1);
-    check(padded >= extent && padded != kOverflow, entry, "needs a padded input no smaller than the kernel's extent, got ",
-          padded, " and ", extent);
-    return (padded - extent) / stride + 1;
-  };
-  p.out_height = out(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h);
-  p.out_width = out(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w);
+  set_outputs(p);
   if (c.bias) {
     check(c.bias->dim() == 1 && c.bias->size(0) == p.out_channels, entry, "needs a bias of ", p.out_channels, " elements, got ",
           *c.bias);
     check_same(entry, c.input, *c.bias, "bias");
   }
-  checked_numel(entry, {p.batch, p.out_channels, p.out_height, p.out_width}, 8);
-  set_threads(p);
   return p;
 }
 

@@ -134,6 +134,52 @@ def test_bad_arguments_are_refused_readably(call, words):
         call()
 
 
+def shape_of(operator, *arguments):
+    try:
+        return operator(*arguments).shape
+    except RuntimeError:
+        return None
+
+
+@pytest.mark.parametrize("operation", ["conv2d", "conv1d"])
+def test_sizes_are_atens_in_the_kernel_and_in_the_fake(operation):
+    """The fake's sizes, which may be symbolic, are Python's; the kernel's and those of queries are one C++ function's."""
+    draw, space = Random(0), int(operation[4])
+    operator, aten = getattr(ops, f"{operation}_direct"), getattr(F, operation)
+    computed = refused = empty = 0
+    for _ in range(600):
+        groups = draw.choice([1, 1, 2])
+        c, k = groups * draw.choice([1, 3]), groups * draw.choice([1, 2])
+        image = [draw.choice([0, 0, 1, 2, 3, 6]) for _ in range(space)]
+        batch = draw.choice([(), (0,), (0,), (1,), (2,)])
+        kernel = [draw.randint(1, 4) for _ in range(space)]
+        stride, padding, dilation = ([draw.randint(a, a + 2) for _ in range(space)] for a in (1, 0, 1))
+        x, w = torch.zeros(*batch, c, *image), torch.zeros(k, c // groups, *kernel)
+        window = (None, stride, padding, dilation, groups)
+        expected = shape_of(aten, x, w, *window)
+        assert shape_of(operator, x, w, *window) == expected, (x.shape, w.shape, window)
+        assert shape_of(operator, x.to("meta"), w.to("meta"), *window) == expected, (x.shape, w.shape, window)
+        assert ai3_ops.supports(operation, "direct", x, w, *window)[0] == (expected is not None)
+        computed, refused = computed + (expected is not None), refused + (expected is None)
+        empty += expected is not None and 0 in image
+    assert min(computed, refused, empty) >= 20
+
+
+def test_queries_of_images_without_pixels():
+    """As calls with tensors are answered."""
+    sizes = {
+        "in_channels": 4, "in_height": 0, "in_width": 5, "out_channels": 4, "kernel_height": 3, "kernel_width": 3, "stride_h": 1,
+        "stride_w": 1, "pad_h": 2, "pad_w": 0, "dilation_h": 1, "dilation_w": 1, "groups": 1,
+    }  # fmt: skip
+
+    def ask(**other):
+        return registry.supports_sizes("conv2d", "direct", "cpu", torch.float32, **sizes | other)
+
+    assert ask(batch=0) == ask() == (True, "")
+    assert ask(batch=1) == (False, "needs input with no dimension of 0 but the batch")
+    assert ask(batch=0, pad_h=1) == (False, "needs a padded input no smaller than the kernel's extent, got 2 and 3")
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("algorithm", ["direct", "im2col", "default"])
 def test_kernels_run_on_the_device_of_their_tensors(algorithm):

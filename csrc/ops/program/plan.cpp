@@ -178,10 +178,6 @@ struct Planner {
                              w[3],        stride[0],  stride[1],        padding[0], padding[1], dilation[0],
                              dilation[1], groups,     line.has("bias"), 1,          0};
     Conv2dProblem p = conv2d_from({x.dtype, sizes, std::size(sizes)});
-    for (int i : {0, 1})
-      line.check(x.sizes[static_cast<size_t>(2 + i)] + 2 * padding[static_cast<size_t>(i)] >=
-                     dilation[static_cast<size_t>(i)] * (w[static_cast<size_t>(2 + i)] - 1) + 1,
-                 "needs a padded input no smaller than the kernel's extent, got " + to_string(x.sizes));
     p.activation = activation_of(line, p.dtype, w[0]), p.has_residual = line.has("residual");
     p.input_relu = line.word("input_relu", "0") == "1", p.has_prologue = line.has("scale");
     line.check(p.has_prologue == line.has("shift") && (p.has_prologue || !p.input_relu), "needs scale with shift and input_relu");
