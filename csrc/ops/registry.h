@@ -234,17 +234,7 @@ template <class P>
   throw std::runtime_error(message);
 }
 
-// Whether every size of a query is known (not -1): what memory takes can only be told then.
-inline bool sizes_known(const Conv2dProblem& p) {
-  return std::min({p.batch, p.in_channels, p.in_height, p.in_width, p.out_channels, p.kernel_height, p.kernel_width, p.out_height,
-                   p.out_width, p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups}) >= 0;
-}
-inline bool sizes_known(const LinearProblem& p) { return std::min({p.rows, p.in_features, p.out_features}) >= 0; }
-inline bool sizes_known(const Pool2dProblem& p) {
-  return std::min({p.batch, p.channels, p.in_height, p.in_width, p.out_height, p.out_width}) >= 0;
-}
-inline bool sizes_known(const ElementwiseProblem& p) { return p.count >= 0; }
-// The same of those that a packed weight depends on.
+// Whether those sizes of a query are known (not -1) that a packed weight depends on.
 inline bool weight_known(const Conv2dProblem& p) {
   return std::min({p.in_channels, p.out_channels, p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.dilation_h,
                    p.dilation_w, p.groups}) >= 0;

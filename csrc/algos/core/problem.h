@@ -34,6 +34,12 @@ struct Conv2dProblem {
   bool packed_for_call;  // the packed weight is of this call alone, and still in the caches of the cores that packed it
 };
 
+// Whether every size is known (not -1), of this and of the other problems: what memory takes can only be told then.
+AI3_INLINE bool sizes_known(const Conv2dProblem& p) {
+  return (p.batch | p.in_channels | p.in_height | p.in_width | p.out_channels | p.kernel_height | p.kernel_width | p.out_height |
+          p.out_width | p.stride_h | p.stride_w | p.pad_h | p.pad_w | p.dilation_h | p.dilation_w | p.groups) >= 0;
+}
+
 // 1x1 with stride 1 and no padding: a GEMM of channels and pixels.
 AI3_INLINE bool is_pointwise(const Conv2dProblem& p) {
   return p.kernel_height == 1 && p.kernel_width == 1 && p.stride_h == 1 && p.stride_w == 1 && p.pad_h == 0 && p.pad_w == 0;
@@ -52,6 +58,7 @@ struct LinearProblem {
   int64_t x_row, y_row;
 };
 
+AI3_INLINE bool sizes_known(const LinearProblem& p) { return (p.rows | p.in_features | p.out_features) >= 0; }
 AI3_INLINE LinearProblem with_dense_rows(LinearProblem p) {
   p.x_row = p.in_features, p.y_row = p.out_features;
   return p;
@@ -67,6 +74,9 @@ struct Pool2dProblem {
   bool ceil_mode, count_include_pad;
   Strides4 x_stride, y_stride;  // as in Conv2dProblem
 };
+AI3_INLINE bool sizes_known(const Pool2dProblem& p) {
+  return (p.batch | p.channels | p.in_height | p.in_width | p.out_height | p.out_width) >= 0;
+}
 
 // One pass over `count` elements (relu, flatten): contiguous or, for `sliced` algorithms, in rows of `row` elements, x_row and
 // y_row apart. y may be x itself.
@@ -76,6 +86,7 @@ struct ElementwiseProblem {
   int64_t count;
   int64_t row, x_row, y_row;  // all `count` where everything is contiguous
 };
+AI3_INLINE bool sizes_known(const ElementwiseProblem& p) { return p.count >= 0; }
 AI3_INLINE ElementwiseProblem contiguous_elements(DType dtype, int32_t threads, int64_t count) {
   return {dtype, threads, count, count, count, count};
 }

@@ -184,11 +184,6 @@ std::shared_ptr<const Plan> plan_of(const Conv2dProblem& p, cudnnConvolutionFwdA
   return plan;
 }
 
-bool sizes_known(const Conv2dProblem& p) {
-  return std::min({p.batch, p.in_channels, p.in_height, p.in_width, p.out_channels, p.kernel_height, p.kernel_width, p.out_height,
-                   p.out_width, p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups}) >= 0;
-}
-
 }  // namespace
 
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason) {
