@@ -127,7 +127,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
           for (int j = 0; j < pixels; j++)
             __builtin_prefetch(call.y + to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier, 1, 2);
       }
-      auto lanes_at = [&](const auto* from) { return whole ? load(from) : load_partial(from, lanes); };
+      auto lanes_at = [&](const auto* from) { return load_some<whole>(from, lanes); };
       Vec<A> sum[height][pixels];
       const Vec<A> start = !call.bias        ? Vec<A>(A(0))
                            : multiplier == 1 ? lanes_at(call.bias + c)
@@ -434,9 +434,7 @@ void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64
     auto pixel = [&](int64_t j, int64_t r, int64_t s) {
       return x + (j * p.stride_w - p.pad_w) * p.x_stride.w + r * below + s * step;
     };
-    auto input_at = [&](int64_t j, int64_t r, int64_t s) {
-      return whole ? load(pixel(j, r, s)) : load_partial(pixel(j, r, s), lanes);
-    };
+    auto input_at = [&](int64_t j, int64_t r, int64_t s) { return load_some<whole>(pixel(j, r, s), lanes); };
     if constexpr (columns > 0) {
       Range range[columns];
       Vec<A> sum[rows][columns];

@@ -1,4 +1,4 @@
-// Vectors whose lanes are neighbouring output columns of a row: lanes outside the image are not read.
+// Vectors of fewer elements than they have lanes; of neighbouring output columns of a row: lanes outside the image are not read.
 #pragma once
 #include <utility>
 
@@ -9,6 +9,21 @@ namespace ai3::inline AI3_LEVEL {
 
 AI3_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 AI3_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// The first n (0 < n <= width) elements, the others as load_partial and store_partial have them; `whole`, where the compiler
+// knows it: n == width.
+template <bool whole, class T>
+AI3_INLINE Vec<Acc<T>> load_some(const T* p, int64_t n) {
+  return whole ? load(p) : load_partial(p, n);
+}
+template <class T>
+AI3_INLINE Vec<Acc<T>> load_some(const T* p, int64_t n) {
+  return n == Vec<Acc<T>>::width ? load(p) : load_partial(p, n);
+}
+template <class T>
+AI3_INLINE void store_some(T* p, Vec<Acc<T>> v, int64_t n) {
+  n == Vec<Acc<T>>::width ? store(p, v) : store_partial(p, v, n);
+}
 
 // The i with 0 <= first + i*step < size, of [0, count): an empty range where there is none. step > 0.
 struct Range {

@@ -44,16 +44,6 @@ AI3_INLINE void sum_row(int64_t features, double (&total)[outputs], const Body& 
   }
 }
 
-// The elements of p from i on; the others of the vector are 0.
-template <class T>
-AI3_INLINE Vec<Acc<T>> load_some(const T* p, int64_t n) {
-  return n == Vec<Acc<T>>::width ? load(p) : load_partial(p, n);
-}
-template <class T>
-AI3_INLINE void store_some(T* p, Vec<Acc<T>> v, int64_t n) {
-  n == Vec<Acc<T>>::width ? store(p, v) : store_partial(p, v, n);
-}
-
 // Rows of 16 bits are kept in the accumulator's type, so that they are converted once.
 template <class A>
 AI3_INLINE int64_t wide_row(const LayerNormProblem& p) {

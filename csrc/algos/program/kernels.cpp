@@ -16,14 +16,6 @@ AI3_INLINE void for_vectors(int64_t count, const Body& body) {
   for (; i + width <= count; i += width) body(i, width);
   if (i < count) body(i, count - i);
 }
-template <class T>
-AI3_INLINE Vec<Acc<T>> load_some(const T* from, int64_t lanes) {
-  return lanes == Vec<Acc<T>>::width ? load(from) : load_partial(from, lanes);
-}
-template <class T>
-AI3_INLINE void store_some(T* to, Vec<Acc<T>> v, int64_t lanes) {
-  lanes == Vec<Acc<T>>::width ? store(to, v) : store_partial(to, v, lanes);
-}
 
 // body.operator()<function>() for p's.
 template <class Body>
