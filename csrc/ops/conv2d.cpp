@@ -147,7 +147,6 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   check_weight(asked, c);
   const bool packed = !c.weight_size.empty();
   Conv2dProblem p = conv2d_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight));
-  const DeviceGuard guard = on_device_of(c.input);  // what supports and workspace ask a vendor's library about
   bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
   if (c.unbatched && c.output) c.output = torch::stable::unsqueeze(*c.output, 0);

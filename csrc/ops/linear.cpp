@@ -97,7 +97,6 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
   } else if (traits.tensors) {
     c.algorithm = &call.algorithm->info;
     if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(call, c, pack_description(p)).tensor;
-    const DeviceGuard guard = on_device_of(c.input);
     traits.tensors(p, &c);
     if (c.output) torch::stable::copy_(*c.output, *c.result);
     return *c.result;

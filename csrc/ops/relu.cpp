@@ -38,7 +38,8 @@ Tensor run(const Entry& entry, const Tensor& input, const std::optional<Tensor>&
 
 template <bool inference>
 void forward(const Entry& entry, StableIValue* stack) {
-  const Tensor input = Arguments(stack).take<Tensor>();
+  Arguments in(stack);
+  const Tensor input = in.take<Tensor>();
   if (inference) check_inference(entry);
   give(stack, 0, run(entry, input));
 }

@@ -11,6 +11,7 @@
 #include <span>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../algos/core/algorithm.h"
@@ -29,6 +30,9 @@ using Sizes = std::vector<int64_t>;
 // Takes the arguments of a boxed call off the stack, in order. Each must be taken, also when a later one is refused: the stack
 // owns references. In a call for inference all that are not tensors are one integer, which names the numbers: PyTorch takes 0.1
 // us to hand over a number and 0.6 us for a list (docs/decisions/calls.md).
+//
+// As long as they live, the first tensor's device is the current one: where memory comes from, kernels are launched, and the
+// vendor's libraries keep their state.
 class Arguments {
  public:
   explicit Arguments(StableIValue* stack, bool inference = false) : next_(stack), inference_(inference) {}
@@ -43,7 +47,9 @@ class Arguments {
         if (number.kind == Number::Kind::whole) return T(number.whole);
         wrong_numbers();
       }
-    return torch::stable::detail::to<T>(*next_++);
+    T value = torch::stable::detail::to<T>(*next_++);
+    if constexpr (std::is_same_v<T, Tensor>) set_device(value);
+    return value;
   }
   // What follows the numbers in a call for inference.
   template <class T>
@@ -65,6 +71,10 @@ class Arguments {
   }
 
  private:
+  void set_device(const Tensor& t) {
+    if (std::exchange(has_device_, true) || !t.defined() || !t.is_cuda()) return;
+    device_.emplace(t.get_device_index());
+  }
   const Number& take_number() {
     if (!numbers_) numbers_ = numbers_known(torch::stable::detail::to<int64_t>(*next_++));
     if (taken_ == numbers_->list.size()) wrong_numbers();
@@ -76,6 +86,8 @@ class Arguments {
 
   StableIValue* next_;
   bool inference_;
+  bool has_device_ = false;
+  std::optional<torch::stable::accelerator::DeviceGuard> device_;
   std::shared_ptr<const Numbers> numbers_;
   size_t taken_ = 0;
 };
@@ -281,14 +293,6 @@ inline Tensor with_dense_strides(const Tensor& t, bool channels_last) {
 // Set by _C_cuda when it is loaded.
 extern void* (*current_cuda_stream)(int32_t device);
 
-// Makes t's device the current one, where kernels are launched and the vendor's libraries keep their state.
-using DeviceGuard = std::optional<torch::stable::accelerator::DeviceGuard>;
-inline DeviceGuard on_device_of(const Tensor& t) {
-  DeviceGuard guard;
-  if (t.is_cuda()) guard.emplace(t.get_device_index());
-  return guard;
-}
-
 inline int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
 // Those that `work` multiplications are worth: waking another thread takes about as long as so many do.
 inline int32_t threads(int64_t work) {
@@ -312,8 +316,7 @@ void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const
                     const std::optional<Tensor>& given = std::nullopt) {
   check(bytes >= 0 && bytes < (int64_t{1} << 62), entry, "needs more workspace than can be addressed");
   if (given) check(given->numel() >= bytes, entry, "needs a workspace of ", bytes, " bytes, got ", given->numel());
-  const DeviceGuard guard = on_device_of(like);
-  const bool cuda = guard.has_value();
+  const bool cuda = like.is_cuda();
   const Scratch scratch(cuda || given ? 0 : bytes);
   LentWorkspace workspace(given ? static_cast<char*>(given->mutable_data_ptr()) : scratch.data(), bytes, like);
   std::optional<Tensor> memory;
@@ -441,7 +444,6 @@ uint64_t tag_of_pack(const Tensor& pack);
 
 template <class P>
 Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, std::span<const int64_t> description) {
-  const DeviceGuard guard = on_device_of(weight);
   const Traits<P>& traits = chosen.algorithm->traits;
   Tensor pack = new_pack(weight, packed_tensor_bytes(traits, p));
   if (traits.packed_bytes) {
