@@ -381,6 +381,28 @@ def test_default_runs_it_where_it_can(header):
     assert ai3_ops.resolve("conv2d", "default", X, W) == before
 
 
+def test_what_could_not_be_asked_is_asked_again(header, monkeypatch):
+    """As where memory is missing for a moment: the call that `default` prepared without the answer is not kept."""
+    text = scaled("user_passing", 2).replace(
+        "const int64_t weights",
+        'if (std::getenv("AI3_TEST_NO_MEMORY")) throw std::runtime_error("not enough memory");\n  const int64_t weights',
+    )
+    text = text.replace(
+        "#include <ai3/algorithm.h>", "#include <ai3/algorithm.h>\n#include <cstdlib>\n#include <stdexcept>"
+    )
+    x = torch.full((1, 1, 3, 17), 3.0)
+    register_function("conv2d", "user_passing", header(text), default=True)
+    try:
+        monkeypatch.setenv("AI3_TEST_NO_MEMORY", "1")
+        for _ in range(2):
+            assert torch.equal(torch.ops.ai3.conv2d_default(x, W), 5 * x), "by another algorithm"
+        assert ai3_ops.supports("conv2d", "user_passing", x, W) == (False, "not enough memory")
+        monkeypatch.delenv("AI3_TEST_NO_MEMORY")
+        assert torch.equal(torch.ops.ai3.conv2d_default(x, W), 10 * x)
+    finally:
+        module.set_default("conv2d", None)
+
+
 def test_swapped_modules_see_what_is_registered_later(header, monkeypatch):
     model = ai3_ops.swap(torch.nn.Conv2d(1, 1, 1, bias=False), "default")
     asked = []

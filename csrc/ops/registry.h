@@ -145,6 +145,12 @@ bool is_excluded(const P& p, const std::string& name) {
   return false;
 }
 
+// How many questions of this thread were not answered, but ended in an exception: what was decided without the answer, as when
+// memory was missing, is not kept.
+inline uint64_t& unanswered() {
+  static thread_local uint64_t count = 0;
+  return count;
+}
 // Whether an algorithm supports p. One that throws instead of answering does not, so that a user's cannot take the others away.
 template <class P>
 bool supported(const Traits<P>& traits, const P& p, Reason& reason) {
@@ -153,8 +159,10 @@ bool supported(const Traits<P>& traits, const P& p, Reason& reason) {
     if (traits.supports(p, reason)) return true;
     if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
   } catch (const std::exception& e) {
+    unanswered()++;
     refuse(reason, "%s", e.what());
   } catch (...) {
+    unanswered()++;
     refuse(reason, "an exception that is no std::exception came out of its `supports`");
   }
   return false;

@@ -274,9 +274,11 @@ TEST(Cudnn, RefusalsAreInItsOwnWords) {
                  "ai3: cudnnGetConvolutionForwardWorkspaceSize: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED: "
                  "for a test");
   }
+  EXPECT_THROW(precomp().traits.supports(dnn_problem(108), reason), std::runtime_error) << "a refusal would be remembered";
   fake::dnn_answer = CUDNN_STATUS_SUCCESS;
   EXPECT_FALSE(precomp().traits.supports(dnn_problem(105), reason)) << "a refusal is asked for once";
   EXPECT_TRUE(precomp().traits.supports(dnn_problem(106), reason)) << reason.text;
+  EXPECT_TRUE(precomp().traits.supports(dnn_problem(108), reason)) << reason.text;
   // What 32 bits do not hold.
   EXPECT_FALSE(precomp().traits.supports(dnn_problem(int64_t{1} << 31), reason));
   EXPECT_STREQ(reason.text, "cuDNN takes sizes and strides below 2147483648, got 25769803776");
