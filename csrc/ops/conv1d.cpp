@@ -30,6 +30,16 @@ void widen_weight(const Entry& entry, Conv1dCall& c) {
   const Tensor image = torch::stable::unsqueeze(c.weight, 2);  // the same memory, by which kept packs know it
   c.weight = suggests_channels_last(image) ? as_image(c.weight) : image;
 }
+// (K, C/groups, 1, L), once widened.
+Sizes weight_sizes(const Conv1dCall& c) { return c.weight_size.empty() ? sizes_of(c.weight) : c.weight_size; }
+// A residual, output or gradient as an image, its sizes checked in the dimensions that the caller knows: those of the output of
+// c, which is widened but for this one.
+void widen_output(const Entry& entry, Conv1dCall c, Tensor& t, const char* needs) {
+  const Conv2dProblem p = conv2d_problem(entry, c, weight_sizes(c));
+  const Sizes sizes = c.unbatched ? Sizes{p.out_channels, p.out_width} : Sizes{p.batch, p.out_channels, p.out_width};
+  check(sizes_of(t) == sizes, entry, needs, sizes, ", got ", t);
+  t = torch::stable::unsqueeze(t, t.dim() - 1);
+}
 // The call as one of conv2d.
 void widen(const Entry& entry, Conv1dCall& c) {
   check(c.input.defined(), entry, "needs tensors as input and weight, got None");
@@ -39,9 +49,15 @@ void widen(const Entry& entry, Conv1dCall& c) {
     widen_weight(entry, c);
   else
     c.weight_size.insert(c.weight_size.begin() + 2, 1);
+  const int64_t channels = checked_mul(c.weight_size.empty() ? c.weight.size(1) : c.weight_size[1], c.groups);
+  if (c.input.size(c.input.dim() - 2) != channels) {
+    Sizes weight = weight_sizes(c);
+    weight.erase(weight.begin() + 2);
+    fail(entry, "needs input of ", channels, " channels for weight ", weight, " and groups ", c.groups, ", got ", c.input);
+  }
   c.input = as_image(c.input);
-  for (std::optional<Tensor>* t : {&c.residual, &c.output})
-    if (*t && (*t)->dim() >= 2) **t = torch::stable::unsqueeze(**t, (*t)->dim() - 1);
+  if (c.residual) widen_output(entry, c, *c.residual, "needs residual of sizes ");
+  if (c.output) widen_output(entry, c, *c.output, "needs out of sizes ");
 }
 
 Conv2dProblem problem_from(const Query& q) {
@@ -91,8 +107,9 @@ struct Conv1dOperation {
   static Gradients gradients(const Entry& asked, Call& c, const Tensor& grad, const std::vector<bool>& wanted,
                              GradientEntries by) {
     widen(asked, c);
-    check(grad.dim() >= 2, asked, "needs grad_output of the output's sizes, got ", grad);
-    Gradients result = conv2d_backward(asked, c, as_image(grad), wanted, by);
+    Tensor image = as_contiguous(grad);
+    widen_output(asked, c, image, "needs grad_output of the output's sizes ");
+    Gradients result = conv2d_backward(asked, c, image, wanted, by);
     for (size_t i : {0u, 1u})
       if (wanted[i]) result[i] = as_sequence(result[i]);
     return result;

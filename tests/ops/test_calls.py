@@ -535,3 +535,42 @@ def test_conv1d_refuses_a_window_in_the_same_words_on_meta_tensors(rest):
             ops.conv1d_direct(x, w, None, *rest)
         said.append(str(refused.value).splitlines()[0])
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x, w, t: ops._conv1d_direct_fused(x, w, None, 1, 1, 1, 1, t),
+            "needs residual of sizes (2, 6, 9), got (2, 6, 5)",
+        ),
+        (
+            lambda x, w, t: ops._conv1d_direct_fused(x[0], w, None, 1, 1, 1, 1, t[0]),
+            "needs residual of sizes (6, 9), got (6, 5)",
+        ),
+        (
+            lambda x, w, t: ops._conv1d_direct_out(x, w, None, 1, 1, out=t),
+            "needs out of sizes (2, 6, 9), got (2, 6, 5)",
+        ),
+        (
+            lambda x, w, t: ops._conv1d_direct_backward(t, x, w, 1, 1, 1, 1, [True] * 3),
+            "needs grad_output of the output's sizes (2, 6, 9), got (2, 6, 5)",
+        ),
+        (
+            lambda x, w, t: ops._conv1d_direct_backward(t[0], x[0], w, 1, 1, 1, 1, [True] * 3),
+            "needs grad_output of the output's sizes (6, 9), got (6, 5)",
+        ),
+        (
+            lambda x, w, t: ops.conv1d_direct(t, w),
+            "needs input of 4 channels for weight (6, 4, 3) and groups 1, got (2, 6, 5)",
+        ),
+    ],
+    ids=["residual", "unbatched residual", "out", "grad", "unbatched grad", "channels"],
+)
+def test_conv1d_speaks_of_its_own_dimensions(call, words):
+    """Not of the images of height 1 that it makes of its sequences; the fake kernels say the same."""
+    for device in ("cpu", "meta"):
+        x, w, t = (torch.zeros(s, device=device) for s in ((2, 4, 9), (6, 4, 3), (2, 6, 5)))
+        with torch.no_grad(), pytest.raises(RuntimeError) as refused:
+            call(x, w, t)
+        assert str(refused.value).splitlines()[0] == f"ai3::conv1d_direct: {words}"
