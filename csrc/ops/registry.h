@@ -222,7 +222,8 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
   const Choice choice = a->traits.choose(p, candidates);
   const Entry* chosen = choice.algorithm ? context.find(p, choice.algorithm) : nullptr;
   if (why) *why = choice.why;
-  if (!chosen) refuse(reason, "no algorithm that its rule may choose supports this case%s", excludes(p));
+  if (!chosen)
+    refuse(reason, "only chooses among other algorithms, and none that it may choose supports this case%s", excludes(p));
   return chosen;
 }
 
