@@ -107,7 +107,7 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
 
 // How sums come into the output: its lines, which are not read, are likely in a cache where it is small; those of a larger one go
 // past the caches where they are stored as a whole, else they are prefetched; or sums are added to what is there.
-enum class Lines { cached, asked_for, past_caches, added_to };
+enum class Lines { cached, prefetched, past_caches, added_to };
 constexpr int64_t kSmallTo = 256 << 10;
 constexpr int64_t kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;  // bytes of output; of layers of up to four channels
 
@@ -145,7 +145,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
   int64_t tiles = span.tiles;
   do {
     int64_t blocks = span.blocks;
-    int64_t asked = 0;  // bytes of each row
+    int64_t prefetched = 0;  // bytes of each row
     const A *wb = w, *from = start;
     A* to = tile;
     do {
@@ -156,7 +156,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
       for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
         for (int q = 0; q < v; q++) sum[j][q] = first[q];
-      if (span.lines == Lines::asked_for)
+      if (span.lines == Lines::prefetched)
         for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
           for (int q = 0; q < v; q++) __builtin_prefetch(to + j * tile_pixel + q * width, 1);
@@ -165,7 +165,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
       do {
         int64_t s = span.columns;
         const A *xs = xr, *ws = wr;
-        const char* next = reinterpret_cast<const char*>(xr + span.ahead) + asked;
+        const char* next = reinterpret_cast<const char*>(xr + span.ahead) + prefetched;
         do {
           int64_t c = span.channels;
           Apart<const A> pixels(xs, x_pixel);
@@ -218,7 +218,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
         each([](A* p, Vec<A> s) { store(p, load(p) + s); });
       else
         each([](A* p, Vec<A> s) { store(p, s); });
-      wb += span.w_block, from += span.start_block, to += v * width, asked += steps / span.blocks * share_bytes;
+      wb += span.w_block, from += span.start_block, to += v * width, prefetched += steps / span.blocks * share_bytes;
     } while (--blocks);
     x += n * x_pixel, tile += n * tile_pixel;
   } while (--tiles);
@@ -463,7 +463,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
   const bool whole_lines = has_whole_lines<T>(p.y_stride, y) && b.block * size % 64 == 0 && !needs_finish;
   const Lines lines = whole_lines && written >= (p.in_channels <= 4 ? kLargeFromImages : kLargeFrom) ? Lines::past_caches
-                      : written >= kSmallTo                                                          ? Lines::asked_for
+                      : written >= kSmallTo                                                          ? Lines::prefetched
                                                                                                      : Lines::cached;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
