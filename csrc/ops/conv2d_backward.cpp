@@ -118,7 +118,7 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
                                  std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},
                                  c.groups, torch::headeronly::HeaderOnlyArrayRef<bool>(by_aten, 3));
     for (size_t i = 0; i < 3; i++) {
-      Tensor t = torch::stable::detail::to<Tensor>(stack[i]);
+      Tensor t = from_stack<Tensor>(stack[i]);
       if (by_aten[i]) result[i] = t;
     }
   }

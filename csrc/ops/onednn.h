@@ -9,7 +9,7 @@ inline constexpr uint32_t kOneDnnDtypes = dtype_bit(DType::f32) | dtype_bit(DTyp
 // No where PyTorch has no such operator: `supports` must answer, not throw.
 inline bool mkldnn_says(const char* question) {
   StableIValue answer = 0;
-  return torch_call_dispatcher(question, "", &answer, TORCH_ABI_VERSION) == 0 && torch::stable::detail::to<bool>(answer);
+  return torch_call_dispatcher(question, "", &answer, TORCH_ABI_VERSION) == 0 && from_stack<bool>(answer);
 }
 
 // What oneDNN reorders a weight of `filters` rows into, its blocks of 16 filled up; PyTorch allocates it at each direct call.

@@ -99,7 +99,6 @@ auto& functions = *new std::unordered_map<std::string, Boxed>();  // of all oper
 
 // One function serves all devices: it looks at its arguments, and refuses readably where there is no kernel for theirs.
 void define(const std::string& name, const std::string& signature, Boxed function) {
-  using torch::stable::detail::StableLibrary;
   // Never destroyed: destroying a library takes its operators back.
   static auto& definitions = *new StableLibrary(StableLibrary::Kind::FRAGMENT, "ai3", nullptr, __FILE__, __LINE__);
   static auto& cpu = *new StableLibrary(StableLibrary::Kind::IMPL, "ai3", "CPU", __FILE__, __LINE__);

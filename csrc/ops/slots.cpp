@@ -29,9 +29,8 @@ struct Mark {
 bool dense_memory(const Tensor& t) { return is_contiguous(t) || (t.dim() == 4 && is_dense(t, true)); }
 
 int64_t version_of(const Tensor& weight) {
-  using torch::stable::detail::to;
-  if (to<bool>(call_dispatcher("aten::is_inference", "", weight)[0])) return Slot::kUnversioned;
-  return to<int64_t>(call_dispatcher("aten::_version", "", weight)[0]);
+  if (from_stack<bool>(call_dispatcher("aten::is_inference", "", weight)[0])) return Slot::kUnversioned;
+  return from_stack<int64_t>(call_dispatcher("aten::_version", "", weight)[0]);
 }
 
 // Evenly chosen words of memory, the first and the last among them; of less than a word, all of it.

@@ -22,9 +22,9 @@ Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType dtype,
     std::free(attempt);
   }
   AtenTensorHandle made;
-  using torch::stable::detail::from, torch::stable::detail::to;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                         to<int32_t>(from(dtype)), aoti_torch_device_type_cpu(), 0, &made));
+                                                         from_stack<int32_t>(to_stack(dtype)), aoti_torch_device_type_cpu(), 0,
+                                                         &made));
   Tensor result(made);
   if (bytes >= kHugeFrom && bytes < kHugeTo) ask_for_huge_pages(result.const_data_ptr(), bytes);
   return result;

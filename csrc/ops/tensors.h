@@ -19,6 +19,7 @@
 #include "prepared.h"
 #include "registry.h"
 #include "scratch.h"
+#include "stable.h"
 
 namespace ai3::ops {
 
@@ -47,14 +48,14 @@ class Arguments {
         if (number.kind == Number::Kind::whole) return T(number.whole);
         wrong_numbers();
       }
-    T value = torch::stable::detail::to<T>(*next_++);
+    T value = from_stack<T>(*next_++);
     if constexpr (std::is_same_v<T, Tensor>) set_device(value);
     return value;
   }
   // What follows the numbers in a call for inference.
   template <class T>
   T take_from_stack() {
-    return torch::stable::detail::to<T>(*next_++);
+    return from_stack<T>(*next_++);
   }
   Sizes take_list(size_t length) {
     if (!inference_) return take<Sizes>();
@@ -76,7 +77,7 @@ class Arguments {
     device_.emplace(t.get_device_index());
   }
   const Number& take_number() {
-    if (!numbers_) numbers_ = numbers_known(torch::stable::detail::to<int64_t>(*next_++));
+    if (!numbers_) numbers_ = numbers_known(from_stack<int64_t>(*next_++));
     if (taken_ == numbers_->list.size()) wrong_numbers();
     return numbers_->list[taken_++];
   }
@@ -93,7 +94,7 @@ class Arguments {
 };
 template <class T>
 void give(StableIValue* stack, int i, const T& value) {
-  stack[i] = torch::stable::detail::from(value);
+  stack[i] = to_stack(value);
 }
 
 inline std::string to_string(std::span<const int64_t> sizes) {
@@ -273,14 +274,14 @@ void check_each(std::initializer_list<int64_t> numbers);
 // Calls an operator of PyTorch's; `arguments` are converted in order. The stack holds the results.
 template <class... A>
 auto call_dispatcher(const char* name, const char* overload, const A&... arguments) {
-  std::array<StableIValue, sizeof...(A)> stack{torch::stable::detail::from(arguments)...};
+  std::array<StableIValue, sizeof...(A)> stack{to_stack(arguments)...};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
   return stack;
 }
 // The same for one result.
 template <class... A>
 Tensor call_aten(const char* name, const char* overload, const A&... arguments) {
-  return torch::stable::detail::to<Tensor>(call_dispatcher(name, overload, arguments...)[0]);
+  return from_stack<Tensor>(call_dispatcher(name, overload, arguments...)[0]);
 }
 
 // A dense t with the strides that `empty` gives, also in dimensions of one element, where any stride would do.
