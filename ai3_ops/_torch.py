@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._C import DispatchKeySet as DispatchKeySet
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._prims_common import alert_not_deterministic as alert_not_deterministic
+from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+from torch.utils import _pytree
 
+pytree = _pytree
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+# Compilers ------------------------------------------------------------------------------------------------------------
+check = torch._check  # raises RuntimeError(words()) unless the condition, which may be symbolic, holds
 
 
 def constant_when_compiled(function: _Function) -> _Function:
     """As `torch.compiler.assume_constant_result`, which imports the compiler: what it returns is a constant of the graph."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def compiled_by_inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """What Inductor makes of a graph."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return cast(Callable[..., Any], compile_fx(graph, inputs))
+
+
+def outside_of_compilation() -> AbstractContextManager[Any]:
+    """For what a backend traces by itself, of which the compilation under way is to know nothing."""
+    from torch._guards import tracing
+
+    return tracing(None)
+
+
+# What watches or changes the operators that a call makes --------------------------------------------------------------
+any_autocast = torch._C._is_any_autocast_enabled
+tracing_state = torch._C._get_tracing_state  # None: torch.jit.trace does not run
+any_requires_grad = torch._C._any_requires_grad  # of arguments, tensors or not
+in_transform = torch._C._are_functorch_transforms_active
+_dispatch_modes, _transform_level = torch._C._len_torch_dispatch_stack, torch._C._functorch.maybe_current_level
 
 
 def has_kernels_of_its_own(tensor: Tensor) -> bool:
@@ -29,3 +67,60 @@ def has_constant_sizes(values: Iterable[Any]) -> bool:
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imported by then: it takes long
 
     return all(has_static_value(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+
+
+def in_forward_mode() -> bool:
+    """Whether tensors may have tangents."""
+    return forward_ad._current_level >= 0
+
+
+def transformed(input: Tensor) -> bool:
+    """Whether something watches or changes the operators of a call: tracing, tangents, torch.func, fakes, another device."""
+    return (
+        type(input) is not Tensor
+        or forward_ad._current_level >= 0
+        or not input.is_cpu
+        or _dispatch_modes() > 0
+        or _transform_level() is not None
+        or tracing_state() is not None
+    )
+
+
+# Dispatcher kernels ---------------------------------------------------------------------------------------------------
+class SingleLevelFunction(_SingleLevelFunction):
+    """A torch.autograd.Function for one level of the function transforms, at which a dispatcher kernel runs already."""
+
+    @classmethod
+    def apply_here(cls, *args: Any) -> Any:
+        """Its `apply`, at the level that is the current one."""
+        apply = cast(Any, cls).apply
+        if not in_transform():
+            return apply(*args)
+        with enable_single_level_autograd_function():
+            return apply(*args)
+
+
+def below_autograd(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """From a kernel for autograd: what comes after it."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+
+
+def with_tangents() -> AbstractContextManager[Any]:
+    """Forward mode as it is outside of a Function, which turns it off, also for torch.func's outer levels."""
+    enabled: AbstractContextManager[Any] = forward_ad._set_fwd_grad_enabled(True)
+    return enabled
+
+
+_AUTOCAST = DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+
+def below_autocast() -> AbstractContextManager[Any]:
+    """From a kernel for autocast: calls inside are not cast again."""
+    guard: AbstractContextManager[Any] = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
+    return guard
+
+
+def after_backend_select() -> DispatchKeySet:
+    """The keys that come after BackendSelect, the one that every eager call passes."""
+    return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)

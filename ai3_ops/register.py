@@ -23,6 +23,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ai3_ops import _flags, _library, operations, registry
+from ai3_ops._torch import OpOverloadPacket
 
 _INCLUDE = Path(__file__).resolve().parent / "include"
 _SHOWN_LINES = 24  # of a compiler's messages
@@ -63,7 +64,7 @@ def register(
     replace: bool = False,
     exact: bool = True,
     deterministic: bool = True,
-) -> torch._ops.OpOverloadPacket: ...
+) -> OpOverloadPacket: ...
 
 
 @overload

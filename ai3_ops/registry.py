@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import alert_not_deterministic
 
 from ai3_ops import _library
+from ai3_ops._torch import OpOverload, alert_not_deterministic
 
 if TYPE_CHECKING:
     from ai3_ops.operations.base import Operation, Problem
@@ -57,7 +57,7 @@ class AlgorithmInfo:
     python: bool = dataclasses.field(default=False, compare=False)  # a Python callable
 
     @property
-    def operator(self) -> torch._ops.OpOverload:
+    def operator(self) -> OpOverload:
         """`torch.ops.ai3.<operation>_<name>.default`."""
         return getattr(torch.ops.ai3, f"{self.operation}_{self.name}").default
 

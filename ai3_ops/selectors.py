@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ai3_ops import registry
+from ai3_ops._torch import OpOverload, OpOverloadPacket
 from ai3_ops.plan import Plan
 from ai3_ops.registry import near
 
@@ -75,7 +76,7 @@ class Algorithm:
         """Whether a rule may not choose the algorithm of that name."""
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
 
-    def operator(self, operation: str) -> tuple[torch._ops.OpOverload, dict[str, Any]]:
+    def operator(self, operation: str) -> tuple[OpOverload, dict[str, Any]]:
         """What to call, and its further keyword arguments; ValueError for names and parameters that do not exist."""
         for name in self.names:
             registry.algorithm(operation, name)
@@ -117,7 +118,7 @@ class Algorithm:
         return hash((self.name, self.backward, self.exclude, *sorted(self.parameters)))
 
 
-def _keywords(operator: torch._ops.OpOverload) -> list[torch.Argument]:
+def _keywords(operator: OpOverload) -> list[torch.Argument]:
     return [a for a in operator._schema.arguments if a.kwarg_only]
 
 
@@ -257,7 +258,7 @@ def _check_form(value: Selector, label: str) -> None:
         )
     if isinstance(value, Plan):
         raise TypeError(f"{label}a plan is for a whole model, and is no value of a dict")
-    if isinstance(value, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(value, (OpOverload, OpOverloadPacket)):
         raise TypeError(
             f"{label}an operator is no selector; name its algorithm, as 'direct' for ai3::conv2d_direct, got {value}"
         )

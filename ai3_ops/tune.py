@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops import _cache, _pbqp, _timing, registry
 from ai3_ops._timing import Layer, Measured, Surroundings
+from ai3_ops._torch import pytree
 from ai3_ops.operations import base
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
@@ -203,9 +203,9 @@ class Network:
         return len(self.layouts) - 1
 
     def _record(self, call: Call | None, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         self._largest = max([self._largest, *(t.numel() * t.element_size() for t in outputs)])
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         if call is not None:
             self._parameters.setdefault(call, tuple(type(a) is nn.Parameter for a in args))
             self._counts[call] = self._counts.get(call, 0) + 1

@@ -1,8 +1,10 @@
 """Edges of what tensors, switches and processes can be, each of which once gave a wrong answer or an error."""
 
+import ast
 import copy
 import io
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,10 @@ from modules import Modes, close
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 import ai3_ops
-from ai3_ops import explain, registry, swap
+from ai3_ops import _torch, explain, registry, swap
 
 ROOT = str(Path(ai3_ops.__file__).parent.parent)
 
@@ -282,3 +285,126 @@ def test_queries_of_inputs_that_no_window_fits_into_are_refused(stride):
             False,
             f"needs a padded input no smaller than the kernel's extent, got {size} and {kernel}",
         )
+
+
+# PyTorch's private interfaces -----------------------------------------------------------------------------------------
+def private_names(source):
+    """What code takes of PyTorch by a name that begins with an underscore; operators' names are no interfaces."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        else:
+            found = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
+        names = [name for name in found if re.match(r"(torch|forward_ad)\b(?!\.ops)", name)]
+        yield from (name for name in names if re.search(r"\._[^_]", name))
+
+
+def test_private_interfaces_stand_in_one_file_a_language():
+    assert [*private_names("import torch._guards\nfrom torch.utils import _pytree\ntorch._C.f()\ntorch.ops.ai3._g()")] == [
+        "torch._guards", "torch.utils._pytree", "torch._C.f", "torch._C",
+    ]  # fmt: skip
+    package = Path(ai3_ops.__file__).parent
+    # The tester looks at the dispatcher's calls; PyTorch's own compiler is set up as its users do.
+    others = {package / name for name in ("_torch.py", "_checks.py", "_peers.py")}
+    found = {str(path): [*private_names(path.read_text())] for path in {*package.rglob("*.py")} - others}
+    assert {path: names for path, names in found.items() if names} == {}
+    sources = [path for folder in ("csrc/ops", "csrc/cuda") for path in Path(ROOT, folder).rglob("*.*")]
+    detail = [path.name for path in sources if "stable::detail" in path.read_text()]
+    assert detail == (["stable.h"] if sources else [])
+
+
+def test_what_changes_operators_is_seen():
+    x, seen = torch.ones(2), []
+
+    def look(t):
+        seen.append((_torch.transformed(t), _torch.in_transform(), _torch.tracing_state() is not None))
+        return t * 2
+
+    look(x)
+    torch.func.vmap(look)(x)
+    torch.jit.trace(look, x, check_trace=False)
+    with FlopCounterMode(display=False):
+        look(x)
+    assert seen == [(False, False, False), (True, True, False), (True, False, True), (True, False, False)]
+    for other in (nn.Parameter(x), x.to("meta"), _torch.FakeTensorMode().from_tensor(x)):
+        assert _torch.transformed(other)
+    assert not _torch.in_forward_mode()
+    assert not _torch.any_autocast()
+    with torch.autocast("cpu"):
+        assert _torch.any_autocast()
+    with forward_ad.dual_level():
+        assert _torch.in_forward_mode()
+        assert _torch.transformed(x)
+    assert _torch.any_requires_grad(1, x, nn.Parameter(x))
+    assert not _torch.any_requires_grad(1, x)
+    own = [
+        _torch.has_kernels_of_its_own(t)
+        for t in (Halved(x), x, nn.Parameter(x), _torch.FakeTensorMode().from_tensor(x))
+    ]
+    assert own == [True, False, False, False]
+
+
+def test_kernels_for_the_dispatchers_keys():
+    """An operator of y = 2 x whose gradient says 3, and which autocast halves first."""
+    library, keys = torch.library.Library("ai3_edges", "FRAGMENT"), []
+    library.define("twice(Tensor x) -> Tensor")
+    op = torch.ops.ai3_edges.twice.default
+
+    class Rule(_torch.SingleLevelFunction):
+        @staticmethod
+        def forward(keys, x):
+            with _torch.with_tangents():
+                assert forward_ad._is_fwd_grad_enabled()
+                return _torch.below_autograd(op, keys, (x,), {})
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None, 3 * grad
+
+    def cast(x):
+        with _torch.below_autocast():
+            return op(x / 2)
+
+    def select(keyset, x):
+        keys.append(keyset)
+        return op.redispatch(keyset & _torch.after_backend_select(), x)
+
+    library.impl("twice", lambda x: x * 2, "CPU")
+    library.impl("twice", lambda keyset, x: Rule.apply_here(keyset, x), "Autograd", with_keyset=True)
+    library.impl("twice", cast, "AutocastCPU")
+    library.impl("twice", select, "BackendSelect", with_keyset=True)
+    x = torch.full((2,), 5.0, requires_grad=True)
+    op(x).sum().backward()
+    assert (x.grad == 3).all()
+    assert torch.func.grad(lambda x: op(x).sum())(x.detach()).tolist() == [3, 3]
+    with torch.autocast("cpu"):
+        assert op(x).tolist() == [5, 5]
+    with torch.inference_mode():
+        assert op(x).tolist() == [10, 10]
+    assert len(keys) == 4
+
+
+def test_what_compilers_are_told():
+    stream = io.StringIO("41")  # whose calls are in no graph
+
+    @_torch.constant_when_compiled
+    def read():
+        return int(stream.read())
+
+    assert torch.compile(lambda x: x + read(), backend="eager", fullgraph=True)(torch.ones(1)).item() == 42
+    graph = torch.fx.symbolic_trace(lambda x: (x.relu() + 1,))
+    x = torch.randn(5)
+    close(_torch.compiled_by_inductor(graph, [x])(x)[0], x.relu() + 1)
+    with torch._guards.tracing(torch._guards.TracingContext(None)):
+        assert torch._guards.TracingContext.try_get()
+        with _torch.outside_of_compilation():
+            assert not torch._guards.TracingContext.try_get()
+    assert _torch.pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
+    with pytest.raises(RuntimeError, match="words"):
+        _torch.check(False, lambda: "words")

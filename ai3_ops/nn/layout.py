@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
+from ai3_ops._torch import pytree
 from ai3_ops.operations.base import is_channels_last
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}  # by the words of plans
@@ -100,7 +100,7 @@ _ROUNDING = {2: 5e-2, 4: 1e-3, 8: 1e-9}
 
 def same(output: Any, other: Any) -> bool:
     """Whether two outputs of a model agree but for rounding; False for what cannot be compared."""
-    (leaves, spec), (others, other_spec) = tree_flatten(output), tree_flatten(other)
+    (leaves, spec), (others, other_spec) = pytree.tree_flatten(output), pytree.tree_flatten(other)
     return bool(spec == other_spec) and all(map(_same_leaf, leaves, others))
 
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch._prims_common import alert_not_deterministic, suggest_memory_format
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from ai3_ops import _library, registry
+from ai3_ops import _library, _torch, registry
+from ai3_ops._torch import DispatchKeySet, OpOverload, below_autograd
 from ai3_ops.operations.case import Tested
 
 LIBRARY = torch.library.Library("ai3", "FRAGMENT")
@@ -46,7 +44,7 @@ class Problem(NamedTuple):
 
 def check(condition: Any, label: str, needs: str) -> None:
     """Raises `RuntimeError("<label>: <needs>")` unless the condition (which may be symbolic) holds."""
-    torch._check(condition, lambda: f"{label}: {needs}")
+    _torch.check(condition, lambda: f"{label}: {needs}")
 
 
 def check_dtype(label: str, tensor: Tensor) -> None:
@@ -106,7 +104,7 @@ def batched(input: Tensor) -> Tensor:
 
 def is_channels_last(*tensors: Tensor) -> bool:
     """Whether ATen would answer in channels_last for one of these 4-D tensors."""
-    return any(suggest_memory_format(t) == torch.channels_last for t in tensors)
+    return any(_torch.suggest_memory_format(t) == torch.channels_last for t in tensors)
 
 
 def lead(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -119,13 +117,13 @@ def fold(tensor: Tensor, dim: int | None, into: int, size: int) -> Tensor:
     return lead(tensor, dim, size).movedim(0, into).flatten(into, into + 1)
 
 
-def operator_named(name: str) -> torch._ops.OpOverload | None:
+def operator_named(name: str) -> OpOverload | None:
     """`torch.ops.ai3.<name>.default`, if it is defined."""
     packet = getattr(torch.ops.ai3, name, None)
     return packet and packet.default
 
 
-def algorithm_operators(operation: str, algorithm: str) -> dict[str, torch._ops.OpOverload]:
+def algorithm_operators(operation: str, algorithm: str) -> dict[str, OpOverload]:
     """The operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
     names = {"": f"{operation}_{algorithm}"}
     kinds = ("backward", "pack", "packed", "packed_out", "fused", "out", "held")
@@ -242,7 +240,7 @@ class Operation(Tested):
         if infer := operator_named(f"_{self.name}_{algorithm}_infer"):  # as if autograd were not there: it is off
             LIBRARY.impl(infer, torch.library.fallthrough_kernel, "AutogradCPU")
 
-    def register_out(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+    def register_out(self, op: OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_out: the output goes to `out`."""
 
         def fake(*args: Any, out: Tensor, workspace: Tensor | None = None, **options: Any) -> None:
@@ -267,7 +265,7 @@ class Operation(Tested):
 
         return save
 
-    def register_forward(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+    def register_forward(self, op: OpOverload, algorithm: str) -> None:
         """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""
 
         def fake(*args: Any, forward: str = algorithm, **options: Any) -> Tensor:
@@ -287,7 +285,7 @@ Operation.rules = {"out": Operation.register_out}
 
 
 # Registration with the dispatcher -------------------------------------------------------------------------------------
-def register_fake(op: torch._ops.OpOverload, function: Callable[..., Any]) -> None:
+def register_fake(op: OpOverload, function: Callable[..., Any]) -> None:
     """The kernel for fake and meta tensors."""
     torch.library.register_fake(op.name(), function, lib=LIBRARY)
 
@@ -296,7 +294,7 @@ def _has_tangent(value: Any) -> bool:
     return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
 
 
-def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+def register_autograd(op: OpOverload, backward: Callable[..., Any], save: Callable[..., None]) -> None:
     """`save(ctx, inputs, options, output)` and `backward(ctx, *grads)`, which may leave out trailing gradients.
 
     As torch.library.register_autograd, which cannot be used under torch.func.grad: a dispatcher kernel already runs at one
@@ -307,17 +305,13 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
     defaults = [a.default_value for a in arguments]
     names = [a.name for a in arguments[count:]]
 
-    def below(keys: torch._C.DispatchKeySet, args: Any, options: dict[str, Any]) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
-
-    class Rule(_SingleLevelFunction):
+    class Rule(_torch.SingleLevelFunction):
         @staticmethod
-        def forward(keys: torch._C.DispatchKeySet, options: dict[str, Any], *args: Any) -> Any:
-            if forward_ad._current_level < 0:
-                return below(keys, args, options)
-            with forward_ad._set_fwd_grad_enabled(True):  # a Function turns it off, also for torch.func's outer levels
-                return below(keys, args, options)
+        def forward(keys: DispatchKeySet, options: dict[str, Any], *args: Any) -> Any:
+            if not _torch.in_forward_mode():
+                return below_autograd(op, keys, args, options)
+            with _torch.with_tangents():
+                return below_autograd(op, keys, args, options)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -330,23 +324,17 @@ def register_autograd(op: torch._ops.OpOverload, backward: Callable[..., Any], s
             ctx.needs = ctx.needs_input_grad[2:]
             return (None, None, *backward(ctx, *grads), *[None] * count)[: count + 2]
 
-    apply = cast(Any, Rule).apply
-
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+    def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if _torch.in_forward_mode() and any(map(_has_tangent, args)):
             raise RuntimeError(f"{op.name()}: does not support forward-mode differentiation")
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-            return below(keys, args, options)
-        args = (*args, *defaults[len(args) : count])
-        if not torch._C._are_functorch_transforms_active():
-            return apply(keys, options, *args)
-        with enable_single_level_autograd_function():
-            return apply(keys, options, *args)
+        if not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
+            return below_autograd(op, keys, args, options)
+        return Rule.apply_here(keys, options, *args, *defaults[len(args) : count])
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-def register_inference_only(op: torch._ops.OpOverload) -> None:
+def register_inference_only(op: OpOverload) -> None:
     """Packed weights and fused calls have no gradients: asking for one is an error, never silently zero."""
     what = "fused calls" if op._opname.endswith("_fused") else "packed weights"
 
@@ -356,19 +344,18 @@ def register_inference_only(op: torch._ops.OpOverload) -> None:
     register_autograd(op, backward, lambda ctx, inputs, options, output: None)
 
 
-def register_writes(op: torch._ops.OpOverload) -> None:
+def register_writes(op: OpOverload) -> None:
     """An operator that writes to `out`, as ATen's do, refuses tensors that need a gradient. C++ raises `out`'s version."""
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, options["out"]):
+    def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and _torch.any_requires_grad(*args, options["out"]):
             raise RuntimeError(f"{op.name()}: writes to out, which has no gradient; call it under torch.no_grad()")
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
+        return below_autograd(op, keys, args, options)
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
 
-def register_vmap(op: torch._ops.OpOverload, rule: Callable[..., Any]) -> None:
+def register_vmap(op: OpOverload, rule: Callable[..., Any]) -> None:
     """`rule(op, size, dims, *args, **options)` gives the result and the place of its new dimension."""
 
     def batch(info: Any, dims: Any, *args: Any, **options: Any) -> Any:
@@ -406,35 +393,31 @@ def cast_before(op: Callable[..., Any]) -> Callable[..., Any]:
     return rule
 
 
-def register_autocast(op: torch._ops.OpOverload, rule: Callable[..., Any] | None = None) -> None:
+def register_autocast(op: OpOverload, rule: Callable[..., Any] | None = None) -> None:
     """Tensors are cast to the autocast dtype, as ATen does for convolutions and linear.
 
     `rule(device, *args, **options)`, where given, casts and calls; it runs without autocast.
     """
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutocastCUDA
-    )
-
     cast = rule or cast_before(op)
     for device, key in AUTOCAST.items():
 
         def kernel(*args: Any, _device: str = device, **options: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(keys):
+            with _torch.below_autocast():
                 return cast(_device, *args, **options)
 
         LIBRARY.impl(op, kernel, key)
 
 
-def register_flops(op: torch._ops.OpOverload, formula: Callable[..., int]) -> None:
+def register_flops(op: OpOverload, formula: Callable[..., int]) -> None:
     """For `torch.utils.flop_counter`: multiplications and additions of the direct method, whatever the algorithm."""
     if op.overloadpacket not in flop_registry:
         register_flop_formula(op.overloadpacket)(formula)
 
 
-def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: str) -> None:
+def register_determinism(op: OpOverload, operation: str, algorithm: str) -> None:
     """An algorithm that is not deterministic says so under `torch.use_deterministic_algorithms(True)`.
 
-    BackendSelect is the one key that every eager call passes, also under inference_mode; only such algorithms pay for it.
+    Every eager call passes BackendSelect, also under inference_mode; only such algorithms pay for it.
     """
     devices = {
         a.device
@@ -443,11 +426,11 @@ def register_determinism(op: torch._ops.OpOverload, operation: str, algorithm: s
     }
     if not devices:
         return
-    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    below = _torch.after_backend_select()
 
-    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+    def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         if args[0].device.type in devices:
-            alert_not_deterministic(op.name())
+            _torch.alert_not_deterministic(op.name())
         return op.redispatch(keys & below, *args, **options)
 
     LIBRARY.impl(op, kernel, "BackendSelect", with_keyset=True)

@@ -26,8 +26,7 @@ from ai3_ops.operations.base import Problem
 from ai3_ops.selectors import Algorithm
 
 # Looked up once: a call asks each of these.
-_any_autocast, _dispatch_modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_dispatch_stack
-_transform_level, _tracing_state = torch._C._functorch.maybe_current_level, torch._C._get_tracing_state
+_any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 _is_exporting = torch.compiler.is_exporting
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
@@ -321,7 +320,7 @@ class Call:
             return doubt
         for a in args:
             if isinstance(a, Tensor):
-                if forward_ad._current_level >= 0 and forward_ad.unpack_dual(a).tangent is not None:
+                if _torch.in_forward_mode() and forward_ad.unpack_dual(a).tangent is not None:
                     return "does not support forward-mode differentiation"
                 if reason := unfit(a):
                     return reason
@@ -378,7 +377,7 @@ class Call:
                 if self.strict or not reason:
                     self.example = example
                     raise
-            if len(self.refused) < _REMEMBERED and forward_ad._current_level < 0:  # which the key does not tell
+            if len(self.refused) < _REMEMBERED and not _torch.in_forward_mode():  # which the key does not tell
                 self.refused[self.key(args)] = reason
             self.reason = reason
         self.torch_calls += 1
@@ -659,18 +658,6 @@ class WeightedCall(Call):
         switches = {"deterministic": torch.are_deterministic_algorithms_enabled()}
         sizes = self.asked(self.algorithm, p._replace(sizes=p.sizes | switches)).sizes
         return registry.resolve_sizes(self.operation, rule, p.device, p.dtype, **sizes)
-
-
-def _transformed(input: Tensor) -> bool:
-    """Whether something watches or changes the operators that a call makes: autocast, tracing, tangents, torch.func, fakes."""
-    return (
-        type(input) is not Tensor
-        or forward_ad._current_level >= 0
-        or not input.is_cpu
-        or _dispatch_modes() > 0
-        or _transform_level() is not None
-        or _tracing_state() is not None
-    )
 
 
 class SwitchedCall(WeightedCall):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import conv_flop_count
 
 from ai3_ops import _torch
+from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
 from ai3_ops.operations.calls import SwitchedCall, fast_in, weights_of
@@ -351,7 +352,7 @@ class Conv2d(Weighted):
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
-def register_backward(rules: Conv2d, op: torch._ops.OpOverload, algorithm: str) -> None:
+def register_backward(rules: Conv2d, op: OpOverload, algorithm: str) -> None:
     """ai3::_conv2d_<algorithm>_backward: its fake kernel, second derivatives (ATen's), vmap, FLOPs."""
 
     def fake(

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
 from ai3_ops.operations.calls import Call, CallPlan, weights_of
@@ -65,7 +66,7 @@ class LayerNorm(Operation):
         }  # fmt: skip
         return Problem(input.device.type, input.dtype, sizes, tuple(input.shape))
 
-    def register_forward(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+    def register_forward(self, op: OpOverload, algorithm: str) -> None:
         """Autocast is ATen's: none on the CPU, float32 on CUDA."""
 
         def cast(device: str, *args: Any, **options: Any) -> Any:
@@ -177,7 +178,7 @@ class LayerNorm(Operation):
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
-def register_backward(rules: LayerNorm, op: torch._ops.OpOverload, algorithm: str) -> None:
+def register_backward(rules: LayerNorm, op: OpOverload, algorithm: str) -> None:
     """ai3::_layer_norm_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
 
     def fake(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops import _torch
+from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
 from ai3_ops.operations.calls import CallPlan, SwitchedCall, fast_in, weights_of
@@ -195,7 +196,7 @@ class Linear(Weighted):
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
-def register_backward(rules: Linear, op: torch._ops.OpOverload, algorithm: str) -> None:
+def register_backward(rules: Linear, op: OpOverload, algorithm: str) -> None:
     """ai3::_linear_<algorithm>_backward: its fake kernel, second derivatives (ATen's products), vmap, FLOPs."""
 
     def fake(grad: Tensor, input: Tensor, weight: Tensor, mask: list[bool], **_: Any) -> tuple[Tensor, ...]:

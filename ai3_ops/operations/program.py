@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ai3_ops import registry
+from ai3_ops import _torch, registry
 from ai3_ops.operations import base
 from ai3_ops.operations.conv2d import WINDOW
 
@@ -139,14 +139,14 @@ def _fake(inputs: list[Tensor], constants: list[Tensor], program: str) -> list[T
 PROGRAM = torch.ops.ai3._program.default
 
 
-def _inference(keys: torch._C.DispatchKeySet, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
+def _inference(keys: _torch.DispatchKeySet, inputs: list[Tensor], *rest: Any) -> list[Tensor]:
     """Gradients are an error, never silently zero."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         raise RuntimeError(f"{LABEL}: is for inference and has no gradient: call it under torch.no_grad()")
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+    if _torch.in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in inputs):
         raise RuntimeError(f"{LABEL}: does not support forward-mode differentiation")
-    with torch._C._AutoDispatchBelowAutograd():
-        return PROGRAM.redispatch(keys & torch._C._after_autograd_keyset, inputs, *rest)
+    outputs: list[Tensor] = _torch.below_autograd(PROGRAM, keys, (inputs, *rest), {})
+    return outputs
 
 
 base.register_fake(PROGRAM, _fake)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops import registry
+from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Operation, Problem, check
 from ai3_ops.operations.case import Case
@@ -57,7 +58,7 @@ class Weighted(Operation):
                 kind = f"{input.shape[-3]} {str(dtype).removeprefix('torch.')} elements on the input's device"
                 check(fits, label, f"needs {name} of {kind}, got {tuple(tensor.shape)}")
 
-    def register_pack(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+    def register_pack(self, op: OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_pack: as many elements, in one dimension, as the registry says."""
 
         def fake(weight: Tensor, *window: Any) -> Tensor:
@@ -98,7 +99,7 @@ class Weighted(Operation):
             fits = fits and (slope.shape[0] in (1, channels))
             check(fits, label, f"needs a slope of {kind}, got {tuple(slope.shape)}")
 
-    def register_fused(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+    def register_fused(self, op: OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_fused, _out, _packed and _packed_out: the output as that of the algorithm itself."""
         packed = op._schema.arguments[1].name == "packed"
 
@@ -130,7 +131,7 @@ class Weighted(Operation):
         else:
             base.register_writes(op)
 
-    def register_held(self, op: torch._ops.OpOverload, algorithm: str) -> None:
+    def register_held(self, op: OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_held: the algorithm, with a slot in which C++ keeps the packed weight.
 
         Compiled and exported programs call it, and swapped modules that record gradients. Under autocast the weight is

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ai3_ops._torch import pytree
+
 __all__ = ["optimize"]
 
 
@@ -80,7 +82,7 @@ def optimize(
         selectors.check_machine(stacklevel=3)
     args, kwargs = _arguments(example_inputs)
     with torch.inference_mode(False), torch.no_grad(), _status(progress) as show:
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
         original = unswap(copy.deepcopy(model)).eval()
         try:
             original(*args, **kwargs)

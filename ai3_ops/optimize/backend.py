@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ai3_ops import _library
+from ai3_ops import _library, _torch
 from ai3_ops.optimize.report import Optimization
 
 Compiled = Callable[..., Any]
@@ -73,8 +73,6 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
     says which changes show). Graphs that need gradients, have sizes that are not known (`dynamic=False` avoids them) or cannot
     be captured are left to Inductor.
     """
-    from torch._guards import tracing
-
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.pipeline import Settings, make_plan
     from ai3_ops.registry import near
@@ -102,7 +100,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
         seen = _Seen([values[i] for i in watched])  # first: what changes meanwhile is seen at the next call
         bound = _Bound(graph, values, static).eval()
         rest = [values[i] for i in others]
-        with tracing(None), torch.no_grad():
+        with _torch.outside_of_compilation(), torch.no_grad():
             record.report, record.left = None, ""
             try:
                 plan = make_plan(bound, tuple(rest), {}, settings)
@@ -178,10 +176,7 @@ def _dense_bytes(x: Tensor) -> int:
 
 
 def _inductor(graph: fx.GraphModule, inputs: list[Any]) -> Compiled:
-    from torch._inductor.compile_fx import compile_fx
-
-    compiled: Any = compile_fx(graph, inputs)
-    return compiled
+    return _torch.compiled_by_inductor(graph, inputs)
 
 
 def _tuple(out: Any) -> Any:
@@ -194,7 +189,7 @@ def _is_static(node: fx.Node) -> bool:
 
 
 def _has_layers(node: fx.Node) -> bool:
-    return node.target in (torch.conv2d, torch.nn.functional.conv2d, torch.nn.functional.linear, torch._C._nn.linear)
+    return node.target in (torch.conv2d, torch.nn.functional.conv2d, torch.nn.functional.linear)
 
 
 def _rest(body: nn.Module, inputs: Sequence[Any]) -> Compiled:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from ai3_ops._torch import pytree
 from ai3_ops.optimize.network import Network, difference, flat
 
 TOLERANCE = 1e-4  # of a captured graph's outputs against the module's, both in the model's own type
@@ -59,7 +60,7 @@ def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             if _any_batch(program):
                 network = _network(program, dynamic=True)
                 if batches != {1}:
-                    one = torch.utils._pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
+                    one = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
                     _compare(module, network, *one)
                 _compare(module, network, args, kwargs)
                 return network
@@ -85,10 +86,8 @@ def _any_batch(program: ExportedProgram) -> bool:
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
     shapes = None
     if dynamic:
-        args, kwargs = torch.utils._pytree.tree_map_only(Tensor, _twice, (args, kwargs))
-        shapes = torch.utils._pytree.tree_map(
-            lambda x: {0: Dim.DYNAMIC} if isinstance(x, Tensor) else None, (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
+        shapes = pytree.tree_map(lambda x: {0: Dim.DYNAMIC} if isinstance(x, Tensor) else None, (args, kwargs))
         shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
@@ -153,7 +152,7 @@ def _compare(module: nn.Module, network: Network, args: tuple[Any, ...], kwargs:
     inputs = flat(args, kwargs)
     network.annotate(inputs)
     with torch.no_grad():
-        expected = [x for x in torch.utils._pytree.tree_leaves(module(*args, **kwargs)) if x is not None]
+        expected = [x for x in pytree.tree_leaves(module(*args, **kwargs)) if x is not None]
     got = network.run(inputs)
     for one, other in zip(got, expected, strict=True):
         if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:

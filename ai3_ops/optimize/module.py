@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ai3_ops._torch import any_autocast, pytree
 from ai3_ops.optimize.capture import Uncapturable
 from ai3_ops.optimize.pipeline import Plan, Settings, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
@@ -142,7 +142,7 @@ class Optimized(nn.Module):
         if plan is None or plan.body is None:
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
-        if torch._C._is_any_autocast_enabled():
+        if any_autocast():
             device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
             with torch.autocast(device, enabled=False):
                 out = plan.body(*leaves)

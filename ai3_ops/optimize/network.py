@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
+from ai3_ops._torch import FakeTensorMode, pytree
 from ai3_ops.optimize.steps import STEPS
 
 Node = Any  # an fx.Node whose arguments are known to be what a step takes, which fx's types do not say
