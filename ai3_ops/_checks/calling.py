@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops._cases import Call
+from ai3_ops._torch import OpOverload
 
 
 def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
@@ -38,7 +39,7 @@ def differentiable(call: Call) -> tuple[list[Tensor], Callable[..., Tensor], Cal
     )
 
 
-def opcheck(call: Call, operator: torch._ops.OpOverload, *args: Any, **options: Any) -> None:
+def opcheck(call: Call, operator: OpOverload, *args: Any, **options: Any) -> None:
     """`torch.library.opcheck`, whose error then names the case."""
     error = raised(torch.library.opcheck, operator, args, options)
     if error is None:

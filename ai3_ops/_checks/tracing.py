@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ai3_ops import registry
 from ai3_ops._cases import DTYPES, LAYOUTS, Tally, close, few_calls, require
 from ai3_ops._checks.calling import differentiable, opcheck
 from ai3_ops._checks.gradients import gradient_limit
+from ai3_ops._torch import TorchDispatchMode
 from ai3_ops.registry import AlgorithmInfo
 
 

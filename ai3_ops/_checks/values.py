@@ -70,6 +70,7 @@ def assert_near(call: Call, output: Tensor, exact: Tensor, bound: Tensor) -> Non
     expected = OPERATIONS[call.info.operation].fake(
         call.info.name, *arranged(call.info.operation, call.tensors, call.case.arguments)
     )
+    require(expected.shape == output.shape, f"{call}: the fake gave shape {tuple(expected.shape)}")
     require(
         output.stride() == expected.stride() or not output.numel(),
         f"{call}: got strides {output.stride()}, needs {expected.stride()}",
