@@ -138,9 +138,15 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
   constexpr int width = Vec<A>::width;
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
-  // Each row of the window prefetches as many pixels of the row as the tile has, each step its share of them.
-  const int64_t steps = span.blocks * span.columns * span.channels,
-                share_bytes = span.ahead ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / steps : 0;
+  // Each row of the window prefetches as many pixels of the row as the tile has, each step its share of them; of planes, each
+  // column its share of every channel's.
+  const bool planes = !spread && x_channel != 1;
+  const int64_t tile_bytes = span.ahead ? n * x_pixel * static_cast<int64_t>(sizeof(A)) / (span.blocks * span.columns) : 0,
+                share_bytes = tile_bytes / span.channels,
+                next_channel = !planes      ? share_bytes
+                               : span.ahead ? x_channel * static_cast<int64_t>(sizeof(A))
+                                            : 0,
+                next_column = planes ? tile_bytes : share_bytes * span.channels;
   const Places<A> own = spread ? first_of_group<A>(span.channels) : Places<A>{};
   int64_t tiles = span.tiles;
   do {
@@ -165,9 +171,10 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
       do {
         int64_t s = span.columns;
         const A *xs = xr, *ws = wr;
-        const char* next = reinterpret_cast<const char*>(xr + span.ahead) + prefetched;
+        const char* next_of_column = reinterpret_cast<const char*>(xr + span.ahead) + prefetched;
         do {
           int64_t c = span.channels;
+          const char* next = next_of_column;
           Apart<const A> pixels(xs, x_pixel);
           const A* wc = ws;
           Places<A> channel = own;
@@ -190,9 +197,9 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
               channel += 1;
             else
               pixels += x_channel;
-            wc += w_channel, next += share_bytes;
+            wc += w_channel, next += next_channel;
           } while (--c);
-          xs += span.x_column, ws += span.w_column;
+          xs += span.x_column, ws += span.w_column, next_of_column += next_column;
         } while (--s);
         xr += span.x_row, wr += span.w_row;
       } while (--r);
@@ -218,7 +225,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
         each([](A* p, Vec<A> s) { store(p, load(p) + s); });
       else
         each([](A* p, Vec<A> s) { store(p, s); });
-      wb += span.w_block, from += span.start_block, to += v * width, prefetched += steps / span.blocks * share_bytes;
+      wb += span.w_block, from += span.start_block, to += v * width, prefetched += next_column * span.columns;
     } while (--blocks);
     x += n * x_pixel, tile += n * tile_pixel;
   } while (--tiles);
