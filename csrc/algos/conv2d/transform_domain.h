@@ -162,8 +162,8 @@ struct TileRows {
   int64_t stride;
   const Stored* panel;
   AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
-  template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next next) const {
+  template <int R, bool half>
+  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A*, int64_t k, Next next) const {
     tile.multiply(StridedRows<A>{data, stride}.elements(), panel, k, next);
   }
 };

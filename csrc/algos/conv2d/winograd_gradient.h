@@ -15,15 +15,15 @@ struct Columns {
   const A* other;
   int64_t other_stride;
   AI3_INLINE Columns from(int64_t row) const { return {data + row, stride, other, other_stride}; }
-  template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A*, int64_t k, Next) const {
+  template <int R, bool half>
+  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A*, int64_t k, Next) const {
     for (int64_t i = 0; i < k; i++) {
-      const Vec<A> b0 = load(other + i * other_stride), b1 = load(other + i * other_stride + Vec<A>::width);
+      const Vec<A> b0 = load(other + i * other_stride), b1 = half ? b0 : load(other + i * other_stride + Vec<A>::width);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const Vec<A> a = data[i * stride + r];
         tile.left[r] = fma(a, b0, tile.left[r]);
-        tile.right[r] = fma(a, b1, tile.right[r]);
+        if constexpr (!half) tile.right[r] = fma(a, b1, tile.right[r]);
       }
     }
   }

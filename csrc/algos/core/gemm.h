@@ -65,21 +65,26 @@ AI3_INLINE Vec<float> add_pair_products([[maybe_unused]] Vec<float> a, [[maybe_u
   return sums;
 }
 
-// R rows of a panel's columns, in registers.
-template <class A, int R>
+// R rows of a panel's columns, in registers; of a half one, whose right vector is of no use, the left vector alone.
+template <class A, int R, bool half = false>
 struct MicroTile {
   static_assert(R <= 15);  // Apart's
   using V = Vec<A>;
-  V left[R], right[R];
+  V left[R], right[half ? 1 : R];
 
   AI3_INLINE void start(const A* from, int64_t stride) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-      left[r] = AI3_LEVEL::load(from + r * stride), right[r] = AI3_LEVEL::load(from + r * stride + V::width);
+    for (int r = 0; r < R; r++) {
+      left[r] = AI3_LEVEL::load(from + r * stride);
+      if constexpr (!half) right[r] = AI3_LEVEL::load(from + r * stride + V::width);
+    }
   }
   AI3_INLINE void store(A* c, int64_t ldc) const {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) AI3_LEVEL::store(c + r * ldc, left[r]), AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
+    for (int r = 0; r < R; r++) {
+      AI3_LEVEL::store(c + r * ldc, left[r]);
+      if constexpr (!half) AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
+    }
   }
   // After a residual, which lies as c does, and the activation.
   AI3_INLINE void store(A* c, int64_t ldc, const A* residual, Activation activation) const {
@@ -87,9 +92,9 @@ struct MicroTile {
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) {
-          const int64_t at = r * ldc + half * V::width;
-          V v = half ? right[r] : left[r];
+        for (int q = 0; q < (half ? 1 : 2); q++) {
+          const int64_t at = r * ldc + q * V::width;
+          V v = q ? right[r] : left[r];
           if constexpr (added) v += AI3_LEVEL::load(residual + at);
           AI3_LEVEL::store(c + at, activate_inline(constant, v));
         }
@@ -97,23 +102,28 @@ struct MicroTile {
   }
   AI3_INLINE void store(bfloat16* c, int64_t ldc) const {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) store_rounded(c + r * ldc, left[r], right[r]);
+    for (int r = 0; r < R; r++) {
+      if constexpr (half)
+        AI3_LEVEL::store(c + r * ldc, left[r]);
+      else
+        store_rounded(c + r * ldc, left[r], right[r]);
+    }
   }
   // The panel may be stored in a narrower type.
   template <class Rows, class Stored>
   AI3_INLINE void multiply(Rows rows, const Stored* panel, int64_t k, Next& next) {
     for (int64_t i = 0; i < k; i++, rows.advance(), panel += kPanel<A>, next.data += next.step) {
-      const V b0 = AI3_LEVEL::load(panel), b1 = AI3_LEVEL::load(panel + V::width);
+      const V b0 = AI3_LEVEL::load(panel), b1 = half ? b0 : AI3_LEVEL::load(panel + V::width);
       __builtin_prefetch(next.data), __builtin_prefetch(next.data + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const V a = rows.at(r);
         if constexpr (requires { Rows::pairs; }) {
           left[r] = add_pair_products(a, b0, left[r]);
-          right[r] = add_pair_products(a, b1, right[r]);
+          if constexpr (!half) right[r] = add_pair_products(a, b1, right[r]);
         } else {
           left[r] = fma(a, b0, left[r]);
-          right[r] = fma(a, b1, right[r]);
+          if constexpr (!half) right[r] = fma(a, b1, right[r]);
         }
       }
     }
@@ -136,8 +146,8 @@ struct StridedRows {
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
   AI3_INLINE int64_t slab() const { return rows_collide<A>(stride) ? kRows / 2 : kRows; }
-  template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
+  template <int R, bool half>
+  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A* panel, int64_t k, Next next) const {
     tile.multiply(elements(), panel, k, next);
   }
 };
@@ -160,8 +170,8 @@ struct PairRows {
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * 2; }
   AI3_INLINE int64_t slab() const { return rows_collide<bfloat16>(stride) ? kRows / 2 : kRows; }
-  template <int R>
-  AI3_INLINE void multiply(MicroTile<float, R>& tile, const float* panel, int64_t k, Next next) const {
+  template <int R, bool half>
+  AI3_INLINE void multiply(MicroTile<float, R, half>& tile, const float* panel, int64_t k, Next next) const {
     tile.multiply(Pairs{{data, stride}}, panel, k, next);
   }
 };
@@ -172,8 +182,8 @@ struct PanelRows {
   AI3_INLINE PanelRows from(int64_t column) const { return {data + column}; }
   AI3_INLINE A at(int row) const { return data[row]; }
   AI3_INLINE void advance() { data += kPanel<A>; }
-  template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
+  template <int R, bool half>
+  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A* panel, int64_t k, Next next) const {
     tile.multiply(*this, panel, k, next);
   }
 };
@@ -185,8 +195,8 @@ struct IndirectRows {
   AI3_INLINE IndirectRows from(int64_t row) const { return {data + row, stride, offset, length}; }
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return 0; }  // not one after the other
-  template <int R>
-  AI3_INLINE void multiply(MicroTile<A, R>& tile, const A* panel, int64_t k, Next next) const {
+  template <int R, bool half>
+  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A* panel, int64_t k, Next next) const {
     struct Tap {
       const A* const* pointers;
       int64_t offset;
@@ -214,14 +224,15 @@ struct Tile {
   const A* residual = nullptr;  // laid out as c; only of type A, with what is applied in registers
   Activation activation = Activation::none;
 };
-// C = start + rows * panel; all kPanel columns of c are written.
-template <class A, int R, class Rows, class C>
+// C = start + rows * panel; all kPanel columns of c are written, or half of them.
+template <class A, int R, bool half, class Rows, class C>
 AI3_INLINE void micro_kernel(const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& t) {
   for (int r = 0; r < R; r++) {
     const char* line = t.output + r * t.output_stride;
-    __builtin_prefetch(line, 1), __builtin_prefetch(line + 64, 1);
+    __builtin_prefetch(line, 1);
+    if constexpr (!half) __builtin_prefetch(line + 64, 1);
   }
-  MicroTile<A, R> tile;
+  MicroTile<A, R, half> tile;
   tile.start(t.start, t.start_stride);
   // Not a loop of no turns: where its two ways met, GCC would keep the whole tile in memory before and after it.
   if (k <= 0) return tile.store(t.c, t.ldc);
@@ -231,19 +242,19 @@ AI3_INLINE void micro_kernel(const Rows& rows, const A* panel, int64_t k, const 
   else
     tile.store(t.c, t.ldc);
 }
-template <class A, int R, class Rows, class C>
+template <class A, int R, bool half, class Rows, class C>
 [[gnu::noinline]] void called_micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
-  micro_kernel<A, R>(rows, panel, k, t);
+  micro_kernel<A, R, half>(rows, panel, k, t);
 }
 // Inlined, where products are so short that a call counts: for k = 64 it takes 5% of their time.
-template <class A, bool inlined = false, int R = kRows, class Rows, class C>
+template <class A, bool inlined = false, bool half = false, int R = kRows, class Rows, class C>
 AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& tile) {
   if constexpr (R > 1)
-    if (row_count < R) return multiply_tile<A, inlined, R - 1>(row_count, rows, panel, k, tile);
+    if (row_count < R) return multiply_tile<A, inlined, half, R - 1>(row_count, rows, panel, k, tile);
   if constexpr (inlined)
-    micro_kernel<A, R>(rows, panel, k, tile);
+    micro_kernel<A, R, half>(rows, panel, k, tile);
   else
-    called_micro_kernel<A, R>(rows, panel, k, tile);
+    called_micro_kernel<A, R, half>(rows, panel, k, tile);
 }
 
 // ---- Output ------------------------------------------------------------------------------------------------------------------
@@ -346,16 +357,22 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
   constexpr int P = kPanel<A>;
   constexpr bool same = sizeof(T) == sizeof(A);
   const bool onto_residual = same && out.residual == out.data, add = out.add || onto_residual;
-  const bool whole = columns == P && out.column_stride == 1, biased = out.bias && !out.bias_per_row && !add;
+  const bool half = columns <= Vec<A>::width;
+  const bool whole = (half ? columns == Vec<A>::width : columns == P) && out.column_stride == 1,
+             biased = out.bias && !out.bias_per_row && !add;
   alignas(64) A start[P] = {};
   Output<T> rest = out;
   if (biased) rest.bias = nullptr;
   if (onto_residual) rest.residual = nullptr;
   auto tile = [&]<class C>(const A* from, int64_t stride, C* c, int64_t ldc, const A* residual = nullptr,
                            Activation activation = Activation::none) {
-    multiply_tile<A>(row_count, rows, panel, k,
-                     Tile<A, C>{from, stride, c, ldc, reinterpret_cast<const char*>(out.data),
-                                out.row_stride * static_cast<int64_t>(sizeof(T)), next, residual, activation});
+    const Tile<A, C> t{
+        from, stride,   c,         ldc, reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
+        next, residual, activation};
+    if (half)
+      multiply_tile<A, false, true>(row_count, rows, panel, k, t);
+    else
+      multiply_tile<A>(row_count, rows, panel, k, t);
   };
   if constexpr (same)
     if (whole) {
@@ -363,7 +380,7 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
       if (k > 0 && !rest.bias && is_applied_in_registers(rest.activation, rest.residual))
         return tile(from, add ? out.row_stride : 0, out.data, out.row_stride, rest.residual, rest.activation);
       tile(from, add ? out.row_stride : 0, out.data, out.row_stride);
-      if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, P);
+      if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, columns);
       return;
     }
   if (biased)
