@@ -4,7 +4,7 @@ import pytest
 import torch
 
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
-from benchmarks import figures, layers, paper, shapes  # noqa: E402
+from benchmarks import figures, layers, paper, shapes, threads  # noqa: E402
 
 LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
 
@@ -129,3 +129,28 @@ def test_figures_of_the_paper():
     assert whole["computed"]["winograd_f4"] == (1, 2)
     text = "\n".join(paper.page({"layers": {line.line: found}, "networks": {"small": whole}}))
     assert "(1 of 2)" in text
+
+
+def test_predicted_times_of_many_threads():
+    """One layer alone: of eight tiles on four threads, then of five."""
+    layer = measure.conv2d(1, 512, 28, 512)
+    work = layer.flops / 32
+
+    def split(items, used, last):
+        return threads.Split("direct", (threads.Section(items, used, work, work * last / items),))
+
+    found = {(layer, t): split(8, min(t, 8), max(1, 8 // t)) for t in (1, *threads.THREADS)}
+    one, four, many = (threads.total(found, {layer: 2}, t) for t in (1, 4, 64))
+    assert one.all == pytest.approx(2 * layer.flops / 192e9)
+    assert (one.tiles, one.memory, one.starts) == (0, 0, 0)
+    assert four.all == pytest.approx(one.all / 4 + 2 * threads.STARTS)
+    assert four.alone(4) == pytest.approx(4)
+    assert many.alone(64) == pytest.approx(8)
+    found[layer, 4] = split(5, 4, 2)
+    assert threads.total(found, {layer: 1}, 4).alone(4) == pytest.approx(2.5)
+    assert found[layer, 4].largest == pytest.approx(1.6)
+    text = "\n".join(threads.page(found, {("net", 1): {layer: 1}}))
+    assert "| net | 1 |" in text
+    assert f"| conv2d {layer} | 4 | direct | 5 | 1.60 |" in text
+    relu = measure.Layer("relu count=1000000000")
+    assert threads.total({(relu, t): split(1, 1, 1) for t in (1, 4)}, {relu: 1}, 4).memory > 0.2

@@ -146,7 +146,7 @@ def test_many_threads_compute_what_one_does(info):
     for call in calls:
         torch.set_num_threads(1)
         one = call.run()
-        for threads in (4, 7):
+        for threads in (4, 7, 16):
             torch.set_num_threads(threads)
             assert same_bits(call.run(), one), f"{call} with {threads} threads"
 

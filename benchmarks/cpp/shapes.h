@@ -17,7 +17,9 @@ struct Shape {
   std::vector<int64_t> pair(const char* name) const;
 };
 
-// The distinct lines of every file in `directory`, in order; throws std::runtime_error on a line that cannot be read.
+// One line of a file, without its comment; throws std::runtime_error on one that cannot be read.
+Shape read_shape(const std::string& line);
+// The distinct lines of every file in `directory`, in order.
 std::vector<Shape> read_shapes(const std::string& directory);
 
 }  // namespace ai3::bench

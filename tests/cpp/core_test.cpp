@@ -3,7 +3,11 @@
 
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <limits>
+#include <set>
+#include <string>
+#include <thread>
 #include <vector>
 
 #include "../../csrc/algos/core/machine.h"
@@ -180,6 +184,28 @@ TEST_P(Level, ParallelLoopsVisitEachIndexOnce) {
         for (int64_t i = 0; i < count; i++) EXPECT_EQ(counts[i], 1) << "index " << i << " of " << count;
       }
 }
+
+#ifndef __SANITIZE_THREAD__  // then each loop has threads of its own
+TEST_P(Level, ThreadsThatALoopHasNoWorkForStay) {
+  auto threads = [] {
+    std::set<std::string> ids;
+    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) ids.insert(thread.path().filename());
+    return ids;
+  };
+  auto loop = [](int64_t count) {
+    std::vector<int> counts(count);
+    int thread_at_most = 0;
+    GetParam()->parallel(8, count, 0, counts.data(), &thread_at_most);
+  };
+  std::set<std::string> before, after;
+  std::jthread([&] {  // whose OpenMP threads are its own
+    loop(8), before = threads();
+    loop(2), loop(8), after = threads();
+  })
+      .join();
+  for (const std::string& id : after) EXPECT_TRUE(before.count(id)) << "thread " << id << " was started again";
+}
+#endif
 
 std::vector<const LevelFunctions*> levels() {
   std::vector<const LevelFunctions*> found;

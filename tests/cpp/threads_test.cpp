@@ -1,7 +1,8 @@
 // Kernels are called from many threads at once, each with a team of its own: the results are those of one call, and
-// ThreadSanitizer sees no race, neither between the calls nor within a team.
+// ThreadSanitizer sees no race, neither between the calls nor within a team. So are those of more threads than there are cores.
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <string>
 #include <thread>
 #include <vector>
@@ -10,6 +11,25 @@
 
 namespace {
 using namespace ai3;
+
+// Layers that many threads split otherwise than two do.
+std::vector<Conv2dProblem> layers(Conv2dProblem*) {
+  std::vector<Conv2dProblem> found;
+  for (const problems::Conv& c : {problems::Conv{1, 128, 27, 27, 32, 1, 1, 1, 1, 0, 0, 1, 1, 1},
+                                  {1, 64, 13, 13, 256, 1, 1, 1, 1, 0, 0, 1, 1, 1},
+                                  {1, 96, 17, 17, 160, 3, 3, 2, 2, 0, 0, 1, 1, 1}})
+    found.push_back(problems::conv2d(c, true, true));
+  return found;
+}
+std::vector<LinearProblem> layers(LinearProblem*) {
+  LinearProblem p{};
+  p.dtype = DType::f32, p.rows = 49, p.in_features = 96, p.out_features = 352, p.has_bias = true;
+  return {with_dense_rows(p)};
+}
+template <class P>
+std::vector<P> layers(P*) {
+  return {};
+}
 
 template <class P>
 class Threads : public testing::Test {
@@ -32,6 +52,20 @@ class Threads : public testing::Test {
         const Data grad(p.dtype, extent(p).output, Flush::end, Values::reals, 5);
         for (bool of_weight : {false, true})
           if (has_backward(a_, p, of_weight)) at_once(p, [&] { return run_backward(a_, p, in, grad, of_weight, Flush::end); });
+      }
+    }
+    for (P p : layers(static_cast<P*>(nullptr))) {
+      Reason reason;
+      if (!supported(a_, p, reason) || !usable_layout(a_, p)) continue;
+      const Inputs<P> in(p, {Flush::end, Values::reals});
+      const int64_t count = extent(p).output;
+      p.threads = 1;
+      const Guarded alone = run(a_, p, in, Flush::end, count);
+      for (const int threads : {4, 16, 70}) {  // more than most machines have cores, and more than there are shares
+        p.threads = threads;
+        const Guarded many = run(a_, p, in, Flush::end, count);
+        const bool equal = std::memcmp(alone.as<char>(), many.as<char>(), static_cast<size_t>(count * size_of(p.dtype))) == 0;
+        EXPECT_TRUE(equal || !a_.traits.deterministic) << describe(a_, p);
       }
     }
   }

@@ -324,12 +324,18 @@ AI3_INLINE void finish(const Conv2dProblem& p, const Acc<T>* tile, int64_t tile_
 }
 
 // A 1x1 kernel with stride 1 sees no rows: pixels are regrouped into rows of eight tiles, over the whole batch where images
-// follow each other pixel by pixel, as in NHWC.
-Conv2dProblem regrouped(Conv2dProblem p) {
+// follow each other pixel by pixel, as in NHWC; for more than two threads into rows of about equal length and, where there are
+// few blocks of output channels, shorter ones.
+Conv2dProblem regrouped(Conv2dProblem p, int64_t blocks) {
   if (!is_pointwise(p)) return p;
   int64_t pixels = p.out_height * p.out_width;
   if (p.x_stride.n == pixels * p.x_stride.w && p.y_stride.n == pixels * p.y_stride.w) pixels *= p.batch, p.batch = 1;
-  p.out_width = p.in_width = smaller(pixels, 8 * kPixels);
+  int64_t width = smaller(pixels, 8 * kPixels);
+  if (p.threads > 2 && pixels > 0) {
+    const int64_t wanted = smaller(ceil_div(4 * p.threads, blocks), pixels / kPixels);
+    width = ceil_div(pixels, larger(ceil_div(pixels, width), wanted));
+  }
+  p.out_width = p.in_width = width;
   p.out_height = p.in_height = ceil_div(pixels, p.out_width);
   p.x_stride.h = p.out_width * p.x_stride.w, p.y_stride.h = p.out_width * p.y_stride.w;
   return p;
@@ -379,14 +385,15 @@ void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
   const int64_t pixels = p.batch * p.out_height * p.out_width;
   const Grid grid =
       gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, preparation);
-  for_grid(p.threads, p.groups, grid, [&](int64_t g, int64_t i, int64_t j, int) {
-    const Share rows = row_share(pixels, grid.prepared, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
+  auto multiply_task = [&](int64_t g, int64_t i, int64_t j, int) {
+    const Share rows = row_share(pixels, grid, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
     Output<T> y{static_cast<T*>(m.output), p.y_stride.w};
     y.set_epilogue(p.activation, m);
     gemm_block<T>(rows_of(g).from(rows.begin), rows.end - rows.begin,
                   panels + g * packed_size<A>(steps, b.out_channels) + filters.begin * steps, filters.end - filters.begin, steps,
                   y.from(rows.begin, g * b.out_channels + filters.begin));
-  });
+  };
+  for_grid(p.threads, p.groups, grid, multiply_task, product_size<A>(pixels, b.out_channels, steps, grid));
 }
 // Returns false where the layout or the type is none that the packed product takes.
 template <class T>
@@ -431,7 +438,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const Blocking b(problem);
   const Prologue<A> prologue(problem, m);
   if (multiply_pixels<T>(problem, b, m)) return;
-  const Conv2dProblem p = regrouped(problem);
+  const Conv2dProblem p = regrouped(problem, larger(1, b.blocks));
   const int64_t all_pixels = problem.out_height * problem.out_width * (problem.batch / p.batch);  // of what is one image in p
   const bool in_place = same<T, A> && p.y_stride.c == 1 && residual != y;  // sums would go over a residual that is the output
   const bool needs_finish = residual || p.activation != Activation::none;
@@ -615,12 +622,14 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const int64_t least = ceil_div(p.out_height, rows);
   const bool uneven = images % p.threads != 0 && least > 1;
   const int64_t chunks = uneven ? smaller(round_up(least, p.threads), p.out_height) : least, tasks = images * chunks;
-  const int64_t splits = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(4 * p.threads, tasks)),
-                blocks = ceil_div(b.blocks, splits);
+  // Smaller tasks where chunks differ by a row, so that threads that are done find something to take over.
+  const int64_t each = p.threads > 2 && p.out_height % chunks != 0 ? 8 : 4;
+  const int64_t most = p.threads == 1 ? 1 : smaller(b.blocks, ceil_div(each * p.threads, tasks)),
+                blocks = ceil_div(b.blocks, most), splits = p.threads > 2 ? ceil_div(b.blocks, blocks) : most;
   const int64_t pass = weights_stay ? blocks : 1;
   const double work = static_cast<double>(all_pixels * p.batch) * static_cast<double>(p.out_channels) *
                       static_cast<double>(whole.rows * whole.columns * b.channels);
-  parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, [&](int64_t i, int) {
+  auto task = [&](int64_t i, int) {
     const int64_t first = i % splits * blocks, last = smaller(b.blocks, first + blocks), image = i / splits / chunks;
     const Share part = share(p.out_height, chunks, i / splits % chunks);
     const int64_t n = image / groups, g = image % groups;
@@ -660,6 +669,12 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
         for_edges([&](int64_t column) { column_tiles(xi, y + at(k), zk, edge_rows, column, wk, ck, end - block); });
     }
     if (lines == Lines::past_caches) finish_streaming();
+  };
+  parallel_for(work < 1e5 ? 1 : p.threads, tasks * splits, task, [&](int64_t i) {
+    const int64_t first = i % splits * blocks, last = larger(first, smaller(b.blocks, first + blocks));
+    const Share part = share(p.out_height, chunks, i / splits % chunks);
+    const int64_t pixels = smaller(part.end * p.out_width, all_pixels) - part.begin * p.out_width;
+    return static_cast<double>(pixels * (last - first) * ceil_div(b.block, width) * whole.rows * whole.columns * b.channels);
   });
 }
 

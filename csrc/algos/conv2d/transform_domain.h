@@ -569,6 +569,12 @@ struct TransformDomain {
     }
   }
 
+  // Vectors multiplied, or as much work: of a vector of a tile's input channels, of a panel of a position for n tiles, of a
+  // vector of a tile's output channels.
+  double forward_size() const { return Transform::kForwardFlops / 2 * static_cast<double>(branches); }
+  double panel_size(int64_t n) const { return 2. * static_cast<double>(n * depth); }
+  double inverse_size() const { return Transform::kInverseFlops / 2; }
+
   void run(const Buffers& buffers, Workspace& workspace) const {
     const T* x = static_cast<const T*>(buffers.input);
     const Stored* packed = static_cast<const Stored*>(buffers.weight);
@@ -585,37 +591,50 @@ struct TransformDomain {
       A *m = buffer + copy * block_elements(), *v = m + v_offset();
       const int64_t first = b * block, n = smaller(block, tiles - first), channel = own.begin * kPanel<A>,
                     channels = own.end == panels ? p.out_channels - channel : own.end * kPanel<A> - channel;
-      ranges(n * ceil_div(p.in_channels, kWidth), [&](int64_t begin, int64_t end) {
+      auto forward = [&](int64_t begin, int64_t end) {
         by_tiles(begin, end, p.in_channels,
                  [&](int64_t i, int64_t c, int64_t last) { transform_input(x, v, first + i, i, c, last); });
-      });
-      ranges(kPositions * (cached ? 1 : p.groups * (own.end - own.begin)), [&](int64_t begin, int64_t end) {
+      };
+      ranges(n * ceil_div(p.in_channels, kWidth), forward, forward_size());
+      auto products = [&](int64_t begin, int64_t end) {
         Ahead ahead = ahead_of(x, later, smaller(block, tiles - later), n);
         for (int64_t i = begin; i < end; i++)
           cached ? multiply_cached(v, packed, m, n, i, own, ahead) : multiply(v, packed, m, n, i, own, ahead);
-      });
-      ranges(n * ceil_div(channels, kWidth), [&](int64_t begin, int64_t end) {
+      };
+      ranges(kPositions * (cached ? 1 : p.groups * (own.end - own.begin)), products, panel_size(n));
+      auto inverse = [&](int64_t begin, int64_t end) {
         by_tiles(begin, end, channels, [&](int64_t i, int64_t k, int64_t last) {
           transform_output(m, buffers, first + i, i, channel, channel + k, channel + last, streaming);
         });
         if (streaming) finish_streaming();
-      });
+      };
+      ranges(n * ceil_div(channels, kWidth), inverse, inverse_size());
     };
     const Share all{0, panels};
-    auto alone = [](int64_t count, const auto& body) { body(0, count); };
-    auto together = [&](int64_t count, const auto& body) {
-      parallel_ranges(p.threads, count, 1, [&](int64_t begin, int64_t end, int) { body(begin, end); });
+    auto alone = [](int64_t count, const auto& body, double) { body(0, count); };
+    auto together = [&](int64_t count, const auto& body, double size) {
+      parallel_ranges(
+          p.threads, count, 1, [&](int64_t begin, int64_t end, int) { body(begin, end); }, size);
     };
-    if (split == Split::tiles)
-      parallel_for(p.threads, blocks, [&](int64_t b, int thread) {
-        const Share mine = share(blocks, smaller(p.threads, blocks), thread);
+    // Of n tiles with the filters of some panels.
+    auto size_of_tiles = [&](int64_t n, const Share& own) {
+      const double filters = static_cast<double>(own.end - own.begin);
+      return static_cast<double>(n * ceil_div(p.in_channels, kWidth)) * forward_size() +
+             static_cast<double>(kPositions * p.groups) * filters * panel_size(n) +
+             static_cast<double>(n * p.groups) * 2 * filters * inverse_size();
+    };
+    if (split == Split::tiles) {
+      auto task = [&](int64_t b, int thread) {
+        const Share mine = share(blocks, team_of(p.threads, blocks), thread);
         take_block(b, b >= mine.begin && b + 1 < mine.end ? (b + 1) * block : tiles, thread, all, alone);
-      });
-    else if (split == Split::filters)
-      parallel_for(p.threads, shares, [&](int64_t i, int) {
+      };
+      parallel_for(p.threads, blocks, task, [&](int64_t b) { return size_of_tiles(smaller(block, tiles - b * block), all); });
+    } else if (split == Split::filters) {
+      auto task = [&](int64_t i, int) {
         for (int64_t b = 0; b < blocks; b++) take_block(b, (b + 1) * block, i, share(panels, shares, i), alone);
-      });
-    else
+      };
+      parallel_for(p.threads, shares, task, [&](int64_t i) { return size_of_tiles(tiles, share(panels, shares, i)); });
+    } else
       for (int64_t b = 0; b < blocks; b++) take_block(b, tiles, 0, all, together);
   }
 

@@ -515,6 +515,7 @@ void pack_pair_panels(const T* b, int64_t k, int64_t columns, int64_t column_str
 // kRows rows or panels, and multiplies it with one of `streamed` shares of the packed weight's panels.
 struct Grid {
   int64_t prepared, streamed;
+  bool even = false;  // one task for each of more than two threads: rows are shared evenly, in slabs of less than kRows rows
 };
 // The grid of the least modelled time, in cycles: both sides are cut, so that small products use all threads too. A task reads
 // its part of both operands once; its prepared one, `block_k` elements of k at a time, stays in the L2 cache. `preparation` is
@@ -539,15 +540,24 @@ Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, 
       if (best.prepared && time >= least) continue;
       best = {prepared, streamed}, least = time;
     }
+  best.even = threads > 2 && products * best.prepared * best.streamed <= threads;
+  if (best.even) best.streamed = ceil_div(panels, ceil_div(panels, best.streamed));  // as few as are done at the same time
   return best;
 }
 // body(product, prepared share, streamed share, thread) for every task. Neighbours in time use the same part of the weight.
-template <class Body>
-AI3_INLINE void for_grid(int threads, int64_t products, const Grid& grid, const Body& body) {
-  parallel_for(threads, products * grid.prepared * grid.streamed, [&](int64_t i, int thread) {
-    const int64_t rest = i / grid.prepared;
-    body(rest / grid.streamed, i % grid.prepared, rest % grid.streamed, thread);
-  });
+// size(prepared share, streamed share) as in parallel_for.
+struct TasksAlike {
+  AI3_INLINE double operator()(int64_t, int64_t) const { return 1; }
+};
+template <class Body, class Size = TasksAlike>
+AI3_INLINE void for_grid(int threads, int64_t products, const Grid& grid, const Body& body, const Size& size = {}) {
+  parallel_for(
+      threads, products * grid.prepared * grid.streamed,
+      [&](int64_t i, int thread) {
+        const int64_t rest = i / grid.prepared;
+        body(rest / grid.streamed, i % grid.prepared, rest % grid.streamed, thread);
+      },
+      [&](int64_t i) { return size(i % grid.prepared, i / grid.prepared % grid.streamed); });
 }
 // Share i of `rows` rows, in whole slabs of about equal height.
 AI3_INLINE Share row_share(int64_t rows, int64_t shares, int64_t i) {
@@ -555,11 +565,22 @@ AI3_INLINE Share row_share(int64_t rows, int64_t shares, int64_t i) {
   const Share s = share(slabs, shares, i);
   return {rows * s.begin / slabs, rows * s.end / slabs};
 }
+AI3_INLINE Share row_share(int64_t rows, const Grid& grid, int64_t i) {
+  return grid.even ? share(rows, grid.prepared, i) : row_share(rows, grid.prepared, i);
+}
 // Share i of `columns` columns, in whole panels.
 template <class A>
 AI3_INLINE Share column_share(int64_t columns, int64_t shares, int64_t i) {
   const Share s = share(panel_count<A>(columns), shares, i);
   return {s.begin * kPanel<A>, s.end * kPanel<A> < columns ? s.end * kPanel<A> : columns};
+}
+// The size of a task that multiplies these shares of rows and columns.
+template <class A>
+AI3_INLINE auto product_size(int64_t rows, int64_t columns, int64_t k, const Grid& grid) {
+  return [=](int64_t i, int64_t j) {
+    const Share r = row_share(rows, grid, i), c = column_share<A>(columns, grid.streamed, j);
+    return 2. * static_cast<double>((r.end - r.begin) * panel_count<A>(c.end - c.begin) * k);
+  };
 }
 
 // The stride of prepared rows.

@@ -42,14 +42,33 @@ AI3_INLINE void take_shares(int thread, int present, int64_t count, Taken* taken
   }
 }
 
+// How many of the threads take part: as few as are done with `count` equal items no later than all of them.
+AI3_INLINE int team_of(int threads, int64_t count) {
+  if (threads <= 1 || count <= 1) return 1;
+  const int64_t most = (count - 1) / threads + 1;  // items of a thread
+  return static_cast<int>((count - 1) / most + 1);
+}
+
+#ifdef AI3_RECORD_SPLITS
+// At a level for tests nothing is computed; a section says how many items it has for how many threads, and their sizes.
+void record_split(int threads, int64_t count, const void* sizes, double (*size)(const void* sizes, int64_t item));
+#endif
+struct AllAlike {
+  AI3_INLINE double operator()(int64_t) const { return 1; }
+};
+
 // body(i, thread) for every i in [0, count), in any order; `thread` in [0, threads) indexes per-thread workspace. Must not throw.
 // Thread t of a team of n first takes share(count, n, t): the same in every call and, where i counts rows or tiles, in every
 // layer, so that what it wrote, and reads or writes next, is in its own core's caches. Who is done takes over from the others.
-template <class Body>
-AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
+// size(i), vectors multiplied or about as much work, is only asked for by tests.
+template <class Body, class Size = AllAlike>
+AI3_INLINE void parallel_for(int threads, int64_t count, [[maybe_unused]] const Body& body,
+                             [[maybe_unused]] const Size& size = {}) {
+#ifdef AI3_RECORD_SPLITS
+  return record_split(threads, count, &size, [](const void* of, int64_t i) { return (*static_cast<const Size*>(of))(i); });
+#else
 #if defined(_OPENMP) || defined(__SANITIZE_THREAD__)
-  if (threads > 1 && count > 1) {
-    const int team = static_cast<int64_t>(threads) < count ? threads : static_cast<int>(count);
+  if (const int team = team_of(threads, count); team > 1) {
     Taken taken[kShares];
 #ifdef __SANITIZE_THREAD__  // it does not see how libgomp's threads wait for each other; these start together, so that none is
                             // idle
@@ -61,24 +80,35 @@ AI3_INLINE void parallel_for(int threads, int64_t count, const Body& body) {
         take_shares(thread, team, count, taken, body);
       });
 #else
-#pragma omp parallel num_threads(team)
-    take_shares(omp_get_thread_num(), omp_get_num_threads(), count, taken, body);
+// All threads come, those beyond the team in vain: libgomp ends the threads that a smaller region leaves out, and must start
+// others for the next larger one, ours or PyTorch's.
+#pragma omp parallel num_threads(threads)
+    {
+      const int thread = omp_get_thread_num(), present = omp_get_num_threads();
+      if (thread < team) take_shares(thread, present < team ? present : team, count, taken, body);
+    }
 #endif
     return;
   }
 #endif
   for (int64_t i = 0; i < count; i++) body(i, 0);
+#endif
 }
 
 // body(begin, end, thread) on one contiguous share of [0, count) for each thread; no share is smaller than `grain` but the last.
+// `size` is that of one index, as above.
 template <class Body>
-AI3_INLINE void parallel_ranges(int threads, int64_t count, int64_t grain, const Body& body) {
-  const int64_t most = count / (grain > 0 ? grain : 1), shares = most < 1 ? 1 : most < threads ? most : threads;
-  parallel_for(static_cast<int>(shares), shares, [&](int64_t i, int thread) {
-    const int64_t step = count / shares, rest = count % shares;
-    const int64_t begin = i * step + (i < rest ? i : rest);
-    body(begin, begin + step + (i < rest), thread);
-  });
+AI3_INLINE void parallel_ranges(int threads, int64_t count, int64_t grain, const Body& body, double size = 1) {
+  const int64_t most = count / (grain > 0 ? grain : 1);
+  const int64_t shares = team_of(static_cast<int>(most < 1 ? 1 : most < threads ? most : threads), count);
+  const int64_t step = count / shares, rest = count % shares;
+  parallel_for(
+      threads, shares,
+      [&](int64_t i, int thread) {
+        const int64_t begin = i * step + (i < rest ? i : rest);
+        body(begin, begin + step + (i < rest), thread);
+      },
+      [&](int64_t i) { return size * static_cast<double>(step + (i < rest)); });
 }
 
 }  // namespace ai3::inline AI3_LEVEL

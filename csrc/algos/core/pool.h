@@ -224,7 +224,7 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
   constexpr int64_t kLarge = 4 << 20;  // bytes of output, from which it goes past the caches; four times as many of input: memory
   const int64_t rows_out = p.batch * p.out_height, vectors = ceil_div(p.channels, width);
   const int64_t blocks = !nhwc ? p.channels
-                         : rows_out < 4 * p.threads
+                         : rows_out < (p.threads > 2 ? 8 : 4) * p.threads
                              ? smaller(vectors, round_up(ceil_div(vectors, detail::kPoolVectors), p.threads))
                              : smaller(vectors, 1);
   auto bytes = [&](int64_t pixels) { return p.batch * pixels * p.channels * static_cast<int64_t>(sizeof(T)); };
@@ -234,7 +234,7 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
   if (bytes(p.in_height * p.in_width) >= 4 * kLarge)
     traffic.new_rows = adaptive ? p.in_height : p.stride_h, traffic.new_columns = adaptive ? p.in_width : p.stride_w;
   const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1);
-  parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), [&](int64_t begin, int64_t end, int) {
+  auto task = [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
       const Share block = nhwc ? share(vectors, blocks, i % blocks) : Share{};
       const int64_t c = nhwc ? block.begin * width : i / p.out_height % p.channels,
@@ -260,7 +260,9 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
       }
     }
     if (traffic.past_caches) finish_streaming();
-  });
+  };
+  parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), task,
+                  static_cast<double>(work) / static_cast<double>(width));
 }
 
 }  // namespace ai3::inline AI3_LEVEL

@@ -80,8 +80,8 @@ struct PackedProduct {
     Output<T> y{static_cast<T*>(m.output), p.y_row};
     y.set_epilogue(p.activation, m);
     A* copied = size ? workspace.take<A>(p.threads * size) : nullptr;
-    for_grid(p.threads, 1, grid, [&](int64_t, int64_t i, int64_t j, int thread) {
-      const Share rows = row_share(p.rows, grid.prepared, i), columns = column_share<A>(p.out_features, grid.streamed, j);
+    auto multiply_task = [&](int64_t, int64_t i, int64_t j, int thread) {
+      const Share rows = row_share(p.rows, grid, i), columns = column_share<A>(p.out_features, grid.streamed, j);
       for (int64_t b = 0; b < blocks; b++) {
         const Share part = share(steps, blocks, b);
         const int64_t first = part.begin * kPerStep, count = smaller(k, part.end * kPerStep) - first;
@@ -93,7 +93,8 @@ struct PackedProduct {
                       columns.end - columns.begin, part.end - part.begin,
                       y.from(rows.begin, columns.begin).part(b == 0, b == blocks - 1));
       }
-    });
+    };
+    for_grid(p.threads, 1, grid, multiply_task, product_size<A>(p.rows, p.out_features, steps, grid));
   }
 };
 
