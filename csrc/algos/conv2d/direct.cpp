@@ -105,11 +105,11 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
   });
 }
 
-// How sums come into the output: its lines, which are not read, are likely in a cache where it is small; those of a larger one go
-// past the caches where they are stored as a whole, else they are prefetched; or sums are added to what is there.
+// How sums come into the output: its lines, which are not read, are likely in a core's own cache where it is small; those of a
+// larger one are prefetched, or go past the caches where it is large and they are stored as a whole; or sums are added to what is
+// there. In bytes of output (docs/decisions/direct.md); kLargeFromImages is of layers of up to four channels.
 enum class Lines { cached, prefetched, past_caches, added_to };
-constexpr int64_t kSmallTo = 256 << 10;
-constexpr int64_t kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;  // bytes of output; of layers of up to four channels
+constexpr int64_t kPrefetchedFrom = 256 << 10, kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
 // the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; how far behind
@@ -477,7 +477,7 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
   const bool whole_lines = has_whole_lines<T>(p.y_stride, y) && b.block * size % 64 == 0 && !needs_finish;
   const Lines lines = whole_lines && written >= (p.in_channels <= 4 ? kLargeFromImages : kLargeFrom) ? Lines::past_caches
-                      : written >= kSmallTo                                                          ? Lines::prefetched
+                      : written >= kPrefetchedFrom                                                   ? Lines::prefetched
                                                                                                      : Lines::cached;
 
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
