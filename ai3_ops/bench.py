@@ -360,7 +360,7 @@ def _ratio(result: Result) -> str:
 
 
 def draw(results: Mapping[str, Result], path: Path) -> None:
-    """A picture: for each network the engines' medians as bars, with p99 as a thin line."""
+    """A picture: for each network the engines' medians as bars, with p99 as a thin line; none whose output is wrong."""
     from matplotlib.figure import Figure
 
     columns = min(3, len(results))
@@ -368,7 +368,7 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
     figure = Figure(figsize=(5 * columns, 3.2 * rows), dpi=80, layout="constrained")
     for i, result in enumerate(results.values()):
         axes = figure.add_subplot(rows, columns, i + 1)
-        shown = sorted((e.median_ms, name) for name, e in result.engines.items() if not e.absent)
+        shown = sorted((e.median_ms, name) for name, e in result.engines.items() if not (e.absent or e.wrong))
         medians, names = [m for m, _ in shown], [n for _, n in shown]
         axes.barh(names, medians, color=["#3b6fb6" if n in OURS else "#8a8f98" for n in names])
         axes.hlines(names, medians, [result.engines[n].p99_ms for n in names], color="#2b2f36", lw=0.8)

@@ -29,14 +29,12 @@ class Layer:
     name: str
     operation: str
     requested: str | None  # what the selector that matched it asked for; None where it was matched by no selector
-    used: (
-        str  # the algorithm that computes it; of a rule such as `default` the one that it chose, once shapes are known
-    )
+    # The algorithm that computes it; of a rule such as `default` the one that it chose, once shapes are known.
+    used: str
     reason: str  # why `used` is not what was requested, why a rule chose it, or that this is not known yet
     shapes: list[tuple[int, ...]] | None  # of the tensors of the first call seen
-    calls: (
-        int | None
-    )  # since the swap, without those from compiled code; None for layers that keep PyTorch's implementation
+    # Since the swap, without those from compiled code; None for layers that keep PyTorch's implementation.
+    calls: int | None
     torch_calls: int  # how many of the calls PyTorch computed
     # Memory layout of a swapped call's first input, "NCHW" or "NHWC", where that has four dimensions, and whether the algorithm
     # copies it; before the first call, the layout that it had in the swap's run with example inputs.

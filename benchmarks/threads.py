@@ -40,7 +40,8 @@ thread's work over the mean is at most {MOST}, or fewer threads are used, but fo
 The model: {VECTORS * 32 / 1e9:.0f} GFLOP/s a core, all of which is reached. Every layer's float32 input, weight and output are
 moved from or to memory once, as if there were no caches: {MEMORY[0] / 1e9:.0f} GB/s for each thread, {MEMORY[1] / 1e9:.0f} at
 most. A layer takes the longer of both; a section of more than one thread takes {STARTS * 1e6:g} us besides, in which its threads
-come and go. `relu` and pools are layers of their own, which `optimize` would fuse; `flatten` is left out.
+come and go. `relu` and pools are layers of their own, which `optimize` would fuse; `flatten` is left out, and so is
+that operators start no more threads than a layer has 65,536 products for.
 
 ## Speed-up
 

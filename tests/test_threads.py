@@ -205,3 +205,13 @@ def test_a_thousand_swaps_leave_no_memory_behind():
     assert grown[0] < 8 << 20, f"{grown[0] / 1000:.0f} bytes a swap"
     assert grown[1] < 500
     assert grown[2] <= 2
+
+
+def test_many_threads_pack_an_empty_weight():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        packed = torch.ops.ai3._linear_gemm_bf16_pack(torch.randn(0, 512))
+    finally:
+        torch.set_num_threads(before)
+    assert packed.numel() < 1024

@@ -26,7 +26,7 @@ def _tallied(function: Callable[[AlgorithmInfo, Tally], None]) -> Callable[[Algo
 
 CHECKS: dict[str, Callable[[AlgorithmInfo], Tally]] = {
     name.removeprefix("check_"): _tallied(function)
-    for room in (values, refusals, gradients, weights, out, tracing, memory)
-    for name, function in vars(room).items()
+    for module in (values, refusals, gradients, weights, out, tracing, memory)
+    for name, function in vars(module).items()
     if name.startswith("check_")
 }

@@ -143,13 +143,13 @@ def check_zeros(info: AlgorithmInfo, tally: Tally) -> None:
 
 
 def check_determinism(info: AlgorithmInfo, tally: Tally) -> None:
-    """Bitwise the same from run to run and with one thread and two, where the algorithm says so; else an alert."""
+    """Bitwise the same from run to run and with one, two and five threads, where the algorithm says so; else an alert."""
     threads = torch.get_num_threads()
     for call in few_calls(info, 6, "float32" if "float32" in info.dtypes else None, large=True):
         if info.deterministic:
             first = call.run()
             try:
-                for count in (1, 2):
+                for count in (1, 2, 5):
                     torch.set_num_threads(count)
                     hint = "register it with deterministic=False (a header: .deterministic = false) if the method is so"
                     require(same_bits(call.run(), first), f"{call}: differs with {count} threads; {hint}")

@@ -50,7 +50,7 @@ void widen(const Entry& entry, Conv1dCall& c) {
   else
     c.weight_size.insert(c.weight_size.begin() + 2, 1);
   const int64_t channels = checked_mul(c.weight_size.empty() ? c.weight.size(1) : c.weight_size[1], c.groups);
-  if (c.input.size(c.input.dim() - 2) != channels) {
+  if (c.groups > 0 && c.input.size(c.input.dim() - 2) != channels) {
     Sizes weight = weight_sizes(c);
     weight.erase(weight.begin() + 2);
     fail(entry, "needs input of ", channels, " channels for weight ", weight, " and groups ", c.groups, ", got ", c.input);

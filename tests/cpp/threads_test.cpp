@@ -13,21 +13,30 @@ namespace {
 using namespace ai3;
 
 // Layers that many threads split otherwise than two do.
-std::vector<Conv2dProblem> layers(Conv2dProblem*) {
+std::vector<Conv2dProblem> layers(Conv2dProblem*, const std::string&) {
   std::vector<Conv2dProblem> found;
   for (const problems::Conv& c : {problems::Conv{1, 128, 27, 27, 32, 1, 1, 1, 1, 0, 0, 1, 1, 1},
                                   {1, 64, 13, 13, 256, 1, 1, 1, 1, 0, 0, 1, 1, 1},
                                   {1, 96, 17, 17, 160, 3, 3, 2, 2, 0, 0, 1, 1, 1}})
-    found.push_back(problems::conv2d(c, true, true));
+    for (const bool nhwc : {true, false})
+      for (const DType dtype : {DType::f32, DType::bf16}) {
+        found.push_back(problems::conv2d(c, nhwc, true));
+        found.back().dtype = dtype;
+      }
   return found;
 }
-std::vector<LinearProblem> layers(LinearProblem*) {
-  LinearProblem p{};
-  p.dtype = DType::f32, p.rows = 49, p.in_features = 96, p.out_features = 352, p.has_bias = true;
-  return {with_dense_rows(p)};
+std::vector<LinearProblem> layers(LinearProblem*, const std::string&) {
+  std::vector<LinearProblem> found;
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    LinearProblem p{};
+    p.dtype = dtype, p.rows = 49, p.in_features = 96, p.out_features = 352, p.has_bias = true;
+    found.push_back(with_dense_rows(p));
+  }
+  return found;
 }
+std::vector<Pool2dProblem> layers(Pool2dProblem* of, const std::string& operation) { return problems::all(of, operation); }
 template <class P>
-std::vector<P> layers(P*) {
+std::vector<P> layers(P*, const std::string&) {
   return {};
 }
 
@@ -54,7 +63,7 @@ class Threads : public testing::Test {
           if (has_backward(a_, p, of_weight)) at_once(p, [&] { return run_backward(a_, p, in, grad, of_weight, Flush::end); });
       }
     }
-    for (P p : layers(static_cast<P*>(nullptr))) {
+    for (P p : layers(static_cast<P*>(nullptr), a_.info.operation)) {
       Reason reason;
       if (!supported(a_, p, reason) || !usable_layout(a_, p)) continue;
       const Inputs<P> in(p, {Flush::end, Values::reals});

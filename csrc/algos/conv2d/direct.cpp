@@ -573,9 +573,9 @@ void conv2d_direct(const Conv2dProblem& problem, const Buffers& m, Workspace&) {
   };
   // Those of a row's columns, which see the kernel's rows `valid`.
   auto row_tiles = [&](const T* xi, T* yi, const T* zi, int64_t row, Range valid, Range columns, const A* weights,
-                       const Channels<T>& of, int64_t blocks, bool asks) {
+                       const Channels<T>& of, int64_t blocks, bool prefetches) {
     Span span = whole;
-    span.rows = valid.size(), span.ahead = asks ? p.stride_h * p.x_stride.h : 0;
+    span.rows = valid.size(), span.ahead = prefetches ? p.stride_h * p.x_stride.h : 0;
     const T* from = xi + (row * p.stride_h - p.pad_h + valid.begin * p.dilation_h) * p.x_stride.h +
                     (columns.begin * p.stride_w - p.pad_w) * p.x_stride.w;
     const int64_t shift = row * p.y_stride.h + columns.begin * p.y_stride.w;

@@ -72,7 +72,7 @@ template <class A>
 AI3_INLINE Vec<A> tanh(Vec<A> v) {
   using Raw = typename Vec<A>::Raw;
   const Vec<A> below = v.raw < Raw{} ? v.raw : -v.raw, t = exp_minus_one(below + below), y = t / (Vec<A>(A(2)) + t);
-  return v.raw < Raw{} ? y.raw : -y.raw;
+  return v.raw < Raw{} ? y.raw : v.raw > Raw{} ? -y.raw : v.raw;  // 0 keeps its sign
 }
 
 // The standard normal distribution function, (1 + erf(v / sqrt 2)) / 2. Float: Abramowitz & Stegun 7.1.26, within 3e-7.
@@ -93,7 +93,7 @@ template <class A>
 AI3_INLINE Vec<A> relu6(Vec<A> v) {
   return at_most(Vec<A>(A(6)), relu(v));
 }
-// relu6(v + 3) / 6, without the division: 6 times the rounded sixth is 1.
+// relu6(v + 3) / 6, without the division: 6 times the rounded sixth is 1. So hardswish is finite where six times v is not.
 template <class A>
 AI3_INLINE Vec<A> hardsigmoid(Vec<A> v) {
   return relu6(v + Vec<A>(3)) * Vec<A>(A(1) / A(6));

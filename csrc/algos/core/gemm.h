@@ -32,7 +32,7 @@ AI3_INLINE int64_t packed_size(int64_t k, int64_t columns) {
 // Rows that lie a multiple of 4 KiB apart share one set of the L1 cache, which has fewer ways than a slab has rows.
 template <class A>
 AI3_INLINE bool rows_collide(int64_t stride) {
-  return kRows > 8 && stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
+  return kRows > 8 && stride > 0 && stride * static_cast<int64_t>(sizeof(A)) % 4096 == 0;
 }
 
 // ---- Micro-kernel ------------------------------------------------------------------------------------------------------------
@@ -515,7 +515,7 @@ void pack_pair_panels(const T* b, int64_t k, int64_t columns, int64_t column_str
 // kRows rows or panels, and multiplies it with one of `streamed` shares of the packed weight's panels.
 struct Grid {
   int64_t prepared, streamed;
-  bool even = false;  // one task for each of more than two threads: rows are shared evenly, in slabs of less than kRows rows
+  bool even = false;  // one task for each of more than two threads: rows may be shared evenly, in slabs of less than kRows rows
 };
 // The grid of the least modelled time, in cycles: both sides are cut, so that small products use all threads too. A task reads
 // its part of both operands once; its prepared one, `block_k` elements of k at a time, stays in the L2 cache. `preparation` is
@@ -540,7 +540,7 @@ Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, 
       if (best.prepared && time >= least) continue;
       best = {prepared, streamed}, least = time;
     }
-  best.even = threads > 2 && products * best.prepared * best.streamed <= threads;
+  best.even = threads > 2 && best.prepared > 0 && panels > 0 && products * best.prepared * best.streamed <= threads;
   if (best.even) best.streamed = ceil_div(panels, ceil_div(panels, best.streamed));  // as few as are done at the same time
   return best;
 }

@@ -80,9 +80,10 @@ AI3_INLINE void parallel_for(int threads, int64_t count, [[maybe_unused]] const 
         take_shares(thread, team, count, taken, body);
       });
 #else
-// All threads come, those beyond the team in vain: libgomp ends the threads that a smaller region leaves out, and must start
-// others for the next larger one, ours or PyTorch's.
-#pragma omp parallel num_threads(threads)
+    // All of the process's threads come, those beyond the team in vain: libgomp ends the threads that a smaller region leaves
+    // out, and must start others for the next larger one, ours or PyTorch's.
+    const int all = omp_get_max_threads();
+#pragma omp parallel num_threads(threads < all ? all : threads)
     {
       const int thread = omp_get_thread_num(), present = omp_get_num_threads();
       if (thread < team) take_shares(thread, present < team ? present : team, count, taken, body);
