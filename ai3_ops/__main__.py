@@ -110,7 +110,9 @@ def parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="whole networks on this package and on other engines")
     bench.add_argument("--models", nargs="+", metavar="MODEL", help="default: nine networks of torchvision")
-    bench.add_argument("--peers", nargs="*", metavar="ENGINE", help="default: all, ours too")
+    bench.add_argument(
+        "--peers", nargs="*", metavar="ENGINE", help="default: all, ours too, but 'optimize approximate'"
+    )
     bench.add_argument("--batch", type=at_least_one, default=1, help="images (default: 1)")
     bench.add_argument("--size", type=at_least_one, default=224, help="of the images (default: 224)")
     bench.add_argument("--threads", type=at_least_one, help="default: torch's")

@@ -91,13 +91,12 @@ def swap_auto(folder: Path, threads: int) -> Ready:
 
 def optimize(folder: Path, threads: int) -> Ready:
     """`optimize(model, x)`."""
+    return _ours(folder, threads, lambda ai3, model, x: ai3.optimize(model, x, progress=False))
 
-    def make(ai3: Any, model: Any, x: Any) -> Any:
-        if not hasattr(ai3, "optimize"):
-            raise Absent("this version has no optimize")
-        return ai3.optimize(model, x, progress=False)
 
-    return _ours(folder, threads, make)
+def approximate(folder: Path, threads: int) -> Ready:
+    """`optimize(model, x, allow_approximate=True)`."""
+    return _ours(folder, threads, lambda ai3, model, x: ai3.optimize(model, x, allow_approximate=True, progress=False))
 
 
 def _numpy(folder: Path) -> Any:
@@ -202,13 +201,14 @@ def opencv(folder: Path, threads: int) -> Ready:
 ENGINES: dict[str, Callable[[Path, int], Ready]] = {
     "eager": eager, "channels_last": channels_last, "compile": compile, "onnxruntime": onnxruntime, "openvino": openvino,
     "ncnn": ncnn, "mnn": mnn, "opencv": opencv, "swap default": swap_default, "swap auto": swap_auto, "optimize": optimize,
+    "optimize approximate": approximate,
 }  # fmt: skip
 
 
 # What a process imports before its memory is counted from there.
 LIBRARIES = {
     **dict.fromkeys(("eager", "channels_last"), ("torch",)),
-    **dict.fromkeys(("swap default", "swap auto", "optimize"), ("torch", "ai3_ops")),
+    **dict.fromkeys(("swap default", "swap auto", "optimize", "optimize approximate"), ("torch", "ai3_ops")),
     "compile": ("torch", "torch._dynamo", "torch._inductor.compile_fx"),
     "onnxruntime": ("onnxruntime",), "openvino": ("openvino",), "ncnn": ("ncnn",), "mnn": ("MNN",), "opencv": ("cv2",),
 }  # fmt: skip

@@ -41,7 +41,8 @@ PACKAGES = {
     "mnn": ("MNN", "MNN"), "opencv": ("cv2", "opencv-python-headless"),
 }  # fmt: skip
 OURS = ("swap default", "swap auto", "optimize")
-PEERS = tuple(name for name in _peers.ENGINES if name not in OURS)
+APPROXIMATE = ("optimize approximate",)  # only run where asked for, and compared with nobody
+PEERS = tuple(name for name in _peers.ENGINES if name not in OURS + APPROXIMATE)
 MODELS = (
     "alexnet",
     "densenet121",
@@ -305,8 +306,9 @@ normalizations with the statistics of the input), input (NCHW) and threads, floa
 calls that do not count. Milliseconds of one call: median and 99th percentile of all calls of all turns. Images/s: images
 over their time. Memory: the peak of a call above what the process held before it loaded the model (weights, packs,
 activations). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch in float64; above 0.1 the output is called
-wrong and its engine is not compared. Energy: joules of a call, where the
-machine exposes it (RAPL). Load: seconds until the first output, with conversion and tuning (cached measurements are taken).
+wrong and its engine is not compared. Energy: joules of a call, where the machine exposes it (RAPL). Load: seconds until
+the first output, with conversion and tuning (cached measurements are taken). "optimize approximate" is
+`optimize(model, x, allow_approximate=True)`, which may use bfloat16, and is not compared either.
 """
     yield f"![medians of all engines]({picture})\n"
     yield "## Medians, ms\n"
@@ -314,7 +316,7 @@ machine exposes it (RAPL). Load: seconds until the first output, with conversion
     yield "| network | " + " | ".join(names) + " | fastest peer / our fastest |"
     yield "|---|" + "---:|" * (len(names) + 1)
     for result in results.values():
-        cells = [_ms(result.engines.get(name), result.fastest(list(_peers.ENGINES)) == name) for name in names]
+        cells = [_ms(result.engines.get(name), result.fastest(PEERS + OURS) == name) for name in names]
         yield f"| {result.key} | " + " | ".join(cells) + f" | {_ratio(result)} |"
     for result in results.values():
         yield f"\n## {result.key}\n"
@@ -370,7 +372,7 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
         axes = figure.add_subplot(rows, columns, i + 1)
         shown = sorted((e.median_ms, name) for name, e in result.engines.items() if not (e.absent or e.wrong))
         medians, names = [m for m, _ in shown], [n for _, n in shown]
-        axes.barh(names, medians, color=["#3b6fb6" if n in OURS else "#8a8f98" for n in names])
+        axes.barh(names, medians, color=["#3b6fb6" if n in OURS + APPROXIMATE else "#8a8f98" for n in names])
         axes.hlines(names, medians, [result.engines[n].p99_ms for n in names], color="#2b2f36", lw=0.8)
         for j, median in enumerate(medians):
             axes.annotate(f" {median:.3g}", (median, j), va="center", fontsize=8)
@@ -404,7 +406,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
     """Measures, prints, writes; 1 where none of the engines ran a network."""
     names = {name.replace("-", " ").replace("_", " "): name for name in _peers.ENGINES}
     engines = []
-    for given in options.peers or _peers.ENGINES:
+    for given in options.peers or PEERS + OURS:
         name = names.get(given.replace("-", " ").replace("_", " "))
         if name is None:
             raise ValueError(

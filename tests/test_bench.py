@@ -136,6 +136,15 @@ def test_what_is_written(tmp_path):
     assert "| 0.5 |" in "\n".join(bench.document(with_energy, "x.png"))
 
 
+def test_approximate_engines_are_shown_and_compared_with_nobody():
+    shown = results()
+    shown["small batch 1"].engines["optimize approximate"] = Engine(
+        "0.1", "", 1.0, 1.0, 999.0, 2**20, 1e-3, 9.5, None, 50
+    )
+    page = "\n".join(bench.document(shown, "x.png"))
+    assert "| 10 | 4 | 8 | 5 | **2** | 1 | 2.00x (onnxruntime / swap auto) |" in page
+
+
 @pytest.mark.parametrize("error", [2.0, float("nan")])
 def test_a_wrong_output_is_compared_with_nobody(error):
     wrong = results()
