@@ -204,8 +204,11 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> fx.Gr
                 names[node].replace_all_uses_with(value, _outside({names[n] for n in part.nodes}))
         for node in reversed(part.nodes):
             graph.erase_node(names[node])
-    graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    for number, node in enumerate(n for n in graph.nodes if n.op == "get_attr"):
+    constants = [n for n in graph.nodes if n.op == "get_attr"]
+    for node in constants:
+        if not node.users:  # packed into a region; fx's own elimination needs the order that the nodes get below
+            graph.erase_node(node)
+    for number, node in enumerate(n for n in constants if n.users):
         name = f"constant_{number}"
         root.register_buffer(name, network.constants[node.target])
         node.target = name

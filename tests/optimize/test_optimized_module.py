@@ -256,3 +256,21 @@ def test_autocast_and_inference_mode(residual):
     with torch.inference_mode():
         assert torch.equal(fast(x), expected)
         assert torch.equal(optimized(model, x)(x), expected)
+
+
+class Exchange(nn.Module):
+    """An interpolation, PyTorch's, reads a layer before the last layer of the same program comes, as in HRNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.high, self.low = (nn.Conv2d(3, 8, 3, padding=1) for _ in range(2))
+        self.to_low, self.more = nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        up = F.interpolate(self.to_low(self.high(x)), scale_factor=2.0)
+        low = self.more(self.low(x))
+        return up, F.interpolate(low, scale_factor=0.5), low + up
+
+
+def test_what_pytorch_computes_between_the_layers_of_one_program(faster):
+    check(Exchange().eval(), torch.randn(2, 3, 8, 8))
