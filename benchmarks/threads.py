@@ -14,12 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ai3_ops import bench
 from benchmarks import measure
 from benchmarks.measure import Layer
 
-NETWORKS = (
-    "alexnet", "densenet121", "googlenet", "inception_v3", "resnet152", "squeezenet1_1", "vgg16", "vit_b_16", "swin_b",
-)  # fmt: skip
 THREADS = 4, 8, 16, 32, 64
 BATCHES = 1, 10
 PROGRAM = measure.ROOT / "build" / "native" / "tests" / "cpp" / "ai3_splits"
@@ -194,7 +192,7 @@ def main() -> int:
         parser.error(f"{options.program} is not built: make cpp-test")
     networks = {
         (name, n): {layer.batch(n): c for layer, c in measure.network(name).items() if layer.operation != "flatten"}
-        for name in NETWORKS
+        for name in bench.MODELS
         for n in BATCHES
     }
     layers = list(dict.fromkeys(layer for counts in networks.values() for layer in counts))

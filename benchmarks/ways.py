@@ -165,12 +165,6 @@ def _in_form(swapped: nn.Module, name: str, which: str, x: Tensor) -> Any:
     raise ValueError(f"no form {which!r}")
 
 
-def save(data: dict[str, Any], page_path: Path) -> None:
-    """Writes the measurements so far, and the page."""
-    page_path.with_suffix(".json").write_text(json.dumps(data, indent=1, sort_keys=True) + "\n")
-    page_path.write_text("\n".join(page(data)) + "\n")
-
-
 def page(data: dict[str, Any]) -> Iterator[str]:
     """The Markdown page."""
     yield "# Whole networks in the ways that people run them"
@@ -256,11 +250,11 @@ def main() -> int:
         else:
             name, dtype, layout, mode, batch = what
             result = data["cells"][" ".join(what)] = cell(name, dtype, layout, mode, int(batch), a.seconds)
-        save(data, a.output)
+        measure.write(a.output, page(data), data)
         times = " ".join(f"{k} {v:.4g}" for k, v in result.items())
         console.print(f"{' '.join(what)}: {times}", highlight=False)
     data["machine"] = measure.machine(torch.get_num_threads(), load)
-    save(data, a.output)
+    measure.write(a.output, page(data), data)
     return 0
 
 
