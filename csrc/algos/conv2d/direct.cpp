@@ -175,7 +175,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
         do {
           int64_t c = span.channels;
           const char* next = next_of_column;
-          Apart<const A> pixels(xs, x_pixel);
+          Apart<const A, n> pixels(xs, x_pixel);
           const A* wc = ws;
           Places<A> channel = own;
           do {
@@ -203,7 +203,7 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
         } while (--s);
         xr += span.x_row, wr += span.w_row;
       } while (--r);
-      const Apart<A> rows(to, tile_pixel);
+      const Apart<A, n> rows(to, tile_pixel);
       auto each = [&](const auto& put) __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (int j = 0; j < n; j++)

@@ -164,7 +164,7 @@ struct TileRows {
   AI3_INLINE TileRows from(int64_t row) const { return {data + row * stride, stride, panel}; }
   template <int R, bool half>
   AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A*, int64_t k, Next next) const {
-    tile.multiply(StridedRows<A>{data, stride}.elements(), panel, k, next);
+    tile.multiply(StridedRows<A>{data, stride}.template elements<R>(), panel, k, next);
   }
 };
 

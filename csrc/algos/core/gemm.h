@@ -114,7 +114,8 @@ struct MicroTile {
   AI3_INLINE void multiply(Rows rows, const Stored* panel, int64_t k, Next& next) {
     for (int64_t i = 0; i < k; i++, rows.advance(), panel += kPanel<A>, next.data += next.step) {
       const V b0 = AI3_LEVEL::load(panel), b1 = half ? b0 : AI3_LEVEL::load(panel + V::width);
-      __builtin_prefetch(next.data), __builtin_prefetch(next.data + 64);
+      __builtin_prefetch(next.data);
+      if constexpr (sizeof(V) == 64) __builtin_prefetch(next.data + 64);  // a panel's step is two lines
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++) {
         const V a = rows.at(r);
@@ -134,21 +135,25 @@ struct MicroTile {
 // contiguous k;
 template <class A>
 struct StridedRows {
+  template <int R>
   struct Elements {
-    Apart<const A> rows;
+    Apart<const A, R> rows;
     AI3_INLINE A at(int row) const { return *rows[row]; }
     AI3_INLINE void advance() { rows += 1; }
   };
   const A* data;
   int64_t stride;
   AI3_INLINE StridedRows from(int64_t row) const { return {data + row * stride, stride}; }
-  AI3_INLINE Elements elements() const { return {{data, stride}}; }
+  template <int R>
+  AI3_INLINE Elements<R> elements() const {
+    return {{data, stride}};
+  }
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
   AI3_INLINE int64_t slab() const { return rows_collide<A>(stride) ? kRows / 2 : kRows; }
   template <int R, bool half>
   AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A* panel, int64_t k, Next next) const {
-    tile.multiply(elements(), panel, k, next);
+    tile.multiply(elements<R>(), panel, k, next);
   }
 };
 // rows of bfloat16 pairs with contiguous k, which is counted in pairs;
@@ -157,9 +162,10 @@ struct PairRows {
   const bfloat16* data;
   int64_t stride;  // in bfloat16
   AI3_INLINE PairRows from(int64_t row) const { return {data + row * stride, stride}; }
+  template <int R>
   struct Pairs {
     static constexpr bool pairs = true;
-    Apart<const bfloat16> rows;
+    Apart<const bfloat16, R> rows;
     AI3_INLINE Vec<float> at(int row) const {
       uint32_t pair;  // as an integer: it is no float that may be quieted
       __builtin_memcpy(&pair, rows[row], sizeof(pair));
@@ -172,7 +178,7 @@ struct PairRows {
   AI3_INLINE int64_t slab() const { return rows_collide<bfloat16>(stride) ? kRows / 2 : kRows; }
   template <int R, bool half>
   AI3_INLINE void multiply(MicroTile<float, R, half>& tile, const float* panel, int64_t k, Next next) const {
-    tile.multiply(Pairs{{data, stride}}, panel, k, next);
+    tile.multiply(Pairs<R>{{data, stride}}, panel, k, next);
   }
 };
 // columns of one panel, which become rows;

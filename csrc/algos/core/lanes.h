@@ -42,22 +42,35 @@ AI3_INLINE Range part_of(Range range, int64_t offset, int64_t width) {
   return {larger(0, smaller(width, range.begin - offset)), larger(0, smaller(width, range.end - offset))};
 }
 
-// Up to 15 elements `apart`, as five from each of three pointers: those are the distances that addresses of the processor hold
-// with two registers. The compiler's own way takes a register for each, and keeps most of them on the stack.
-// Indices are constants of unrolled code.
-template <class E>
+// `count` elements `apart`, up to 15, as five from each pointer, or seven from one: those are the distances that addresses of the
+// processor hold with two registers, one of which is once, three or five times the step. The compiler's own way takes a register
+// for each element, and keeps most of them on the stack. So it does with a pointer too many, which costs AVX2's short loops 20 % of
+// their time. Indices are constants of unrolled code.
+template <class E, int count = 15>
 struct Apart {
+  static_assert(0 < count && count <= 15);
+  static constexpr bool kOne = count <= 7;
+  static constexpr int kPointers = kOne ? 1 : (count + 4) / 5;
   static constexpr int64_t kSize = sizeof(E);
-  intptr_t at[3];
-  int64_t step, step3;
-  AI3_INLINE Apart(E* p, int64_t apart) : step(apart * kSize), step3(3 * step) {
-    at[0] = reinterpret_cast<intptr_t>(p), at[1] = at[0] + 5 * step, at[2] = at[1] + 5 * step;
-    asm("" : "+r"(at[1]), "+r"(at[2]), "+r"(step3));  // so that it does not find out how they hang together
+  intptr_t at[kPointers];
+  int64_t step, step3, step5;
+  AI3_INLINE Apart(E* p, int64_t apart) : step(apart * kSize), step3(3 * step), step5(5 * step) {
+    at[0] = reinterpret_cast<intptr_t>(p);
+#pragma GCC unroll 2
+    for (int i = 1; i < kPointers; i++) {
+      at[i] = at[i - 1] + step5;
+      asm("" : "+r"(at[i]));  // so that it does not find out how they depend on each other
+    }
+    if constexpr (count > 3) asm("" : "+r"(step3));
+    if constexpr (kOne && count > 5) asm("" : "+r"(step5));
   }
-  AI3_INLINE E* operator[](int j) const { return reinterpret_cast<E*>(at[j / 5] + (j % 5 == 3 ? step3 : j % 5 * step)); }
+  AI3_INLINE E* operator[](int j) const {
+    const int i = kOne ? j : j % 5;
+    return reinterpret_cast<E*>(at[kOne ? 0 : j / 5] + (i == 5 ? step5 : i % 3 ? i * step : i / 3 * step3));
+  }
   AI3_INLINE void operator+=(int64_t elements) {
 #pragma GCC unroll 3
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < kPointers; i++) {
       at[i] += elements * kSize;
       asm("" : "+r"(at[i]));
     }
