@@ -42,15 +42,14 @@ AI3_INLINE Range part_of(Range range, int64_t offset, int64_t width) {
   return {larger(0, smaller(width, range.begin - offset)), larger(0, smaller(width, range.end - offset))};
 }
 
-// `count` elements `apart`, up to 15, as five from each pointer, or seven from one: those are the distances that addresses of the
-// processor hold with two registers, one of which is once, three or five times the step. The compiler's own way takes a register
-// for each element, and keeps most of them on the stack. So it does with a pointer too many, which costs AVX2's short loops 20 % of
-// their time. Indices are constants of unrolled code.
+// `count` elements `apart`, up to 15, seven from each pointer: those are the distances that addresses of the processor hold with two
+// registers, one of which is once, three or five times the step. The compiler's own way takes a register for each element, and keeps
+// most of them on the stack. So it does with a pointer too many, which costs AVX2's short loops 20 % of their time. Indices are
+// constants of unrolled code.
 template <class E, int count = 15>
 struct Apart {
   static_assert(0 < count && count <= 15);
-  static constexpr bool kOne = count <= 7;
-  static constexpr int kPointers = kOne ? 1 : (count + 4) / 5;
+  static constexpr int kPointers = (count + 6) / 7;
   static constexpr int64_t kSize = sizeof(E);
   intptr_t at[kPointers];
   int64_t step, step3, step5;
@@ -58,15 +57,15 @@ struct Apart {
     at[0] = reinterpret_cast<intptr_t>(p);
 #pragma GCC unroll 2
     for (int i = 1; i < kPointers; i++) {
-      at[i] = at[i - 1] + step5;
+      at[i] = at[i - 1] + 7 * step;
       asm("" : "+r"(at[i]));  // so that it does not find out how they depend on each other
     }
     if constexpr (count > 3) asm("" : "+r"(step3));
-    if constexpr (kOne && count > 5) asm("" : "+r"(step5));
+    if constexpr (count > 5) asm("" : "+r"(step5));
   }
   AI3_INLINE E* operator[](int j) const {
-    const int i = kOne ? j : j % 5;
-    return reinterpret_cast<E*>(at[kOne ? 0 : j / 5] + (i == 5 ? step5 : i % 3 ? i * step : i / 3 * step3));
+    const int i = j % 7;
+    return reinterpret_cast<E*>(at[j / 7] + (i == 5 ? step5 : i % 3 ? i * step : i / 3 * step3));
   }
   AI3_INLINE void operator+=(int64_t elements) {
 #pragma GCC unroll 3
