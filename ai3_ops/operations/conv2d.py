@@ -135,7 +135,11 @@ class Conv2d(Weighted):
         )
         outputs = []
         for size, taps, step, pad, spacing in zip(image, kernel, stride, padding, dilation, strict=True):
-            check((n == 0) | (size > 0), label, "needs input with no dimension of 0 but the batch")
+            check(
+                (n == 0) | (size > 0),
+                label,
+                f"needs input with no dimension of 0 but the batch, got {tuple(input.shape)}",
+            )
             padded, extent = size + 2 * pad, spacing * (taps - 1) + 1
             check(
                 padded >= extent,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops import _torch
+from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
@@ -267,6 +268,12 @@ Linear.rules = {
 _PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels gain
 
 
+@functools.cache
+def _gains_unpacked() -> bool:
+    """Whether `gemm` beats PyTorch though it packs the weight in every call: with AVX2 both are equally fast without that."""
+    return bool(_library.registry()["level"] == "avx512")
+
+
 class LinearCall(SwitchedCall):
     """torch.nn.functional.linear."""
 
@@ -293,7 +300,7 @@ class LinearCall(SwitchedCall):
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if dtype.itemsize == 2:
             return not fast_in(dtype)
-        return input.numel() * module.out_features >= _PRODUCTS
+        return _gains_unpacked() and input.numel() * module.out_features >= _PRODUCTS
 
     def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None for a weight of one dimension, which is not packed."""

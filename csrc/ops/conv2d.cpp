@@ -20,7 +20,8 @@ void set_outputs(Conv2dProblem& p) {
   };
   check_channels(p.in_channels, "input"), check_channels(p.out_channels, "output");
   if (p.batch > 0 && (p.in_height == 0 || p.in_width == 0))
-    throw std::runtime_error("needs input with no dimension of 0 but the batch");
+    throw std::runtime_error("needs input with no dimension of 0 but the batch, got images of " + std::to_string(p.in_height) +
+                             "x" + std::to_string(p.in_width));
   check_numel({p.batch, p.in_channels, p.in_height, p.in_width});
   check_numel({p.out_channels, p.in_channels, p.kernel_height, p.kernel_width});
   check_each({p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w});

@@ -176,7 +176,7 @@ def test_queries_of_images_without_pixels():
         return registry.supports_sizes("conv2d", "direct", "cpu", torch.float32, **sizes | other)
 
     assert ask(batch=0) == ask() == (True, "")
-    assert ask(batch=1) == (False, "needs input with no dimension of 0 but the batch")
+    assert ask(batch=1) == (False, "needs input with no dimension of 0 but the batch, got images of 0x5")
     assert ask(batch=0, pad_h=1) == (False, "needs a padded input no smaller than the kernel's extent, got 2 and 3")
 
 

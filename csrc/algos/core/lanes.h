@@ -42,10 +42,10 @@ AI3_INLINE Range part_of(Range range, int64_t offset, int64_t width) {
   return {larger(0, smaller(width, range.begin - offset)), larger(0, smaller(width, range.end - offset))};
 }
 
-// `count` elements `apart`, up to 15, seven from each pointer: those are the distances that addresses of the processor hold with two
-// registers, one of which is once, three or five times the step. The compiler's own way takes a register for each element, and keeps
-// most of them on the stack. So it does with a pointer too many, which costs AVX2's short loops 20 % of their time. Indices are
-// constants of unrolled code.
+// `count` elements `apart`, up to 15, seven from each pointer: those are the distances that addresses of the processor hold with
+// two registers, one of which is once, three or five times the step. The compiler's own way takes a register for each element,
+// and keeps most of them on the stack. So it does with a pointer too many, which costs AVX2's short loops 20 % of their time.
+// Indices are constants of unrolled code.
 template <class E, int count = 15>
 struct Apart {
   static_assert(0 < count && count <= 15);
