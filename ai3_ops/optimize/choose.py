@@ -210,6 +210,15 @@ def _meta(node: fx.Node | None) -> torch.Tensor | None:
     return x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
 
 
+def approximates(network: Network) -> bool:
+    """Whether a step's algorithm is one that approximates."""
+    return any(
+        (name := node.kwargs.get("algorithm", "")) not in ("", *steps.RULES)
+        and registry.algorithm(_OPERATIONS[node.target], name, "cpu").accuracy == "approximate"
+        for node in network.calls(steps.conv2d, steps.linear)
+    )
+
+
 def measured(
     network: Network,
     settings: Any,

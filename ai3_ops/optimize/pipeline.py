@@ -21,6 +21,7 @@ from ai3_ops.optimize.timing import COSTS, paired
 
 DEFAULT_SECONDS = 60.0  # that search and measuring may take where the user gives no budget
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
+WORST_APPROXIMATION = 5e-2  # with algorithms that approximate, which run only where the user allowed or named them
 STRICTER = (4e-6, 1e-6)  # errors of single layers with which algorithms are chosen again where that is too much
 OWN_ERROR = (
     4  # unless PyTorch's own float32 error is so large that this many times as much is more: ill-conditioned networks
@@ -92,7 +93,7 @@ def make_plan(
     regions = lowered(network, inputs, report, compare=settings.thorough)
     body = body_of(network, regions)
     report.error = _error(_outputs(body, plain, inputs), expected)
-    bound = _bound(plain, inputs, report.error, expected)
+    bound = _bound(plain, inputs, report.error, expected, _worst(network))
     for largest in STRICTER if settings.thorough else ():
         if report.error <= bound or not choose.measured(network, settings, deadline, progress, largest):
             continue
@@ -100,6 +101,7 @@ def make_plan(
         regions = lowered(network, inputs, report)
         body = body_of(network, regions)
         report.error = _error(_outputs(body, plain, inputs), expected)
+        bound = _bound(plain, inputs, report.error, expected, _worst(network))
     report.steps = _steps(network, regions)
     report.rewrites = network.log
     if not report.error <= bound:
@@ -232,9 +234,14 @@ def _outputs(body: nn.Module, plain: Network, inputs: list[Any]) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
-def _bound(plain: Network, inputs: list[Any], error: float, expected: Any) -> float:
+def _bound(plain: Network, inputs: list[Any], error: float, expected: Any, worst: float = WORST_ERROR) -> float:
     """How large the outputs' error may be."""
-    return WORST_ERROR if error <= WORST_ERROR else max(WORST_ERROR, OWN_ERROR * _own_error(plain, inputs, expected))
+    return worst if error <= worst else max(worst, OWN_ERROR * _own_error(plain, inputs, expected))
+
+
+def _worst(network: Network) -> float:
+    """How large it may be with the algorithms of a network's steps."""
+    return WORST_APPROXIMATION if choose.approximates(network) else WORST_ERROR
 
 
 def _own_error(plain: Network, inputs: list[Any], expected: Any) -> float:

@@ -8,8 +8,10 @@ from nets import BOUND, check, exact, optimized
 from torch import nn
 
 import ai3_ops
+from ai3_ops._timing import Measured
 from ai3_ops.optimize import choose, pipeline
 from ai3_ops.optimize.network import difference
+from ai3_ops.tune import Meter
 
 
 def algorithms_of(fast):
@@ -33,6 +35,29 @@ def test_exclude_is_followed():
     assert used(check(model, x, selectors={"conv2d": "winograd"})).startswith("winograd")
     for selectors in (choice, {"0": choice}, {"conv2d": choice}):
         assert not used(check(model, x, selectors=selectors)).startswith(("winograd", "default", "torch"))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_approximations_run_where_they_are_named_or_allowed(named, monkeypatch):
+    """Their error is no reason to choose others, nor to leave the module as it was."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(8, 64)
+
+    def measured_in(self, layer, layout):
+        """As if the approximation were by far the fastest."""
+        names = layer.candidates(layout, self.approximate)
+        return {n: Measured(*((1.0, 0.0, 3e-3) if n == "gemm_bf16" else (100.0, 0.0, 1e-7)), 0, 0) for n in names}
+
+    monkeypatch.setattr(Meter, "known_in", measured_in)
+    given = {"selectors": {"linear": "gemm_bf16"}} if named else {"allow_approximate": True}
+    fast = optimized(model, x, **given)
+    assert set(algorithms_of(fast).values()) == {"gemm_bf16"}
+    assert BOUND < difference(fast(x), exact(model, x)) < pipeline.WORST_APPROXIMATION
+    if not named:
+        assert "gemm_bf16" not in algorithms_of(check(model, x)).values()
+        with monkeypatch.context() as m:  # what approximates too much is replaced
+            m.setattr(pipeline, "WORST_APPROXIMATION", BOUND)
+            assert "gemm_bf16" not in algorithms_of(check(model, x, allow_approximate=True)).values()
 
 
 class Partly(nn.Module):
