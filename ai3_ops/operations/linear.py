@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -266,12 +265,8 @@ Linear.rules = {
 
 # Calls in models ------------------------------------------------------------------------------------------------------
 _PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels gain
-
-
-@functools.cache
-def _gains_unpacked() -> bool:
-    """Whether `gemm` beats PyTorch though it packs the weight in every call: with AVX2 both are equally fast without that."""
-    return bool(_library.registry()["level"] == "avx512")
+# Whether they gain where every call packs the weight: with AVX2 both are equally fast without (docs/decisions/backward.md).
+_GAINS_UNPACKED = _library.registry()["level"] == "avx512"
 
 
 class LinearCall(SwitchedCall):
@@ -300,7 +295,7 @@ class LinearCall(SwitchedCall):
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if dtype.itemsize == 2:
             return not fast_in(dtype)
-        return _gains_unpacked() and input.numel() * module.out_features >= _PRODUCTS
+        return _GAINS_UNPACKED and input.numel() * module.out_features >= _PRODUCTS
 
     def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None for a weight of one dimension, which is not packed."""
