@@ -71,8 +71,7 @@ class EveryOperator(nn.Module):
 
     def __init__(self, device: str, dtype: str, *others: str) -> None:
         super().__init__()
-        infos = [a for a in ALGORITHMS if a.device == device and {dtype, *others} <= {*a.dtypes}]
-        infos = [a for a in infos if all(batched_call(a, other) for other in others)]
+        infos = [a for a in ALGORITHMS if a.device == device and all(batched_call(a, other) for other in others)]
         self.calls = {f"{a.operation}_{a.name}": call for a in infos if (call := batched_call(a, dtype))}
         self.layers = nn.ModuleDict({name: Layer(call) for name, call in self.calls.items()})
 

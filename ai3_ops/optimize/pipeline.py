@@ -90,21 +90,24 @@ def make_plan(
             network = _cheaper(network, other, inputs, settings, report, cost)
     _fresh_outputs(network)
     progress("programs")
-    regions = lowered(network, inputs, report, compare=settings.thorough)
-    body = body_of(network, regions)
-    report.error = _error(_outputs(body, plain, inputs), expected)
-    bound = _bound(plain, inputs, report.error, expected, _worst(network))
+
+    def programs() -> tuple[list[tuple[Part, Region]], nn.Module, bool]:
+        """Those of the algorithms as they are chosen now, what runs them, and whether its error is small enough."""
+        regions = lowered(network, inputs, report, compare=settings.thorough)
+        body = body_of(network, regions)
+        error = report.error = _error(_outputs(body, plain, inputs), expected)
+        worst = WORST_APPROXIMATION if choose.approximates(network) else WORST_ERROR
+        return regions, body, error <= _bound(plain, inputs, error, expected, worst)
+
+    regions, body, accurate = programs()
     for largest in STRICTER if settings.thorough else ():
-        if report.error <= bound or not choose.measured(network, settings, deadline, progress, largest):
+        if accurate or not choose.measured(network, settings, deadline, progress, largest):
             continue
         report.notes.append(f"an error of {report.error:.2g}: chosen again, layers with at most {largest:.0e}")
-        regions = lowered(network, inputs, report)
-        body = body_of(network, regions)
-        report.error = _error(_outputs(body, plain, inputs), expected)
-        bound = _bound(plain, inputs, report.error, expected, _worst(network))
+        regions, body, accurate = programs()
     report.steps = _steps(network, regions)
     report.rewrites = network.log
-    if not report.error <= bound:
+    if not accurate:
         report.notes.append(f"stays as it was: rewritten its outputs had an error of {report.error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
@@ -237,11 +240,6 @@ def _outputs(body: nn.Module, plain: Network, inputs: list[Any]) -> list[Any]:
 def _bound(plain: Network, inputs: list[Any], error: float, expected: Any, worst: float = WORST_ERROR) -> float:
     """How large the outputs' error may be."""
     return worst if error <= worst else max(worst, OWN_ERROR * _own_error(plain, inputs, expected))
-
-
-def _worst(network: Network) -> float:
-    """How large it may be with the algorithms of a network's steps."""
-    return WORST_APPROXIMATION if choose.approximates(network) else WORST_ERROR
 
 
 def _own_error(plain: Network, inputs: list[Any], expected: Any) -> float:

@@ -37,27 +37,35 @@ def test_exclude_is_followed():
         assert not used(check(model, x, selectors=selectors)).startswith(("winograd", "default", "torch"))
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_approximations_run_where_they_are_named_or_allowed(named, monkeypatch):
-    """Their error is no reason to choose others, nor to leave the module as it was."""
+@pytest.fixture
+def approximated(monkeypatch):
+    """A network, as if gemm_bf16 were by far the fastest for its layers."""
+
+    def known_in(self, layer, layout):
+        return {
+            n: Measured(1.0, 0.0, 3e-3, 0, 0) if n == "gemm_bf16" else Measured(100.0, 0.0, 1e-7, 0, 0)
+            for n in layer.candidates(layout, self.approximate)
+        }
+
+    monkeypatch.setattr(Meter, "known_in", known_in)
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(8, 64)
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(8, 64)
 
-    def measured_in(self, layer, layout):
-        """As if the approximation were by far the fastest."""
-        names = layer.candidates(layout, self.approximate)
-        return {n: Measured(*((1.0, 0.0, 3e-3) if n == "gemm_bf16" else (100.0, 0.0, 1e-7)), 0, 0) for n in names}
 
-    monkeypatch.setattr(Meter, "known_in", measured_in)
-    given = {"selectors": {"linear": "gemm_bf16"}} if named else {"allow_approximate": True}
+@pytest.mark.parametrize("given", [{"selectors": {"linear": "gemm_bf16"}}, {"allow_approximate": True}])
+def test_approximations_run_where_they_are_named_or_allowed(approximated, given):
+    """Their error is no reason to choose others, nor to leave the module as it was."""
+    model, x = approximated
     fast = optimized(model, x, **given)
     assert set(algorithms_of(fast).values()) == {"gemm_bf16"}
     assert BOUND < difference(fast(x), exact(model, x)) < pipeline.WORST_APPROXIMATION
-    if not named:
-        assert "gemm_bf16" not in algorithms_of(check(model, x)).values()
-        with monkeypatch.context() as m:  # what approximates too much is replaced
-            m.setattr(pipeline, "WORST_APPROXIMATION", BOUND)
-            assert "gemm_bf16" not in algorithms_of(check(model, x, allow_approximate=True)).values()
+
+
+def test_approximations_that_are_not_allowed_or_err_too_much_are_not_taken(approximated, monkeypatch):
+    model, x = approximated
+    assert "gemm_bf16" not in algorithms_of(check(model, x)).values()
+    monkeypatch.setattr(pipeline, "WORST_APPROXIMATION", BOUND)
+    assert "gemm_bf16" not in algorithms_of(check(model, x, allow_approximate=True)).values()
 
 
 class Partly(nn.Module):
