@@ -468,7 +468,8 @@ struct TransformDomain {
         if (columns == kPanel<A> && !out.add)
           product(from.from(r.begin), r.end - r.begin, length, out.data + r.begin * row, next);
         else
-          multiply_slab<A>(from.from(r.begin), r.end - r.begin, nullptr, columns, length, out.from(r.begin, 0), next);
+          multiply_slab<A>(from.from(r.begin), r.end - r.begin, static_cast<const A*>(nullptr), columns, length,
+                           out.from(r.begin, 0), next);
       }
     }
   }

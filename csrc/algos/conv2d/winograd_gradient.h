@@ -110,8 +110,8 @@ struct WinogradWeightGradient {
         const Share r = share(ks, slabs, s);
         Output<A> out{u + r.begin * channels + c, channels};
         out.add = add;
-        multiply_slab<A>(Columns<A>{z + r.begin, filters, v + c, channels}, r.end - r.begin, nullptr, P, n, out,
-                         {reinterpret_cast<const char*>(z), 0});
+        multiply_slab<A>(Columns<A>{z + r.begin, filters, v + c, channels}, r.end - r.begin, static_cast<const A*>(nullptr), P, n,
+                         out, {reinterpret_cast<const char*>(z), 0});
       }
   }
   // One filter's sums into its weights.

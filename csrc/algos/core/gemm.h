@@ -151,8 +151,8 @@ struct StridedRows {
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
   AI3_INLINE int64_t slab() const { return rows_collide<A>(stride) ? kRows / 2 : kRows; }
-  template <int R, bool half>
-  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A* panel, int64_t k, Next next) const {
+  template <int R, bool half, class Stored>
+  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const Stored* panel, int64_t k, Next next) const {
     tile.multiply(elements<R>(), panel, k, next);
   }
 };
@@ -231,8 +231,8 @@ struct Tile {
   Activation activation = Activation::none;
 };
 // C = start + rows * panel; all kPanel columns of c are written, or half of them.
-template <class A, int R, bool half, class Rows, class C>
-AI3_INLINE void micro_kernel(const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& t) {
+template <class A, int R, bool half, class Rows, class Stored, class C>
+AI3_INLINE void micro_kernel(const Rows& rows, const Stored* panel, int64_t k, const Tile<A, C>& t) {
   for (int r = 0; r < R; r++) {
     const char* line = t.output + r * t.output_stride;
     __builtin_prefetch(line, 1);
@@ -248,13 +248,13 @@ AI3_INLINE void micro_kernel(const Rows& rows, const A* panel, int64_t k, const 
   else
     tile.store(t.c, t.ldc);
 }
-template <class A, int R, bool half, class Rows, class C>
-[[gnu::noinline]] void called_micro_kernel(Rows rows, const A* panel, int64_t k, const Tile<A, C>& t) {
+template <class A, int R, bool half, class Rows, class Stored, class C>
+[[gnu::noinline]] void called_micro_kernel(Rows rows, const Stored* panel, int64_t k, const Tile<A, C>& t) {
   micro_kernel<A, R, half>(rows, panel, k, t);
 }
 // Inlined, where products are so short that a call counts: for k = 64 it takes 5% of their time.
-template <class A, bool inlined = false, bool half = false, int R = kRows, class Rows, class C>
-AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const A* panel, int64_t k, const Tile<A, C>& tile) {
+template <class A, bool inlined = false, bool half = false, int R = kRows, class Rows, class Stored, class C>
+AI3_INLINE void multiply_tile(int64_t row_count, const Rows& rows, const Stored* panel, int64_t k, const Tile<A, C>& tile) {
   if constexpr (R > 1)
     if (row_count < R) return multiply_tile<A, inlined, half, R - 1>(row_count, rows, panel, k, tile);
   if constexpr (inlined)
@@ -356,8 +356,8 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from what is there (earlier sums, or a
 // residual that lies where the output does) or from the bias; the rest of the epilogue follows while the tile is in the L1 cache.
-template <class T, class Rows>
-AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>* panel, int64_t columns, int64_t k,
+template <class T, class Rows, class Stored>
+AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored* panel, int64_t columns, int64_t k,
                               const Output<T>& out, Next next) {
   using A = Acc<T>;
   constexpr int P = kPanel<A>;
@@ -406,10 +406,10 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Acc<T>*
 // other one passes once: the next slab is prefetched evenly over the panels of the slab before it, and the next panel over the
 // slabs of the panel before it, or, where two panels would not stay in the cache, a little ahead. Panels lie panel_stride apart:
 // k * kPanel where B is the whole of the packed matrix, more where it is a part of k.
-template <class T, class Rows>
-void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t panel_stride, int64_t columns, int64_t k,
+template <class T, class Rows, class Stored>
+void gemm_block(const Rows& a, int64_t rows, const Stored* panels, int64_t panel_stride, int64_t columns, int64_t k,
                 const Output<T>& out) {
-  constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Acc<T>)), kPanelsBytes = 256 << 10, kSpread = 16,
+  constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Stored)), kPanelsBytes = 256 << 10, kSpread = 16,
                     kNear = 8192;
   if (rows <= 0 || columns <= 0) return;
   int64_t slab = kRows;  // rows
@@ -420,7 +420,7 @@ void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t panel
     multiply_slab<T>(a.from(r.begin), r.end - r.begin, panels + q * panel_stride, columns - q * P < P ? columns - q * P : P, k,
                      out.from(r.begin, q * P), next);
   };
-  if (columns < rows && columns * k * static_cast<int64_t>(sizeof(Acc<T>)) <= kPanelsBytes) {
+  if (columns < rows && columns * k * static_cast<int64_t>(sizeof(Stored)) <= kPanelsBytes) {
     const int64_t slab_bytes = slab * a.row_bytes(), step = slab_bytes / (panel_total * larger(1, k));
     for (int64_t s = 0; s < slabs; s++)
       for (int64_t q = 0; q < panel_total; q++)
@@ -467,8 +467,8 @@ AI3_INLINE void gemm_block(const A* a, int64_t lda, int64_t rows, const A* panel
 
 // Packs b[k][columns], whose elements lie at k_stride and column_stride, into panels `panel_stride` elements apart (k * kPanel
 // where the matrix is packed whole, more where it is a part of one that is longer in k).
-template <class T>
-void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64_t column_stride, Acc<T>* panels,
+template <class T, class Stored>
+void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64_t column_stride, Stored* panels,
                  int64_t panel_stride) {
   constexpr int P = kPanel<Acc<T>>;
   for (int64_t c = 0; c < columns; c += P, panels += panel_stride) {
@@ -486,9 +486,9 @@ void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64
           for (int j = 0; j < width; j++) store(panels + (i + j) * P + half * width, square[j]);
         }
     for (; i < k; i++) {
-      Acc<T>* to = panels + i * P;
-      for (int64_t j = 0; j < n; j++) to[j] = widen(from[i * k_stride + j * column_stride]);
-      for (int64_t j = n; j < P; j++) to[j] = 0;
+      Stored* to = panels + i * P;
+      for (int64_t j = 0; j < n; j++) to[j] = narrowed<Stored>(widen(from[i * k_stride + j * column_stride]));
+      for (int64_t j = n; j < P; j++) to[j] = {};
     }
   }
 }

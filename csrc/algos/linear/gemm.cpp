@@ -11,7 +11,7 @@ constexpr auto with_form = [](const LinearProblem& p, const auto& body) {
   return with_type(p.dtype, [&]<class T>() {
     if constexpr (dtype_of<T> == DType::bf16)
       if (has_pair_products()) return body.template operator()<T, Form::pairs>();
-    return body.template operator()<T, Form::plain>();
+    return body.template operator() < T, sizeof(T) == 2 ? Form::narrow : Form::plain > ();
   });
 };
 
@@ -94,9 +94,7 @@ template <class T>
 void linear_gemm(const LinearProblem& p, const Buffers& m, Workspace& workspace) {
   if (p.rows == 0) return;
   if (RowDots<T>::fits(p)) return RowDots<T>{p}.multiply(m);
-  if constexpr (dtype_of<T> == DType::bf16)
-    if (has_pair_products()) return PackedProduct<T, Form::pairs>{p}.multiply(m, workspace);
-  PackedProduct<T, Form::plain>{p}.multiply(m, workspace);
+  with_form(p, [&]<class Type, Form form>() { PackedProduct<Type, form>{p}.multiply(m, workspace); });
 }
 
 // dX = dY W is the same product, of W as it lies; dW = dY^T X is that of a convolution with a 1x1 kernel.

@@ -1,13 +1,13 @@
 // y = x * w^T of float32 tensors in bfloat16: x and w are rounded to it, products are exact and are summed in float32 (Kalamkar
-// et al., "A study of BFLOAT16 for deep learning training", 2019). Without AVX512-BF16 the rounded operands are multiplied in
-// float32.
+// et al., "A study of BFLOAT16 for deep learning training", 2019). Without AVX512-BF16 only w is rounded, and widened again as
+// it is loaded: half of the bytes come from memory, at the arithmetic of float32.
 #include "packed.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 constexpr auto with_form = [](const LinearProblem&, const auto& body) {
-  return has_pair_products() ? body.template operator()<float, Form::pairs>() : body.template operator()<float, Form::rounded>();
+  return has_pair_products() ? body.template operator()<float, Form::pairs>() : body.template operator()<float, Form::narrow>();
 };
 
 int64_t linear_gemm_bf16_workspace(const LinearProblem& p) { return product_workspace(p, with_form); }

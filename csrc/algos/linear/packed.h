@@ -1,27 +1,31 @@
 // What linear's packed products share: y = x * w^T through core/gemm.h, with operands in one of three forms.
 #pragma once
+#include <type_traits>
+
 #include "../core/gemm.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 enum class Form {
-  plain,    // elements of Acc<T>
-  rounded,  // the same, rounded to bfloat16
-  pairs     // of bfloat16, for processors that multiply them
+  plain,   // elements of Acc<T>
+  narrow,  // the weight in 16 bits, widened as it is loaded: with few rows its bytes are what a product takes
+  pairs    // of bfloat16, for processors that multiply them
 };
 
 template <class T, Form form>
 struct PackedProduct {
   using A = Acc<T>;
   static constexpr bool kSame = sizeof(T) == sizeof(A);
+  using Narrow = std::conditional_t<kSame, bfloat16, T>;
+  using Stored = std::conditional_t<form == Form::narrow, Narrow, A>;              // elements of the packed weight
   static constexpr int64_t P = kPanel<A>, kPerStep = form == Form::pairs ? 2 : 1;  // elements of k in a step
 
   const LinearProblem& p;
   int64_t steps = ceil_div(p.in_features, kPerStep);
   // Rows are copied where they must be converted, and few that collide, so that less slabs read the weight
   // (docs/decisions/gemm.md).
-  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : form == Form::plain && kSame) ||
+  bool copies = !(form == Form::pairs ? sizeof(T) == 2 && p.in_features % 2 == 0 : kSame) ||
                 (p.rows > kRows / 2 && p.rows <= 2 * kRows && rows_collide<A>(p.x_row / kPerStep));
   // Blocks of k, about equal, that are multiplied at a time: many rows of one stay in the L2 cache, and the weight is read once.
   // Rows that are copied come through the same cache. Sums of a narrower type must not be stored in between.
@@ -40,10 +44,8 @@ struct PackedProduct {
   // `count` elements of a row.
   static void copy(const T* from, int64_t count, A* to) {
     constexpr int width = Vec<A>::width;
-    if constexpr (form == Form::plain) {
+    if constexpr (form != Form::pairs) {
       copy_widened(from, count, to);
-    } else if constexpr (form == Form::rounded) {
-      for (int64_t i = 0; i < count; i++) to[i] = widen(narrowed<bfloat16>(widen(from[i])));
     } else {
       bfloat16* pairs = reinterpret_cast<bfloat16*>(to);
       int64_t i = 0;
@@ -59,24 +61,23 @@ struct PackedProduct {
       return StridedRows<A>{static_cast<const A*>(data), elements_apart};
   }
 
-  void pack(const T* weight, A* packed) const {
+  void pack(const T* weight, Stored* packed) const {
     const int64_t k = p.in_features, panel = steps * P;
     parallel_for(p.threads, panel_count<A>(p.out_features), [&](int64_t i, int) {
       const T* from = weight + i * P * k;
-      A* to = packed + i * panel;
+      Stored* to = packed + i * panel;
       const int64_t columns = smaller(P, p.out_features - i * P);
       if constexpr (form == Form::pairs)
         pack_pair_panels(from, k, columns, k, to, panel);
       else
         pack_panels(from, k, columns, 1, k, to, panel);
-      if constexpr (form == Form::rounded) copy(to, panel, to);
     });
   }
 
   void multiply(const Buffers& m, Workspace& workspace) const {
     const int64_t k = p.in_features, size = copy_size();
     const T* x = static_cast<const T*>(m.input);
-    const A* w = static_cast<const A*>(m.weight);
+    const Stored* w = static_cast<const Stored*>(m.weight);
     Output<T> y{static_cast<T*>(m.output), p.y_row};
     y.set_epilogue(p.activation, m);
     A* copied = size ? workspace.take<A>(p.threads * size) : nullptr;
@@ -109,14 +110,16 @@ int64_t product_workspace(const LinearProblem& p, const With& with) {
 template <class With>
 int64_t product_packed_bytes(const LinearProblem& p, const With& with) {
   return with(p, [&]<class T, Form form>() {
-    return workspace_bytes<Acc<T>>(
-        packed_size<Acc<T>>(ceil_div(p.in_features, PackedProduct<T, form>::kPerStep), p.out_features));
+    using Product = PackedProduct<T, form>;
+    return workspace_bytes<typename Product::Stored>(
+        packed_size<Acc<T>>(ceil_div(p.in_features, Product::kPerStep), p.out_features));
   });
 }
 template <class With>
 void product_pack(const LinearProblem& p, const void* weight, void* packed, const With& with) {
   with(p, [&]<class T, Form form>() {
-    PackedProduct<T, form>{p}.pack(static_cast<const T*>(weight), static_cast<Acc<T>*>(packed));
+    using Product = PackedProduct<T, form>;
+    Product{p}.pack(static_cast<const T*>(weight), static_cast<typename Product::Stored*>(packed));
   });
 }
 
@@ -125,7 +128,8 @@ Cost product_cost(const LinearProblem& p, const With& with) {
   const double m = static_cast<double>(p.rows), k = static_cast<double>(p.in_features), n = static_cast<double>(p.out_features);
   return with(p, [&]<class T, Form form>() {
     constexpr bool pairs = form == Form::pairs;
-    return Cost{2 * m * k * n, sizeof(T) * (m * k + m * n) + (pairs ? 2 : 4) * k * n, pairs ? 1.6 : .95};
+    return Cost{2 * m * k * n, sizeof(T) * (m * k + m * n) + (form == Form::plain ? sizeof(Acc<T>) : 2) * k * n,
+                pairs ? 1.6 : .95};
   });
 }
 
