@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -383,16 +383,20 @@ def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings:
 
 
 def select(
-    layer: Layer, found: Mapping[str, Measured], settings: Settings, price: float = 0.0
+    layer: Layer,
+    found: Mapping[str, Measured],
+    settings: Settings,
+    price: float = 0.0,
+    among: Collection[str] | None = None,
 ) -> tuple[str, float, str]:
-    """Of a layer in one layout: the algorithm, its cost (time, and price times bytes), and why.
+    """Of a layer in one layout: the algorithm, its cost (time, and price times bytes), and why; `among` these names, or all.
 
     The first named is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more than GAIN of
     its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first.
     """
-    forbidden = {name: ineligible(layer, name, found, settings) for name in found}
-    first = next(iter(found))
-    allowed = [name for name in found if not forbidden[name]]
+    forbidden = {name: ineligible(layer, name, found, settings) for name in (found if among is None else among)}
+    first = next(iter(forbidden))
+    allowed = [name for name, why in forbidden.items() if not why]
     base_name = first if first in allowed else "torch" if "torch" in allowed else allowed[0]
     cost = {name: found[name].time_us + price * found[name].bytes for name in allowed}
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ai3_ops._torch import pytree
 
@@ -61,7 +62,7 @@ def optimize(
     Raises:
         TypeError: no nn.Module.
         ValueError: settings or selectors that make no sense; a layer named singly that its algorithm cannot do; a module that
-            `optimize` returned.
+            `optimize` returned; a lazy module that has not run yet.
         RuntimeError: the model does not run on the example inputs.
     """
     from ai3_ops.optimize.capture import Uncapturable
@@ -74,6 +75,9 @@ def optimize(
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.optimize needs an nn.Module, got {type(model).__name__}")
     refuse_optimized(model, "ai3_ops.optimize", "optimize the original model")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(f"ai3_ops.optimize: {name!r} of a lazy module has no size yet: run the model once")
     _check(alpha, budget_seconds, objective, memory_limit, tolerance)
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate

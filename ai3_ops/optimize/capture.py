@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import io
+import logging
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from typing import Any
 
 import torch
@@ -89,10 +94,27 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
         shapes = pytree.tree_map(lambda x: {0: Dim.DYNAMIC} if isinstance(x, Tensor) else None, (args, kwargs))
         shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
-    with warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), _quiet(), torch.no_grad():
         warnings.simplefilter("ignore")
         program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         return program.run_decompositions({})  # functional: nothing is written in place any more
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what torch.export logs and prints about a module that it refuses, with its graph: `explain` gives the reason."""
+    log, printed = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO()
+
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(nothing)
+    try:
+        with redirect_stderr(printed):
+            yield
+    finally:
+        log.removeFilter(nothing)
+    sys.stderr.write(printed.getvalue())
 
 
 def _twice(x: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ def fastest(
         exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
         return min(exact, key=lambda n: exact[n].time_us) if exact else min(allowed, key=lambda n: allowed[n].error)
     price = BYTE if settings.objective == "memory" else 0.0
-    name = select(layer, allowed, settings, price)[0]
+    name = select(layer, found, settings, price, allowed)[0]
     return "default" if name == next(iter(found)) else name
 
 

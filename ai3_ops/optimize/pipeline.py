@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ai3_ops._torch import pytree
+from ai3_ops.explain import explain
 from ai3_ops.optimize import choose, fusion, steps
 from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import capture
@@ -18,6 +20,8 @@ from ai3_ops.optimize.network import Checker, Mistake, Network, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
 from ai3_ops.optimize.timing import COSTS, paired
+from ai3_ops.swap import swap
+from ai3_ops.tune import tune
 
 DEFAULT_SECONDS = 60.0  # that search and measuring may take where the user gives no budget
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
@@ -26,6 +30,8 @@ STRICTER = (4e-6, 1e-6)  # errors of single layers with which algorithms are cho
 OWN_ERROR = (
     4  # unless PyTorch's own float32 error is so large that this many times as much is more: ill-conditioned networks
 )
+# Settings that `tune` has too.
+_TUNED = ("objective", "memory_limit", "tolerance", "deterministic", "allow_approximate")
 _compared: dict[Any, float] = {}  # gains of regions over PyTorch, by program and sizes
 
 
@@ -79,6 +85,8 @@ def make_plan(
     plain = network.copy()
     progress("rewrites")
     fusion.simplify(network)
+    if not parts(network):
+        return _swapped(module, args, kwargs, settings, deadline, plain, resolved, whole, report)
     expected = _checked(network, plain, inputs)
     if settings.thorough:
         cost = COSTS["memory" if settings.objective == "memory" else "latency"]
@@ -119,6 +127,53 @@ def make_plan(
             report.after_ms = report.before_ms
             return Plan(None, network.dynamic, network.out_spec, report, resolved)
     return Plan(body, network.dynamic, network.out_spec, report, resolved)
+
+
+class _Swapped(nn.Module):
+    """A swapped module as the body of a plan: called with the leaves of its arguments, it returns those of its output."""
+
+    def __init__(self, module: nn.Module, spec: Any) -> None:
+        super().__init__()
+        self.module, self._spec = module, spec
+
+    def forward(self, *leaves: Any) -> list[Any]:
+        args, kwargs = pytree.tree_unflatten(list(leaves), self._spec)
+        return pytree.tree_leaves(self.module(*args, **kwargs))
+
+
+def _swapped(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    deadline: float,
+    plain: Network,
+    resolved: dict[str, str],
+    whole: nn.Module | None,
+    report: Optimization,
+) -> Plan:
+    """The plan of a network of which nothing can run in a program, as programs compute in float32: its layers are swapped."""
+    selectors = "default" if settings.selectors is None else settings.selectors
+    if selectors == choose.AUTO:
+        asked = {name: getattr(settings, name) for name in _TUNED}
+        left = max(deadline - time.monotonic(), 1.0)
+        selectors = tune(module, args or kwargs, **asked, budget_seconds=left, progress=False)
+        whole = None
+    model = swap(whole or module, selectors, allow_approximate=settings.allow_approximate)
+    spec = pytree.tree_structure((args, kwargs))
+    body = _Swapped(model.get_submodule(report.name) if whole else model, spec)
+    report.notes.append("its layers are swapped one by one, without rewrites: programs compute float32 on the CPU")
+    inputs, expected = flat(args, kwargs), _exact(plain, flat(args, kwargs))
+    report.error = _error(_outputs(body, plain, inputs), expected)
+    report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
+    if settings.thorough:
+        gain, before, after = paired(lambda: module(*args, **kwargs), lambda: body(*inputs))
+        report.before_ms, report.after_ms = before * 1e3, after * 1e3
+        if gain < 1:
+            report.notes.append(f"stays as it was: swapped it took {1 / gain:.2f} times as long")
+            report.after_ms = report.before_ms
+            return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+    return Plan(body, plain.dynamic, plain.out_spec, report, resolved)
 
 
 def lowered(

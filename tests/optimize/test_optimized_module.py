@@ -11,11 +11,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Residual, agree, check, optimized
+from nets import Residual, agree, check, exact, optimized
 from torch import nn
 
 import ai3_ops
 from ai3_ops.optimize import pipeline
+from ai3_ops.optimize.network import difference
 
 
 def test_state_dict_pickle_and_copies(residual):
@@ -256,6 +257,62 @@ def test_autocast_and_inference_mode(residual):
     with torch.inference_mode():
         assert torch.equal(fast(x), expected)
         assert torch.equal(optimized(model, x)(x), expected)
+
+
+@pytest.mark.parametrize("selectors", ["auto", "default", {"conv2d": "direct"}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_other_types_are_swapped(residual, dtype, selectors):
+    model, x = residual[0].to(dtype), residual[1].to(dtype)
+    fast = optimized(model, x, selectors=selectors)
+    assert "swapped one by one" in str(ai3_ops.explain(fast))
+    steps = ai3_ops.explain(fast).optimization.parts[0].steps
+    used = {step.algorithm for step in steps if step.operation == "conv2d"}
+    assert used == {"direct"} if isinstance(selectors, dict) else len(steps) > 2
+    again = pickle.loads(pickle.dumps(fast))
+    for inputs in (x, x[:1], torch.cat([x, x])):
+        with torch.no_grad():
+            out, expected = fast(inputs), exact(model, inputs)
+            assert out.dtype == dtype
+            assert difference(out, expected) <= 40 * torch.finfo(dtype).eps
+            assert torch.equal(again(inputs), out)
+    assert fast.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_type_of_one_module_that_is_captured_alone():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+
+        def forward(self, x):
+            return self.inner(x) if x.sum() > 0 else x
+
+    model, x = Branching().eval().double(), torch.ones(1, 3, 6, 6).double()
+    fast = optimized(model, x, selectors={"inner": "direct"})
+    assert [part.name for part in fast._ai3_report.parts] == ["inner"]
+    with torch.no_grad():
+        assert difference(fast(x), model(x)) <= 1e-12
+
+
+def test_lazy_modules_must_have_run():
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'1\.weight' of a lazy module has no size yet"):
+        optimized(model, torch.ones(1, 3))
+    model(torch.ones(1, 3))
+    check(model, torch.ones(1, 3))
+
+
+def test_what_export_refuses_is_not_printed(capfd):
+    fast = optimized(nn.Sequential(nn.Conv2d(3, 4, 3), Sign()), torch.ones(1, 3, 6, 6))
+    assert fast.get_submodule("0")._ai3_report.parts
+    assert capfd.readouterr() == ("", "")
+
+
+class Sign(nn.Module):
+    """Has a condition on values."""
+
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
 
 
 class Exchange(nn.Module):
