@@ -1,0 +1,87 @@
+"""More threads than cores: what networks lose by it, swapped and in PyTorch.
+
+    python -m benchmarks.oversubscribed [--models squeezenet1_1 ...] [--times 2 4] [--turns 5]
+
+Each network runs with as many threads as the machine has cores, then with that many times as many; every engine in a process of
+its own (`ai3_ops.bench`). Networks that were measured before stay on the page until they are measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from ai3_ops import _models, bench
+from benchmarks import measure
+
+PAGE = measure.ROOT / "docs" / "benchmarks" / "oversubscribed.md"
+ENGINES = ("eager", "swap default", "optimize")
+MODELS = ("alexnet", "squeezenet1_1", "googlenet", "densenet121", "vgg16", "mobilenet_v3_large", "vit_b_16")
+
+
+def medians(name: str, threads: int, turns: int) -> dict[str, float]:
+    """Milliseconds of each engine."""
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        found = bench.measure(_models.named(name), ENGINES, threads, turns, bar)
+    for engine, one in found.items():
+        if one.absent:
+            raise RuntimeError(f"{name} with {threads} threads: {engine} has no times: {one.absent}")
+    return {engine: one.median_ms for engine, one in found.items()}
+
+
+def page(data: dict[str, Any]) -> Iterator[str]:
+    """The Markdown page."""
+    cores = data["cores"]
+    yield "# More threads than cores"
+    yield ""
+    yield "Written by `python -m benchmarks.oversubscribed`. How many times as long a network takes with more threads than the"
+    yield f"machine has cores ({cores}) as with one for each: PyTorch eager, swapped by `default`, and optimized; float32, NCHW,"
+    yield "batch 1. Less is better. In brackets: how many times as long PyTorch takes with as many threads."
+    yield ""
+    yield from measure.table(("machine", ""), data.get("machine", {}).items())
+    yield ""
+    head = ["network", *(f"{threads} threads, {engine}" for threads in data["threads"] for engine in ENGINES)]
+    rows = [[name, *_cells(found, cores, data["threads"])] for name, found in data["networks"].items()]
+    yield from measure.table(head, rows, " " + "r" * len(head))
+
+
+def _cells(found: dict[str, dict[str, float]], cores: int, threads: list[int]) -> Iterator[str]:
+    for count in threads:
+        for engine in ENGINES:
+            times = found[str(count)]
+            lost = f"{times[engine] / found[str(cores)][engine]:.2f}"
+            yield lost if engine == "eager" else f"{lost} ({times['eager'] / times[engine]:.1f})"
+
+
+def main() -> int:
+    """Measures, and writes the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.oversubscribed", description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--times", nargs="+", type=int, default=(2, 4), help="as many threads as cores")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=PAGE)
+    options = parser.parse_args()
+    path, load, cores = options.output.with_suffix(".json"), measure.Load(), os.cpu_count() or 1
+    threads = [cores * times for times in options.times]
+    new: dict[str, Any] = {"cores": cores, "threads": threads, "networks": {}}
+    data = json.loads(path.read_text()) if path.exists() else new
+    if (data["cores"], data["threads"]) != (cores, threads):
+        data = new
+    for name in options.models:
+        data["networks"][name] = {str(n): medians(name, n, options.turns) for n in (cores, *threads)}
+        print(name, json.dumps(data["networks"][name]))
+        data["machine"] = measure.machine(cores, load)
+        measure.write(options.output, page(data), data)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
