@@ -103,7 +103,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
         with _torch.outside_of_compilation(), torch.no_grad():
             record.report, record.left = None, ""
             try:
-                plan = make_plan(bound, tuple(rest), {}, settings)
+                plan = make_plan(bound, tuple(rest), {}, settings, swapping=False)  # Inductor's otherwise
                 body, record.report = plan.body, plan.report
                 if body is None:
                     plan.report.notes.append("Inductor compiled it")

@@ -70,10 +70,12 @@ def make_plan(
     name: str = "",
     progress: Callable[[str], None] = lambda _: None,
     whole: nn.Module | None = None,
+    swapping: bool = True,
 ) -> Plan:
     """Uncapturable where the module has no graph; ValueError for selectors that do not fit.
 
-    `name` is the module's within `whole`, the model that the selectors are for.
+    `name` is the module's within `whole`, the model that the selectors are for. `swapping`: where no step can run in a
+    program, the module's layers are swapped instead.
     """
     report = Optimization(name)
     deadline = time.monotonic() + (DEFAULT_SECONDS if settings.budget_seconds is None else settings.budget_seconds)
@@ -85,7 +87,7 @@ def make_plan(
     plain = network.copy()
     progress("rewrites")
     fusion.simplify(network)
-    if not parts(network):
+    if swapping and not parts(network):
         return _swapped(module, args, kwargs, settings, deadline, plain, resolved, whole, report)
     expected = _checked(network, plain, inputs)
     if settings.thorough:

@@ -275,7 +275,12 @@ def test_other_types_are_swapped(residual, dtype, selectors):
             assert out.dtype == dtype
             assert difference(out, expected) <= 40 * torch.finfo(dtype).eps
             assert torch.equal(again(inputs), out)
+        exported = torch.export.export(fast, (x,)).module()
+        assert torch.equal(exported(x), fast(x))
     assert fast.state_dict().keys() == model.state_dict().keys()
+    freed = optimized(model, x, selectors=selectors, keep_original=False)
+    with torch.no_grad():
+        assert torch.equal(freed(x), fast(x)) or selectors == "auto"
 
 
 def test_a_type_of_one_module_that_is_captured_alone():
