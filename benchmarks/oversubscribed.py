@@ -42,23 +42,26 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     cores = data["cores"]
     yield "# More threads than cores"
     yield ""
-    yield "Written by `python -m benchmarks.oversubscribed`. How many times as long a network takes with more threads than the"
-    yield f"machine has cores ({cores}) as with one for each: PyTorch eager, swapped by `default`, and optimized; float32, NCHW,"
-    yield "batch 1. Less is better. In brackets: how many times as long PyTorch takes with as many threads."
+    yield "Written by `python -m benchmarks.oversubscribed`. Milliseconds that a network takes with one thread for each of"
+    yield f"the {cores} cores, and how many more with more threads than cores, with the same as a factor: PyTorch eager,"
+    yield "swapped by `default`, and optimized; float32, NCHW, batch 1. What is lost is waiting: at the end of each"
+    yield "parallel section all wait for a thread that has no core. Where there is less to compute, as much waiting is a"
+    yield "larger part of the time."
     yield ""
     yield from measure.table(("machine", ""), data.get("machine", {}).items())
     yield ""
-    head = ["network", *(f"{threads} threads, {engine}" for threads in data["threads"] for engine in ENGINES)]
+    head = ["network", *(f"{threads} threads, {engine}" for threads in (cores, *data["threads"]) for engine in ENGINES)]
     rows = [[name, *_cells(found, cores, data["threads"])] for name, found in data["networks"].items()]
     yield from measure.table(head, rows, " " + "r" * len(head))
 
 
 def _cells(found: dict[str, dict[str, float]], cores: int, threads: list[int]) -> Iterator[str]:
+    own = found[str(cores)]
+    yield from (f"{own[engine]:.1f}" for engine in ENGINES)
     for count in threads:
         for engine in ENGINES:
-            times = found[str(count)]
-            lost = f"{times[engine] / found[str(cores)][engine]:.2f}"
-            yield lost if engine == "eager" else f"{lost} ({times['eager'] / times[engine]:.1f})"
+            time = found[str(count)][engine]
+            yield f"{time - own[engine]:+.1f} ({time / own[engine]:.2f})"
 
 
 def main() -> int:
@@ -69,6 +72,7 @@ def main() -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
+    os.environ.pop("OMP_WAIT_POLICY", None)  # measure's: workers of the engines whose turn it is not would spin
     path, load, cores = options.output.with_suffix(".json"), measure.Load(), os.cpu_count() or 1
     threads = [cores * times for times in options.times]
     new: dict[str, Any] = {"cores": cores, "threads": threads, "networks": {}}
