@@ -7,6 +7,7 @@ import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ai3_ops._torch import any_autocast, pytree
 from ai3_ops.optimize.capture import Uncapturable
-from ai3_ops.optimize.pipeline import Plan, Settings, make_plan, unthorough
+from ai3_ops.optimize.pipeline import Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
 
 PLANS = 4  # for so many sizes a module keeps plans; the oldest goes
@@ -75,6 +76,9 @@ class Optimized(nn.Module):
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
+        assert self._ai3_first is not None
+        if isinstance(body := self._ai3_first.body, Swapped):  # only the form is another one
+            return replace(self._ai3_first, body=Swapped(body.module, pytree.tree_structure((args, kwargs))))
         types = iter(self._ai3_types)
         first = [_shown(x, next(types)) if isinstance(x, tuple) else _shown(x) for x in self._ai3_shown]
         what = f"optimized for inputs of {_listed(first)}, called with {_listed(map(_shown, leaves))}"
@@ -83,7 +87,6 @@ class Optimized(nn.Module):
             what += f" in the form of {len(args)} arguments{names}"
         if not self._ai3_original:
             raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
-        assert self._ai3_first is not None
         key = _key(leaves, self._ai3_first.dynamic)
         key = (form, key) if form else key
         with _planning:
@@ -132,7 +135,9 @@ class Optimized(nn.Module):
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
         plan: Plan | None
-        if torch.compiler.is_compiling():
+        if isinstance(first.body, Swapped) and not form:
+            plan = first
+        elif torch.compiler.is_compiling():
             plan = self._of_trace(leaves, first, form)
         else:
             key = _key(leaves, first.dynamic)
@@ -148,7 +153,9 @@ class Optimized(nn.Module):
                 out = plan.body(*leaves)
         else:
             out = plan.body(*leaves)
-        if plan.out_spec is None or plan.out_spec.is_leaf():
+        if plan.out_spec is None:
+            return out
+        if plan.out_spec.is_leaf():
             return out[0] if isinstance(out, (tuple, list)) else out
         return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
 

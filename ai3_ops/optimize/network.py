@@ -94,7 +94,8 @@ class Network:
     def annotate(self, inputs: Sequence[Any]) -> None:
         """Fills in shape, dtype and batched of every node."""
         shapes = [_shapes_of(self, inputs)]
-        batch = next((x.shape[0] for x in inputs if isinstance(x, Tensor) and x.ndim), 0)
+        tensors = [x for x in inputs if isinstance(x, Tensor) and x.ndim]
+        batch = max(tensors, key=lambda x: x.ndim).shape[0] if tensors else 0  # the images', beside a vector of scales
         if self.dynamic:
             more = [x.new_empty((batch + 1, *x.shape[1:])) if isinstance(x, Tensor) else x for x in inputs]
             shapes.append(_shapes_of(self, more))

@@ -57,7 +57,7 @@ class Plan:
 
     body: nn.Module | None  # from the leaves of the arguments to the output's; None: the module stays as it was
     dynamic: bool  # for any batch size
-    out_spec: Any
+    out_spec: Any  # of the output, whose leaves the body returns; None: the body returns the output itself
     report: Optimization
     resolved: dict[str, str] = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ def make_plan(
     plain = network.copy()
     progress("rewrites")
     fusion.simplify(network)
-    if swapping and not parts(network):
+    if swapping and settings.thorough and not parts(network):
         return _swapped(module, args, kwargs, settings, deadline, plain, resolved, whole, report)
     expected = _checked(network, plain, inputs)
     if settings.thorough:
@@ -131,16 +131,17 @@ def make_plan(
     return Plan(body, network.dynamic, network.out_spec, report, resolved)
 
 
-class _Swapped(nn.Module):
-    """A swapped module as the body of a plan: called with the leaves of its arguments, it returns those of its output."""
+class Swapped(nn.Module):
+    """A swapped module as the body of a plan, called with the leaves of its arguments; it takes any sizes and values."""
 
     def __init__(self, module: nn.Module, spec: Any) -> None:
         super().__init__()
         self.module, self._spec = module, spec
 
-    def forward(self, *leaves: Any) -> list[Any]:
+    def forward(self, *leaves: Any) -> Any:
+        """The module's output."""
         args, kwargs = pytree.tree_unflatten(list(leaves), self._spec)
-        return pytree.tree_leaves(self.module(*args, **kwargs))
+        return self.module(*args, **kwargs)
 
 
 def _swapped(
@@ -154,8 +155,8 @@ def _swapped(
     whole: nn.Module | None,
     report: Optimization,
 ) -> Plan:
-    """The plan of a network of which nothing can run in a program, as programs compute in float32: its layers are swapped."""
-    selectors = "default" if settings.selectors is None else settings.selectors
+    """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
+    selectors = settings.selectors
     if selectors == choose.AUTO:
         asked = {name: getattr(settings, name) for name in _TUNED}
         left = max(deadline - time.monotonic(), 1.0)
@@ -163,19 +164,20 @@ def _swapped(
         whole = None
     model = swap(whole or module, selectors, allow_approximate=settings.allow_approximate)
     spec = pytree.tree_structure((args, kwargs))
-    body = _Swapped(model.get_submodule(report.name) if whole else model, spec)
-    report.notes.append("its layers are swapped one by one, without rewrites: programs compute float32 on the CPU")
-    inputs, expected = flat(args, kwargs), _exact(plain, flat(args, kwargs))
-    report.error = _error(_outputs(body, plain, inputs), expected)
+    body = Swapped(model.get_submodule(report.name) if whole else model, spec)
+    report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
+    inputs = flat(args, kwargs)
+    with torch.no_grad():
+        outputs = pytree.tree_leaves(body(*_one_item(plain, inputs)))
+    report.error = _error(outputs, _exact(plain, inputs))
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
-    if settings.thorough:
-        gain, before, after = paired(lambda: module(*args, **kwargs), lambda: body(*inputs))
-        report.before_ms, report.after_ms = before * 1e3, after * 1e3
-        if gain < 1:
-            report.notes.append(f"stays as it was: swapped it took {1 / gain:.2f} times as long")
-            report.after_ms = report.before_ms
-            return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
-    return Plan(body, plain.dynamic, plain.out_spec, report, resolved)
+    gain, before, after = paired(lambda: module(*args, **kwargs), lambda: body(*inputs))
+    report.before_ms, report.after_ms = before * 1e3, after * 1e3
+    if gain < 1:
+        report.notes.append(f"stays as it was: swapped it took {1 / gain:.2f} times as long")
+        report.after_ms = report.before_ms
+        return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+    return Plan(body, plain.dynamic, None, report, resolved)
 
 
 def lowered(

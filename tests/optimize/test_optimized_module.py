@@ -270,7 +270,8 @@ def test_other_types_are_swapped(residual, dtype, selectors):
     assert used == {"direct"} if isinstance(selectors, dict) else len(steps) > 2
     again = pickle.loads(pickle.dumps(fast))
     for inputs in (x, x[:1], torch.cat([x, x])):
-        with torch.no_grad():
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("error")
             out, expected = fast(inputs), exact(model, inputs)
             assert out.dtype == dtype
             assert difference(out, expected) <= 40 * torch.finfo(dtype).eps
@@ -297,6 +298,26 @@ def test_a_type_of_one_module_that_is_captured_alone():
     assert [part.name for part in fast._ai3_report.parts] == ["inner"]
     with torch.no_grad():
         assert difference(fast(x), model(x)) <= 1e-12
+
+
+def test_swapped_models_take_arguments_of_other_forms_and_values():
+    class Forms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(4, 3, 3)
+
+        def forward(self, x, scale=1.0, *, twice=False):
+            y = self.layer(x) * scale
+            return {"y": (y, y + 1)} if twice else (y,)
+
+    model, x = Forms().eval().double(), torch.randn(2, 4, 6, 6).double()
+    for keep in (True, False):
+        fast = optimized(model, x, keep_original=keep)
+        with torch.no_grad():
+            for args, kwargs in (((x,), {}), ((x, 2.0), {}), ((x,), {"scale": 3.0}), ((x[..., :-1],), {"twice": True})):
+                got, expected = fast(*args, **kwargs), model(*args, **kwargs)
+                assert type(got) is type(expected)
+                torch.testing.assert_close(got, expected)
 
 
 def test_lazy_modules_must_have_run():
