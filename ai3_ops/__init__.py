@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
+from ai3_ops import doctor as _doctor
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
 from ai3_ops.optimize import optimize
@@ -12,6 +13,8 @@ from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, works
 from ai3_ops.selectors import Algorithm, prefer
 from ai3_ops.swap import swap, unswap
 from ai3_ops.tune import tune
+
+__version__ = _doctor.version()
 
 __all__ = [
     "Algorithm",

@@ -35,6 +35,7 @@ def test_what_the_package_offers():
     later = {"attention_mask", "register_transformers"}
     assert not later & set(dir(ai3_ops))
     assert not later & set(ai3_ops.__all__)
+    assert ai3_ops.__version__ == metadata.version("ai3_ops")
     assert "ai3" in torch._dynamo.list_backends(exclude_tags=())
     assert isinstance(ai3_ops.explain(torch.nn.ReLU()), ai3_ops.Report)
 
