@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops import doctor as _doctor
+from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
 from ai3_ops.optimize import optimize

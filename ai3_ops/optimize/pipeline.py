@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils import fuse_conv_bn_eval
 
 from ai3_ops._torch import pytree
 from ai3_ops.explain import explain
@@ -16,7 +21,7 @@ from ai3_ops.optimize import choose, fusion, steps
 from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import capture
 from ai3_ops.optimize.lower import Part, Region, build, example_values, module_of, parts
-from ai3_ops.optimize.network import Checker, Mistake, Network, difference, flat
+from ai3_ops.optimize.network import Checker, Mistake, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
 from ai3_ops.optimize.timing import COSTS, paired
@@ -88,7 +93,7 @@ def make_plan(
     progress("rewrites")
     fusion.simplify(network)
     if swapping and settings.thorough and not parts(network):
-        return _swapped(module, args, kwargs, settings, deadline, plain, resolved, whole, report)
+        return _swapped(module, args, kwargs, settings, deadline, plain, resolved, report)
     expected = _checked(network, plain, inputs)
     if settings.thorough:
         cost = COSTS["memory" if settings.objective == "memory" else "latency"]
@@ -152,24 +157,23 @@ def _swapped(
     deadline: float,
     plain: Network,
     resolved: dict[str, str],
-    whole: nn.Module | None,
     report: Optimization,
 ) -> Plan:
     """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
-    selectors = settings.selectors
-    if selectors == choose.AUTO:
-        asked = {name: getattr(settings, name) for name in _TUNED}
-        left = max(deadline - time.monotonic(), 1.0)
-        selectors = tune(module, args or kwargs, **asked, budget_seconds=left, progress=False)
-        whole = None
-    model = swap(whole or module, selectors, allow_approximate=settings.allow_approximate)
-    spec = pytree.tree_structure((args, kwargs))
-    body = Swapped(model.get_submodule(report.name) if whole else model, spec)
+    inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
     report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
-    inputs = flat(args, kwargs)
-    with torch.no_grad():
-        outputs = pytree.tree_leaves(body(*_one_item(plain, inputs)))
-    report.error = _error(outputs, _exact(plain, inputs))
+    folded = _without_norms(module, plain, report)
+    expected = _exact(plain, inputs)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        chosen = _selectors(folded, args, kwargs, settings, deadline, resolved, report.name)
+        for source in (folded, module) if report.rewrites else (module,):
+            body = Swapped(swap(source, chosen, allow_approximate=settings.allow_approximate), spec)
+            outputs = pytree.tree_leaves(body(*_one_item(plain, inputs)))
+            error = report.error = _error(outputs, expected)
+            if error <= _bound(plain, inputs, error, expected):
+                break
+            report.rewrites = []
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
     gain, before, after = paired(lambda: module(*args, **kwargs), lambda: body(*inputs))
     report.before_ms, report.after_ms = before * 1e3, after * 1e3
@@ -178,6 +182,49 @@ def _swapped(
         report.after_ms = report.before_ms
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     return Plan(body, plain.dynamic, None, report, resolved)
+
+
+def _selectors(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    deadline: float,
+    resolved: dict[str, str],
+    path: str,
+) -> dict[str, str | None]:
+    """What was chosen for the calls of the module at `path`, by their names in it; "auto" measured."""
+    names = {name.removeprefix(path).removeprefix("." if path else ""): name for name in resolved}
+    chosen: dict[str, str | None] = {own: resolved[name] for own, name in names.items()}
+    if choose.AUTO in chosen.values():
+        given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments) if kwargs else args
+        asked = {name: getattr(settings, name) for name in _TUNED}
+        plan = tune(module, given, **asked, budget_seconds=max(deadline - time.monotonic(), 1.0), progress=False)
+        measured = {name: layer.algorithm for name, layer in plan.layers.items()}
+        chosen = {name: measured.get(name, "default") if a == choose.AUTO else a for name, a in chosen.items()}
+    reached = {layer.name for layer in explain(swap(module, "default")).layers}
+    return {"*": "default"} | {n: None if a == "torch" else a for n, a in chosen.items() if n in reached}
+
+
+def _without_norms(module: nn.Module, plain: Network, report: Optimization) -> nn.Module:
+    """A copy whose batch normalizations lie in the weights of the convolution before, where only they read its output."""
+    calls = Counter(name for node in plain.graph.nodes for name in node.meta.get("layers", ()))
+    folded = copy.deepcopy(module)
+    for node in plain.calls(steps.affine):
+        before = node.args[0]
+        if before.target is not steps.conv2d or len(before.users) > 1:
+            continue
+        names = [*before.meta["layers"], *node.meta["layers"]]
+        if len(names) != 2 or any(calls[name] != 1 for name in names):
+            continue
+        conv, norm = map(folded.get_submodule, names)
+        if type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+            continue
+        fused = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
+        folded.set_submodule(names[0], fused.to(conv.weight.dtype))
+        folded.set_submodule(names[1], nn.Identity())
+        report.rewrites.append(Rewrite("fold normalization", ", ".join(names)))
+    return folded
 
 
 def lowered(

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Residual, agree, check, exact, optimized
+from nets import Residual, agree, check, exact, optimized, seeded_norm
 from torch import nn
 
 import ai3_ops
@@ -296,6 +296,43 @@ def test_a_type_of_one_module_that_is_captured_alone():
     model, x = Branching().eval().double(), torch.ones(1, 3, 6, 6).double()
     fast = optimized(model, x, selectors={"inner": "direct"})
     assert [part.name for part in fast._ai3_report.parts] == ["inner"]
+    with torch.no_grad():
+        assert difference(fast(x), model(x)) <= 1e-12
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_norms_of_other_types_are_folded_where_nothing_else_reads_them(twice):
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = (nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(3))
+            self.one, self.two = seeded_norm(3), seeded_norm(3)
+
+        def forward(self, x):
+            x = self.one(self.first(x))
+            y = self.second(x)
+            y = self.two(y) + y  # read by both
+            return self.one(self.third(y)) if twice else self.third(y)
+
+    model, x = Norms().eval().double(), torch.randn(2, 3, 6, 6).double()
+    fast = optimized(model, x)
+    assert [r.layers for r in fast._ai3_report.parts[0].rewrites] == ([] if twice else ["first, one"])
+    with torch.no_grad():
+        assert difference(fast(x), model(x)) <= 1e-12
+
+
+def test_a_fold_that_changes_the_outputs_is_taken_back():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 3, padding=1, bias=False), seeded_norm(3)
+
+        def forward(self, x):
+            return self.norm(self.conv(x)) + self.conv.weight.sum()
+
+    model, x = Tied().eval().double(), torch.randn(2, 3, 6, 6).double()
+    fast = optimized(model, x)
+    assert not fast._ai3_report.parts[0].rewrites
     with torch.no_grad():
         assert difference(fast(x), model(x)) <= 1e-12
 
