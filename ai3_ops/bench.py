@@ -67,13 +67,14 @@ class Engine:
     median_ms: float = 0.0
     p99_ms: float = 0.0
     images_per_second: float = 0.0
-    peak_bytes: int = (
-        0  # of a call, above what the process held before it loaded the model: weights, packs, activations
-    )
+    # Of a call, above what the process held before it loaded the model: weights, packs, activations.
+    peak_bytes: int = 0
     error: float = 0.0  # max|y - y64| / max|y64|, y64 in float64
     load_seconds: float = 0.0  # with conversion, tuning, and the first call
     joules: float | None = None  # of a call; None where the machine does not expose it
     calls: int = 0
+    # Of a call, above what the process held before it: activations, workspaces, outputs. None where an engine keeps them.
+    call_bytes: int | None = None
 
     @property
     def wrong(self) -> bool:
@@ -305,10 +306,11 @@ def document(results: Mapping[str, Result], picture: str) -> Iterator[str]:
 normalizations with the statistics of the input), input (NCHW) and threads, float32; turns alternate, each after 0.4 s of
 calls that do not count. Milliseconds of one call: median and 99th percentile of all calls of all turns. Images/s: images
 over their time. Memory: the peak of a call above what the process held before it loaded the model (weights, packs,
-activations). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch in float64; above 0.1 the output is called
-wrong and its engine is not compared. Energy: joules of a call, where the machine exposes it (RAPL). Load: seconds until
-the first output, with conversion and tuning (cached measurements are taken). "optimize approximate" is
-`optimize(model, x, allow_approximate=True)`, which may use bfloat16, and is not compared either.
+activations); "of the call" is above what it held before the call, when nothing free was kept (activations, workspaces,
+outputs; empty for engines that keep those between calls). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch
+in float64; above 0.1 the output is called wrong and its engine is not compared. Energy: joules of a call, where the machine
+exposes it (RAPL). Load: seconds until the first output, with conversion and tuning (cached measurements are taken).
+"optimize approximate" is `optimize(model, x, allow_approximate=True)`, which may use bfloat16, and is not compared either.
 """
     yield f"![medians of all engines]({picture})\n"
     yield "## Medians, ms\n"
@@ -325,25 +327,29 @@ the first output, with conversion and tuning (cached measurements are taken). "o
         for key, value in {**facts, **result.machine}.items():
             yield f"| {key} | {value} |"
         energy = any(e.joules is not None for e in result.engines.values())
-        yield "\n| engine | version | median | p99 | images/s | memory, MiB | error | load, s |" + (
+        yield "\n| engine | version | median | p99 | images/s | memory, MiB | of the call | error | load, s |" + (
             " J |" if energy else ""
         )
-        yield "|---|---|---:|---:|---:|---:|---:|---:|" + ("---:|" if energy else "")
+        yield "|---|---|---:|---:|---:|---:|---:|---:|---:|" + ("---:|" if energy else "")
         for name, e in result.engines.items():
             if e.absent:
-                yield f"| {name} | {' '.join(e.absent.split())[:160].replace('|', '/')} | | | | | | |" + (
+                yield f"| {name} | {' '.join(e.absent.split())[:160].replace('|', '/')} | | | | | | | |" + (
                     " |" if energy else ""
                 )
                 continue
             version = f"{e.version} ({NOTES[name]})" if name in NOTES else e.version
             numbers = (
                 f"{e.median_ms:.3g}", f"{e.p99_ms:.3g}", f"{e.images_per_second:.3g}", f"{e.peak_bytes / 2**20:.0f}",
-                f"{e.error:.0e}", f"{e.load_seconds:.1f}",
+                _mib(e.call_bytes), f"{e.error:.0e}", f"{e.load_seconds:.1f}",
             )  # fmt: skip
             joules = ("" if e.joules is None else f"{e.joules:.3g}",) if energy else ()
             yield f"| {name} | {version} | " + " | ".join((*numbers, *joules)) + " |"
         if not energy:
             yield "\nThis machine exposes no energy."
+
+
+def _mib(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.0f}"
 
 
 def _ms(engine: Engine | None, fastest: bool) -> str:
@@ -388,7 +394,7 @@ def draw(results: Mapping[str, Result], path: Path) -> None:
 def show(result: Result, console: Console) -> None:
     """The table of one network."""
     table = Table("engine", "version", title=f"{result.key}, {result.input}", title_justify="left")
-    for heading in ("median ms", "p99 ms", "images/s", "memory MiB", "error", "load s"):
+    for heading in ("median ms", "p99 ms", "images/s", "memory MiB", "of the call", "error", "load s"):
         table.add_column(heading, justify="right")
     for name, e in result.engines.items():
         if e.absent:
@@ -396,7 +402,7 @@ def show(result: Result, console: Console) -> None:
             continue
         table.add_row(
             name, e.version, f"{e.median_ms:.3g}", f"{e.p99_ms:.3g}", f"{e.images_per_second:.3g}",
-            f"{e.peak_bytes / 2**20:.0f}", f"{e.error:.0e}", f"{e.load_seconds:.1f}",
+            f"{e.peak_bytes / 2**20:.0f}", _mib(e.call_bytes), f"{e.error:.0e}", f"{e.load_seconds:.1f}",
         )  # fmt: skip
     console.print(table, highlight=False)
     console.print(f"fastest peer over our fastest: {_ratio(result) or 'one of them is missing'}", highlight=False)
@@ -415,6 +421,13 @@ def main(options: argparse.Namespace, console: Console) -> int:
         engines.append(name)
     threads = options.threads or torch.get_num_threads()
     command = shlex.join(["python", "-m", "ai3_ops", *sys.argv[1:]])
+    machine = doctor.machine() | {"threads": str(threads)}
+    for earlier in load(options.output).values() if options.output else ():
+        if earlier.machine.get("processor") != machine["processor"]:
+            raise ValueError(
+                f"{options.output} has {earlier.key} of processor {earlier.machine.get('processor')}, "
+                f"this is {machine['processor']}: --output names another page"
+            )
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     status = 0
     for name in options.models or MODELS:
@@ -424,7 +437,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
         result = Result(name, options.batch, f"{shape}, {named.origin}", threads)
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
             result.engines = measure(named, list(dict.fromkeys(engines)), threads, options.turns, bar)
-        result.machine = doctor.machine() | {"threads": str(threads)}
+        result.machine = machine
         result.commit, result.command, result.date = commit(), command, time.strftime("%Y-%m-%d")
         show(result, console)
         status |= all(e.absent for e in result.engines.values())

@@ -16,7 +16,7 @@ from ai3_ops import registry
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.operations.calls import Call, Spec
-from ai3_ops.optimize.report import OptimizeReport
+from ai3_ops.optimize.report import OptimizeReport, shown_bytes
 from ai3_ops.registry import near
 from ai3_ops.selectors import listed
 from ai3_ops.steps.discover import is_optimized, reachable
@@ -108,8 +108,8 @@ class Report:
         reached = [f"{r}: {', '.join(f'{n} {o}' for o, n in c.items())}" for r, c in asked.items()]
         kept = sum(layer.packed_bytes for layer in self.layers if layer.packs == "kept")
         most = max((layer.workspace or 0 for layer in self.layers), default=0)
-        memory = [f"{_bytes(kept)} of packed weights kept"] if kept else []
-        memory += [f"the largest workspace {_bytes(most)}"] if most else []
+        memory = [f"{shown_bytes(kept)} of packed weights kept"] if kept else []
+        memory += [f"the largest workspace {shown_bytes(most)}"] if most else []
         nothing = "" if self.optimization or self.optimized else "0 calls"
         found = [
             f"{len(self.layers)} calls: {', '.join(computed)}" if computed else nothing,
@@ -144,8 +144,8 @@ class Report:
             if layer.torch_calls:
                 calls += f" ({layer.torch_calls} torch)"
             shapes = " ".join("x".join(map(str, shape)) for shape in (layer.shapes or [])[:2])
-            packs = f"{_bytes(layer.packed_bytes)} {layer.packs}".strip() if layer.packs else ""
-            workspace = _bytes(layer.workspace or 0)
+            packs = f"{shown_bytes(layer.packed_bytes)} {layer.packs}".strip() if layer.packs else ""
+            workspace = shown_bytes(layer.workspace or 0)
             cells = [layer.name, layer.operation, layer.requested or "", layer.used, calls, shapes, layer.layout]
             rows.append([*cells, packs, workspace, layer.reason])
         wanted = [i for i in range(len(heads)) if i < 4 or any(row[i] for row in rows)]
@@ -207,16 +207,6 @@ def _plain(text: str) -> Any:
     from rich.text import Text
 
     return Text(text)
-
-
-def _bytes(count: int) -> str:
-    """In the largest unit of which there is one; nothing for 0."""
-    if not count:
-        return ""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 def _common(names: list[str]) -> str:

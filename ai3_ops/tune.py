@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -25,6 +25,7 @@ from ai3_ops.registry import near
 from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.discover import refuse_optimized, survey
 
+T = TypeVar("T")
 OBJECTIVES = ("latency", "p99", "memory")
 GAIN = 0.02  # the least share of the default's time that another choice must save
 DEVIATIONS = 3.0  # and the least number of standard errors of the difference
@@ -507,23 +508,31 @@ class _Choice:
         return _Solution(found, algorithms, packed + workspace)
 
     def best(self) -> _Solution:
-        """Within the limit of memory: the lowest price that keeps it, found by halving (Lagrangian relaxation, Everett 1963)."""
-        limit = self.settings.memory_limit
-        if self.settings.objective == "memory":
-            return self.at(BYTE)
-        found = self.at(0.0)
-        if limit is None or found.bytes <= limit:
-            return found
-        found = self.at(BYTE)
-        low, high = -9.0, math.log10(BYTE)
-        for _ in range(_SEARCH_STEPS):
-            middle = (low + high) / 2
-            tried = self.at(10**middle)
-            if tried.bytes <= limit:
-                found, high = tried, middle
-            else:
-                low = middle
+        """The cheapest within the limit of memory."""
+        return within(self.settings, self.at, lambda found: found.bytes)
+
+
+def within(settings: Settings, at: Callable[[float], T], size: Callable[[T], int]) -> T:
+    """The cheapest choice, `at(price of a byte in microseconds)`, whose bytes keep to the limit of memory.
+
+    The lowest price that keeps it, found by halving (Lagrangian relaxation, Everett 1963); the least bytes where none does.
+    """
+    limit = settings.memory_limit
+    if settings.objective == "memory":
+        return at(BYTE)
+    found = at(0.0)
+    if limit is None or size(found) <= limit:
         return found
+    found = at(BYTE)
+    low, high = -9.0, math.log10(BYTE)
+    for _ in range(_SEARCH_STEPS):
+        middle = (low + high) / 2
+        tried = at(10**middle)
+        if size(tried) <= limit:
+            found, high = tried, middle
+        else:
+            low = middle
+    return found
 
 
 def _cost(of: str, to: str, microseconds: float) -> float:

@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -345,6 +346,17 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -
     yield "|" + "|".join("---:" if right[i : i + 1] == "r" else "---" for i in range(len(head))) + "|"
     for row in rows:
         yield "| " + " | ".join(row) + " |"
+
+
+def stored(page: Path, empty: dict[str, Any]) -> dict[str, Any]:
+    """What earlier runs measured for a page, or `empty`; ends the program where another machine did."""
+    path = page.with_suffix(".json")
+    data = json.loads(path.read_text()) if path.exists() else empty
+    there, here = data.get("machine", {}), doctor.machine()
+    for what in ("processor", "instruction set"):
+        if there.get(what, here[what]) != here[what]:
+            sys.exit(f"{page} has figures of {what} {there[what]}, this is {here[what]}: --output names another page")
+    return data
 
 
 def write(path: Path, lines: Iterable[str], data: Any) -> None:

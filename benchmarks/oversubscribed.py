@@ -73,10 +73,10 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     os.environ.pop("OMP_WAIT_POLICY", None)  # measure's: workers of the engines whose turn it is not would spin
-    path, load, cores = options.output.with_suffix(".json"), measure.Load(), os.cpu_count() or 1
+    load, cores = measure.Load(), os.cpu_count() or 1
     threads = [cores * times for times in options.times]
     new: dict[str, Any] = {"cores": cores, "threads": threads, "networks": {}}
-    data = json.loads(path.read_text()) if path.exists() else new
+    data = measure.stored(options.output, new)
     if (data["cores"], data["threads"]) != (cores, threads):
         data = new
     for name in options.models:

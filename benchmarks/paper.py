@@ -182,8 +182,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="of turns for each algorithm (default: 2)")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
-    path, load = options.output.with_suffix(".json"), measure.Load()
-    data = json.loads(path.read_text()) if path.exists() else {"layers": {}, "networks": {}}
+    load = measure.Load()
+    data = measure.stored(options.output, {"layers": {}, "networks": {}})
     lines = [line.line for line in measure.network("paper")]
     if list(data["layers"]) != lines:
         data["layers"] = {line: layer(measure.Layer(line), options.seconds) for line in lines}

@@ -119,8 +119,8 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(m for m in bench.MODELS if not m.startswith(("vit", "swin"))))
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
-    path, load = options.output.with_suffix(".json"), measure.Load()
-    data = json.loads(path.read_text()) if path.exists() else {"networks": {}}
+    load = measure.Load()
+    data = measure.stored(options.output, {"networks": {}})
     for name in options.models.split(","):
         data["networks"][name] = compare(name)
         print(name, json.dumps(data["networks"][name]))

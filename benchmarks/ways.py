@@ -1,7 +1,7 @@
 """Whole networks in the ways that people run them: `swap(model, "default")` beside the model that it came from.
 
     python -m benchmarks.ways [--models resnet18,...] [--dtypes float32,...] [--layouts nchw,...] [--modes inference,...]
-                              [--batches 1,8] [--forms] [--seconds 2]
+                              [--batches 1,8] [--forms] [--missing] [--seconds 2]
 
 Every cell runs both models the same way (dtype, memory format of the input, inference or a training step, batch), in turns that
 alternate in one process, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and AOTInductor
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import statistics
 import sys
 import tempfile
@@ -227,12 +226,12 @@ def main() -> int:
         parser.add_argument(f"--{what}", default=",".join(known))
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--forms", action="store_true", help="forms of the swapped model instead of the cells")
+    parser.add_argument("--missing", action="store_true", help="only what the page does not have yet")
     parser.add_argument("--seconds", type=float, default=1.0, help="of turns for each cell")
     parser.add_argument("--output", type=Path, default=PAGE)
     a = parser.parse_args()
     console = Console(width=140)
     load = measure.Load()
-    path = a.output.with_suffix(".json")
     wanted: list[tuple[str, ...]] = []
     for name in a.models.split(","):
         if a.forms:
@@ -242,7 +241,11 @@ def main() -> int:
             for mode in a.modes.split(","):
                 for layout in a.layouts.split(","):
                     wanted += [(name, dtype, layout, mode, batch) for batch in a.batches.split(",")]
-    data = json.loads(path.read_text()) if path.exists() else {"cells": {}, "forms": {}}
+    data = measure.stored(a.output, {"cells": {}, "forms": {}})
+    if "machine" not in data:
+        data["machine"] = measure.machine(torch.get_num_threads(), load)
+    if a.missing:
+        wanted = [what for what in wanted if " ".join(what) not in data["forms" if a.forms else "cells"]]
     for what in wanted:
         gc.collect()
         if a.forms:

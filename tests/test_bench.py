@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -11,7 +12,7 @@ from rich.progress import Progress
 from torch import nn
 
 import ai3_ops
-from ai3_ops import _models, _peers, bench
+from ai3_ops import _models, _peers, bench, doctor
 from ai3_ops.__main__ import main, selectors
 from ai3_ops.bench import Engine, Result
 
@@ -163,7 +164,8 @@ def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench, "measure", fake)
     output = tmp_path / "page.md"
-    bench.save(output, results())
+    foreign = results()
+    bench.save(output, {key: replace(result, machine=doctor.machine()) for key, result in foreign.items()})
     command = [
         "bench",
         "--models",
@@ -184,6 +186,11 @@ def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["bench", "--models", SMALL, "--peers", "onnxruntim"])
     assert "no engine 'onnxruntim'; did you mean 'onnxruntime'" in capsys.readouterr().err
+    bench.save(output, foreign)
+    with pytest.raises(SystemExit):
+        main([*command, str(output)])
+    assert "has small batch 1 of processor Abacus, this is" in capsys.readouterr().err
+    assert len(asked) == 1
 
 
 def test_tune_and_explain_on_the_command_line(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,21 @@ import torch
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
 from benchmarks import figures, layers, paper, shapes, threads  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("built_in_only")
 LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
+
+
+def test_figures_of_two_machines_do_not_share_a_page(tmp_path):
+    page = tmp_path / "page.md"
+    assert measure.stored(page, {"cells": {}}) == {"cells": {}}
+    here = measure.doctor.machine()
+    measure.write(page, [], {"machine": here})
+    assert measure.stored(page, {}) == {"machine": here}
+    measure.write(page, [], {"machine": here | {"processor": "Abacus"}})
+    with pytest.raises(
+        SystemExit, match=r"page\.md has figures of processor Abacus, this is .*: --output names another page"
+    ):
+        measure.stored(page, {})
 
 
 def test_shape_files_become_modules():

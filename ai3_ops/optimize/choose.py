@@ -6,14 +6,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from ai3_ops import registry, selectors
-from ai3_ops._timing import Layer
+from ai3_ops._timing import Layer, Measured
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.operations.base import Problem
 from ai3_ops.operations.calls import Call, Spec
@@ -22,7 +22,7 @@ from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
 from ai3_ops.plan import CHANNELS_LAST, Plan
 from ai3_ops.selectors import Algorithm, Place
-from ai3_ops.tune import BYTE, Meter, ineligible, select, unmeasured
+from ai3_ops.tune import Meter, ineligible, select, unmeasured, within
 from ai3_ops.tune import Settings as TuneSettings
 
 AUTO = "auto"
@@ -246,54 +246,84 @@ def measured(
         settings.allow_approximate,
     )
     meter = Meter(size, asked, cache=True)
+    cases = []
     for number, node in enumerate(todo):
         progress(f"algorithms, layer {number + 1} of {len(todo)}")
+        cases.append(Case.of(node, meter, deadline))
+    weights = [node.args[1].target for node in todo]
+
+    def at(price: float) -> list[str]:
+        return [case.fastest(asked, price, largest_error) for case in cases]
+
+    def bytes_of(names: list[str]) -> int:
+        """Of all packs and the largest workspace; a weight that two steps pack alike is packed once."""
+        needed = [case.layer.memory(name, case.layout) for case, name in zip(cases, names, strict=True)]
+        packs = {(weight, name): pack for weight, name, (_, pack) in zip(weights, names, needed, strict=True)}
+        return sum(packs.values()) + max((workspace for workspace, _ in needed), default=0)
+
+    names: list[str] = within(asked, at, bytes_of)
+    for node, case, name in zip(todo, cases, names, strict=True):
         node.meta["choice"] = AUTO
-        node.kwargs = {**node.kwargs, "algorithm": fastest(node, meter, asked, deadline, largest_error)}
+        node.kwargs = {**node.kwargs, "algorithm": "default" if name == case.default != "torch" else name}
     return before != [node.kwargs["algorithm"] for node in todo]
 
 
-def fastest(
-    node: Node, meter: Meter, settings: TuneSettings, deadline: float, largest_error: float | None = None
-) -> str:
-    """The algorithm that `tune` takes, of those that programs can run; within an error, where one is given."""
-    a = arguments(node)
-    operands = [a[name] for name in ("input", "weight", "bias")]
-    specs = [Spec.of(_meta(x)) for x in operands]
-    if node.target is steps.linear:
-        specs[0] = specs[0]._replace(
-            shape=(math.prod(specs[0].shape[:-1]), specs[0].shape[-1]), stride=(specs[0].shape[-1], 1)
-        )
-    specs = [s._replace(device="cpu") if isinstance(s, Spec) else s for s in specs]
-    window = [a[name] for name in ("stride", "padding", "dilation", "groups") if name in a]
-    parameters = (False, True, a["bias"] is not None, *[False] * len(window))
-    layer = Layer(_OPERATIONS[node.target], (*specs, *window), parameters, in_place=False)
-    layout = CHANNELS_LAST if CHANNELS_LAST in layer.layouts else layer.layouts[0]
-    found = meter.known_in(layer, layout)
-    if found is None:
-        if time.monotonic() > deadline:
-            return _unmeasured(layer, layout, settings)
-        found = meter.measured_in(layer, layout)
-    allowed = {
-        name: m
-        for name, m in found.items()
-        if _runs_in_programs(layer.operation, name) and not ineligible(layer, name, found, settings)
-    }
-    if not allowed:
-        return "torch"
-    if largest_error is not None:
-        exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
-        return min(exact, key=lambda n: exact[n].time_us) if exact else min(allowed, key=lambda n: allowed[n].error)
-    price = BYTE if settings.objective == "memory" else 0.0
-    name = select(layer, found, settings, price, allowed)[0]
-    return "default" if name == next(iter(found)) else name
+@dataclass(frozen=True)
+class Case:
+    """A step whose algorithm is to be measured, as `tune` sees it."""
 
+    layer: Layer
+    layout: str
+    found: dict[str, Measured] | None  # None where the time did not last
 
-def _unmeasured(layer: Layer, layout: str, settings: TuneSettings) -> str:
-    """`default`, unless `tune` would not take it or a limit of the layer's cannot be held without measuring: PyTorch then."""
-    name, limit = unmeasured(layer, layout, settings)[0], settings.memory_limit
-    held = settings.tolerance is None and (limit is None or sum(layer.memory(name, layout)) <= limit)
-    return "default" if name != "torch" and held else "torch"
+    @classmethod
+    def of(cls, node: Node, meter: Meter, deadline: float) -> Case:
+        """Measured now, or taken from the cache."""
+        a = arguments(node)
+        operands = [a[name] for name in ("input", "weight", "bias")]
+        specs = [Spec.of(_meta(x)) for x in operands]
+        if node.target is steps.linear:
+            specs[0] = specs[0]._replace(
+                shape=(math.prod(specs[0].shape[:-1]), specs[0].shape[-1]), stride=(specs[0].shape[-1], 1)
+            )
+        specs = [s._replace(device="cpu") if isinstance(s, Spec) else s for s in specs]
+        window = [a[name] for name in ("stride", "padding", "dilation", "groups") if name in a]
+        parameters = (False, True, a["bias"] is not None, *[False] * len(window))
+        layer = Layer(_OPERATIONS[node.target], (*specs, *window), parameters, in_place=False)
+        layout = CHANNELS_LAST if CHANNELS_LAST in layer.layouts else layer.layouts[0]
+        found = meter.known_in(layer, layout)
+        if found is None and time.monotonic() <= deadline:
+            found = meter.measured_in(layer, layout)
+        return cls(layer, layout, found)
+
+    @property
+    def default(self) -> str:
+        """What `default` stands for."""
+        return self.layer.default(self.layout) if self.found is None else next(iter(self.found))
+
+    def fastest(self, settings: TuneSettings, price: float = 0.0, largest_error: float | None = None) -> str:
+        """The algorithm that `tune` takes, of those that programs can run, where a byte costs `price` microseconds.
+
+        Within an error, where one is given. Not measured: `default`, unless `tune` would not take it or a limit of the layer's
+        cannot be held without measuring: PyTorch then.
+        """
+        if self.found is None:
+            name, limit = unmeasured(self.layer, self.layout, settings, price)[0], settings.memory_limit
+            held = settings.tolerance is None and (limit is None or sum(self.layer.memory(name, self.layout)) <= limit)
+            return name if held else "torch"
+        allowed = {
+            name: m
+            for name, m in self.found.items()
+            if _runs_in_programs(self.layer.operation, name) and not ineligible(self.layer, name, self.found, settings)
+        }
+        if not allowed:
+            return "torch"
+        if largest_error is not None:
+            exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
+            if not exact:
+                return min(allowed, key=lambda n: allowed[n].error)
+            return min(exact, key=lambda n: exact[n].time_us + price * exact[n].bytes)
+        return select(self.layer, self.found, settings, price, allowed)[0]
 
 
 def _runs_in_programs(operation: str, name: str) -> bool:

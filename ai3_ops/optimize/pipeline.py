@@ -122,6 +122,8 @@ def make_plan(
         regions, body, accurate = programs()
     report.steps = _steps(network, regions)
     report.rewrites = network.log
+    report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
+    report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
     if not accurate:
         report.notes.append(f"stays as it was: rewritten its outputs had an error of {report.error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved)

@@ -10,6 +10,16 @@ from typing import Any
 from ai3_ops.optimize.network import Rewrite
 
 
+def shown_bytes(count: int) -> str:
+    """In the largest unit of which there is one; nothing for 0."""
+    if not count:
+        return ""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
 @dataclass
 class Step:
     """One step of the optimized network."""
@@ -32,6 +42,10 @@ class Optimization:
     before_ms: float | None = None  # time of a call of the module as it was,
     after_ms: float | None = None  # and of the optimized one, measured in turns
     error: float | None = None  # of the outputs for the example inputs, against float64
+    packed_bytes: int = 0  # of the weights in the programs, packed
+    memory_bytes: int = (
+        0  # of activations and workspaces together, of the program that needs most, on the example inputs
+    )
 
 
 @dataclass
@@ -59,6 +73,9 @@ class OptimizeReport:
             if part.error is not None:
                 head += f", error {part.error:.2g}"
             console.print(Text(head))
+            if part.packed_bytes:
+                used = f"{shown_bytes(part.packed_bytes)} of packed weights"
+                console.print(Text(f"{used}, {shown_bytes(part.memory_bytes)} of activations and workspaces"))
             table = Table("step", "algorithm", "layers", "fused", "output", box=None, pad_edge=False)
             for step in part.steps:
                 cells = (

@@ -11,6 +11,7 @@ import ai3_ops
 from ai3_ops._timing import Measured
 from ai3_ops.optimize import choose, pipeline
 from ai3_ops.optimize.network import difference
+from ai3_ops.optimize.report import shown_bytes
 from ai3_ops.tune import Meter
 
 
@@ -176,14 +177,35 @@ def test_settings_that_no_algorithm_meets(settings):
     }
 
 
+def test_memory_limit_is_of_the_whole_network(monkeypatch):
+    """As if winograd_f4, whose packs are four times as large, were faster for each layer, and most for the last."""
+
+    def known_in(self, layer, layout):
+        times = {"winograd_f4": {30: 50.0, 28: 30.0, 26: 10.0}[layer.shapes[0][-1]]}
+        memory = {n: layer.memory(n, layout) for n in layer.candidates(layout, self.approximate)}
+        return {n: Measured(times.get(n, 100.0), 0.0, 1e-7, *of) for n, of in memory.items()}
+
+    monkeypatch.setattr(Meter, "known_in", known_in)
+    model = nn.Sequential(*[nn.Conv2d(64, 64, 3) for _ in range(3)])
+    x = torch.randn(1, 64, 30, 30)
+    packs = {}
+    for limit in (None, 2_000_000, 1_300_000):
+        fast = check(model, x, memory_limit=limit)
+        packs[limit] = fast._ai3_report.parts[0].packed_bytes
+        assert algorithms_of(fast)["2"] in ("default", "winograd_f4")
+        assert f"{shown_bytes(packs[limit])} of packed weights, " in str(ai3_ops.explain(fast))
+    three, two, one = packs.values()
+    assert three > two > one
+
+
 def test_algorithms_are_chosen_again_where_the_whole_is_inexact(monkeypatch):
     asked = []
 
-    def fastest(node, meter, settings, deadline, largest_error=None):
+    def fastest(case, settings, price=0.0, largest_error=None):
         asked.append(largest_error)
         return "winograd_f6" if largest_error is None else "direct"
 
-    monkeypatch.setattr(choose, "fastest", fastest)
+    monkeypatch.setattr(choose.Case, "fastest", fastest)
     monkeypatch.setattr(pipeline, "WORST_ERROR", 1e-6)
     monkeypatch.setattr(pipeline, "OWN_ERROR", 1.5)
     model, x = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 64, 3)), torch.randn(1, 64, 32, 32)
