@@ -157,11 +157,12 @@ def _pnnx(model: nn.Module, args: tuple[Any, ...], folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            torch.jit.trace(model, args, check_trace=False).save(str(folder / "model.torchscript"))
+            one = args[0][:1]  # ncnn takes images one by one
+            torch.jit.trace(model, one, check_trace=False).save(str(folder / "model.torchscript"))
         except Exception as error:
             (folder / "pnnx.txt").write_text(f"{type(error).__name__}: {error}")
             return
-    shape = ",".join(map(str, (1, *args[0].shape[1:])))
+    shape = ",".join(map(str, one.shape))
     _convert(["pnnx", "model.torchscript", f"inputshape=[{shape}]", "fp16=0"], folder, "pnnx")
 
 

@@ -120,7 +120,7 @@ def tune(
         raise TypeError(f"ai3_ops.tune needs an nn.Module, got {type(model).__name__}")
     refuse_optimized(model, "ai3_ops.tune", "tune the original model")
     settings = Settings(objective, budget_seconds, memory_limit, tolerance, deterministic, allow_approximate)
-    return _on_rank_0(lambda: _tune(model, example_inputs, settings, cache, progress))
+    return _on_rank_0(lambda: tune_alone(model, example_inputs, settings, cache, progress))
 
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, cache: bool = True, progress: bool = True) -> Plan:
@@ -322,7 +322,8 @@ class Meter:
         return known
 
 
-def _tune(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool, progress: bool) -> Plan:
+def tune_alone(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool, progress: bool) -> Plan:
+    """The plan that this process makes, whatever other ranks do."""
     network = Network(model, example_inputs)
     meter = Meter(network.bytes, settings, cache)
     layers = network.layers

@@ -55,6 +55,9 @@ def compare(name: str) -> dict[str, Any]:
         canonicalize(plain)
         choose.follow(plain, named.model, settings.selectors, None)
         fusion.simplify(plain)
+        start = (
+            plain.copy()
+        )  # as `optimize` searches: before algorithms are chosen, which substitutions would have to share
         body = _body(plain, named.inputs, settings)
         found: dict[str, Any] = {"gains": {}}
         taken: Counter[str] = Counter()
@@ -62,7 +65,7 @@ def compare(name: str) -> dict[str, Any]:
             which = ALL if len(substitutions) > 1 else substitutions[0].__name__
             if which != ALL and which not in taken:
                 continue
-            changed = plain.copy()
+            changed = start.copy()
             counts = _search(changed, settings, substitutions)
             taken |= counts if which == ALL else {}
             gain, before, after = 1.0, 0.0, 0.0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
-from benchmarks import figures, layers, paper, shapes, threads  # noqa: E402
+from benchmarks import figures, layers, paper, shapes, substitutions, threads, ways  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("built_in_only")
 LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
@@ -168,3 +168,25 @@ def test_predicted_times_of_many_threads():
     assert f"| conv2d {layer} | 4 | direct | 5 | 1.60 |" in text
     relu = measure.Layer("relu count=1000000000")
     assert threads.total({(relu, t): split(1, 1, 1) for t in (1, 4)}, {relu: 1}, 4).memory > 0.2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ways_of_running():
+    pytest.importorskip("torchvision")
+    name = "mobilenet_v3_small"
+    found = {
+        f"{name} autocast nchw {mode} 1": ways.cell(name, "autocast", "nchw", mode, 1, 0.01) for mode in ways.MODES
+    }
+    for one in found.values():
+        assert one["ratio"] == one["torch_ms"] / one["ai3_ms"] > 0
+        assert one["turns"] > 0
+    forms = {f"{name} {which}": ways.form(name, which, 0.01) for which in ways.FORMS[3:]}
+    text = "\n".join(ways.page({"cells": found, "forms": forms}))
+    assert text.count(f"| {name} |") == 4
+
+
+def test_gains_of_substitutions(monkeypatch):
+    monkeypatch.setattr(substitutions, "SECONDS", 0.5)
+    found = substitutions.compare(f"{__name__}:small")
+    assert substitutions.ALL in found["gains"]
+    assert "| small |" in "\n".join(substitutions.page({"networks": {"small": found}}))

@@ -763,3 +763,13 @@ def test_packs_of_linear():
         assert swapped._ai3.packs.made == 1
         swapped.weight.data.add_(1)
         close(swapped(x), F.linear(x, swapped.weight, swapped.bias))
+
+
+def test_a_shallow_copy_has_its_own_numbers():
+    swapped, x = swap(nn.Conv2d(3, 4, 3), "direct"), torch.randn(1, 3, 9, 9)
+    with torch.inference_mode():
+        before = swapped(x)
+        other = copy.copy(swapped)
+        other.stride = (2, 2)
+        torch.testing.assert_close(other(x), F.conv2d(x, swapped.weight, swapped.bias, 2), rtol=1e-4, atol=1e-5)
+        assert torch.equal(swapped(x), before)

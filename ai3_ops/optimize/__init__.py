@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +46,8 @@ def optimize(
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
         budget_seconds: for search and measuring; None: up to a minute.
         objective: "latency", "p99" or "memory": what substitutions and algorithms are chosen for.
-        memory_limit: bytes that workspace and packed weight of one layer may take; with "auto".
+        memory_limit: bytes that all packed weights and the largest workspace of a layer may take together, in each part of a
+            model that is captured in parts; with "auto".
         tolerance: the largest error of a layer, max|y - y64| / max|y64|; None: 5e-5; with "auto".
         deterministic: only algorithms that give the same bits in every run; with "auto".
         allow_approximate: also algorithms that approximate (bfloat16 weights); with "auto".
@@ -78,7 +78,6 @@ def optimize(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"ai3_ops.optimize: {name!r} of a lazy module has no size yet: run the model once")
-    _check(alpha, budget_seconds, objective, memory_limit, tolerance)
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate
     )
@@ -111,6 +110,7 @@ def _by_parts(
     """Replaces the largest submodules that can be captured, in place."""
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
+    from ai3_ops.optimize.pipeline import unthorough
 
     calls: dict[nn.Module, tuple[Any, Any]] = {}
     handles = [
@@ -125,12 +125,14 @@ def _by_parts(
             handle.remove()
     left = {"": reason}
     done: dict[nn.Module, Any] = {}
+    before: list[tuple[nn.Module, str, nn.Module]] = []
     parts = []
 
     def descend(parent: nn.Module, prefix: str) -> None:
         for name, child in list(parent.named_children()):
             path = f"{prefix}{name}"
             if child in done:
+                before.append((parent, name, child))
                 setattr(parent, name, done[child])
                 continue
             if child in calls and any(isinstance(m, (nn.Conv2d, nn.Linear)) for m in child.modules()):
@@ -142,24 +144,22 @@ def _by_parts(
                 else:
                     done[child] = optimized
                     parts.append(optimized._ai3_report.parts[0])
+                    before.append((parent, name, child))
                     setattr(parent, name, optimized)
                     continue
             descend(child, f"{path}.")
 
     descend(original, "")
-    whole = Optimized(original, settings)
+    try:
+        original(*args, **kwargs)
+    except Exception as error:  # the model uses a part of it as what only the part itself is, such as a list
+        for parent, name, child in before:
+            setattr(parent, name, child)
+        left[""] += f"; and with {len(done)} parts optimized the model fails: {type(error).__name__}: {error}"
+        parts = []
+    whole = Optimized(original, unthorough(settings, {}))
     whole._ai3_report.parts, whole._ai3_report.left = parts, left
     return whole
-
-
-def _check(alpha: Any, budget: Any, objective: str, memory_limit: Any, tolerance: Any) -> None:
-    if not isinstance(alpha, (int, float)) or not alpha >= 1 or math.isinf(alpha):
-        raise ValueError(f"ai3_ops.optimize: alpha needs a number of at least 1, got {alpha!r}")
-    if objective not in ("latency", "p99", "memory"):
-        raise ValueError(f"ai3_ops.optimize: objective is 'latency', 'p99' or 'memory', got {objective!r}")
-    for name, value in (("budget_seconds", budget), ("memory_limit", memory_limit), ("tolerance", tolerance)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-            raise ValueError(f"ai3_ops.optimize: {name} needs a number of at least 0, or None, got {value!r}")
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -77,7 +77,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
     from ai3_ops.optimize.pipeline import Settings, make_plan
     from ai3_ops.registry import near
 
-    known = [setting.name for setting in fields(Settings)]
+    known = [setting.name for setting in fields(Settings) if setting.name not in ("resolved", "thorough")]
     for name in options or {}:
         if name not in known:
             raise ValueError(f'torch.compile(backend="ai3") has no option {name!r}{near(name, known)}')

@@ -48,7 +48,7 @@ def canonicalize(network: Network) -> None:
             network.remove(new)
             continue
         new.meta["layers"] = new.meta["layers"] or node.meta["layers"]
-        new.meta["call"] = node.meta.get("call", "")
+        new.meta.setdefault("call", node.meta.get("call", ""))  # of a new step: an identity's input has its own
         node.replace_all_uses_with(new)
         network.remove(node)
     for node in network.calls(

@@ -6,9 +6,10 @@ import inspect
 import io
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,21 +101,40 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         return program.run_decompositions({})  # functional: nothing is written in place any more
 
 
+class _Held:
+    """A standard error that keeps what one thread writes; other threads' words go through."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.thread, self.words = stream, threading.get_ident(), io.StringIO()
+
+    def write(self, text: str) -> int:
+        return (self.words if threading.get_ident() == self.thread else self.stream).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+_holding = threading.RLock()  # sys.stderr is the process's: of two threads that put it back, the second would be wrong
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Drops what torch.export logs and prints about a module that it refuses, with its graph: `explain` gives the reason."""
-    log, printed = logging.getLogger("torch.fx.experimental.symbolic_shapes"), io.StringIO()
+    log, thread = logging.getLogger("torch.fx.experimental.symbolic_shapes"), threading.get_ident()
 
-    def nothing(_: logging.LogRecord) -> bool:
-        return False
+    def others(_: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread
 
-    log.addFilter(nothing)
-    try:
-        with redirect_stderr(printed):
+    with _holding:
+        before, held = sys.stderr, _Held(sys.stderr)
+        log.addFilter(others)
+        sys.stderr = held
+        try:
             yield
-    finally:
-        log.removeFilter(nothing)
-    sys.stderr.write(printed.getvalue())
+        finally:
+            sys.stderr = before
+            log.removeFilter(others)
+    before.write(held.words.getvalue())
 
 
 def _twice(x: Tensor) -> Tensor:
@@ -163,8 +183,7 @@ def _network(program: ExportedProgram, dynamic: bool) -> Network:
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     if any(not isinstance(a, fx.Node) for a in output.args[0]):
         raise Uncapturable("it returns values that are no tensors")
-    spec = program.call_spec
-    network = Network(graph, constants, dynamic, spec.in_spec, spec.out_spec)
+    network = Network(graph, constants, dynamic, program.call_spec.out_spec)
     network.tidy()
     return network
 

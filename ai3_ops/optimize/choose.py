@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +23,13 @@ from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
 from ai3_ops.plan import CHANNELS_LAST, Plan
 from ai3_ops.selectors import Algorithm, Place
+from ai3_ops.steps.apply import unswap
+from ai3_ops.steps.discover import Inputs, survey
 from ai3_ops.tune import Meter, ineligible, select, unmeasured, within
 from ai3_ops.tune import Settings as TuneSettings
 
 AUTO = "auto"
+_NO_SITES: dict[tuple[str, str], list[str]] = {}
 _OPERATIONS: dict[Any, str] = {
     steps.conv2d: "conv2d",
     steps.linear: "linear",
@@ -43,34 +47,78 @@ def operation_of(node: fx.Node) -> str | None:
     return _OPERATIONS.get(node.target)
 
 
+# By a module's name and an operation: what follows its name for each functional call that it makes, in order.
+CallSites = Mapping[tuple[str, str], list[str]]
+
+
+def call_sites(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSites:
+    """The functional calls that a module makes on the example, by the names that `swap` and `tune` give them."""
+    calls: list[Call | None] = []
+    described = survey(unswap(copy.deepcopy(part)), Inputs(args, kwargs), lambda call, *_: calls.append(call))
+    known = {d.call: d for d in described if d.suffix}
+    found: dict[tuple[str, str], list[str]] = {}
+    for call in calls:
+        if call in known:
+            for name in known[call].modules:
+                found.setdefault((name, known[call].operation), []).append(known[call].suffix)
+    return found
+
+
+def _suffixes(
+    network: Network, inside: Mapping[str, nn.Module], sites: CallSites
+) -> Iterator[tuple[fx.Node, nn.Module, str, str]]:
+    """The steps that selectors can choose for: their module, operation, and what follows its name.
+
+    As many steps of a module and operation as it makes calls are these calls, in order. Else, as where no call sites are known
+    or a call changes nothing, they are numbered, anew in every call of the module.
+    """
+    steps_of: dict[tuple[str, str], list[fx.Node]] = {}
+    for node in network.graph.nodes:
+        operation = operation_of(node)
+        if operation is not None and node.meta["layers"] and node.meta["layers"][0] in inside:
+            steps_of.setdefault((node.meta["layers"][0], operation), []).append(node)
+    for (name, operation), nodes in steps_of.items():
+        module = inside[name]
+        leaf = leaf_class(original_class(module))
+        made = sites.get((name, operation), [])
+        counts: Counter[str] = Counter()
+        for i, node in enumerate(nodes):
+            if leaf is not None and leaf._ai3_operation == operation:
+                suffix = ""
+            elif len(made) == len(nodes):
+                suffix = made[i]
+            else:
+                call = node.meta.get("call", "")
+                suffix = f":{operation}_{counts[call]}"
+                counts[call] += 1
+            yield node, module, operation, suffix
+
+
 def places_of(
-    network: Network, part: nn.Module, modules: Mapping[str, nn.Module], path: str = ""
+    network: Network, part: nn.Module, modules: Mapping[str, nn.Module], path: str = "", sites: CallSites = _NO_SITES
 ) -> list[tuple[Place, list[fx.Node]]]:
     """What selectors can choose for, named as `swap` names it, in call order, each with the steps that call it.
 
-    Last, without steps, come layers that are not called, or that the capture found to change nothing. `path` is the qualified
-    name of `part`, whose graph this is, within the model, whose modules are given by name.
+    Last, without steps, come layers and calls that are not made, that no step stands for (layer_norm), or that the capture found
+    to change nothing. `path` is the qualified name of `part`, whose graph this is, within the model, whose modules are given by
+    name.
     """
     names: dict[nn.Module, list[str]] = {}
     for name, module in modules.items():
         names.setdefault(module, []).append(name)
     inside = dict(part.named_modules(remove_duplicate=False))
     found: dict[tuple[nn.Module, str, str], tuple[Place, list[fx.Node]]] = {}
-    counts: Counter[tuple[nn.Module, str, str]] = Counter()
-    for node in network.graph.nodes:
-        operation = operation_of(node)
-        if operation is None or not node.meta["layers"] or node.meta["layers"][0] not in inside:
-            continue
-        module = inside[node.meta["layers"][0]]
-        leaf = leaf_class(original_class(module))
-        suffix = ""
-        if leaf is None or leaf._ai3_operation != operation:  # numbered anew in every call of the module
-            call = module, node.meta.get("call", ""), operation
-            suffix = f":{operation}_{counts[call]}"
-            counts[call] += 1
+    order = {node: i for i, node in enumerate(network.graph.nodes)}
+    for node, module, operation, suffix in sorted(_suffixes(network, inside, sites), key=lambda found: order[found[0]]):
         shape = tuple(node.all_input_nodes[0].meta["shape"])
         place = Place(operation, module, names.get(module, [path]), suffix, shape, watched=True)
         found.setdefault((module, operation, suffix), (place, []))[1].append(node)
+    for (name, operation), made in sites.items():
+        for suffix in made:
+            module = inside[name]
+            if (module, operation, suffix) not in found:
+                place = Place(operation, module, names.get(module, [path]), suffix, watched=True)
+                found[module, operation, suffix] = place, []
     for module, named in names.items():
         leaf = leaf_class(original_class(module))
         if leaf is not None and (module, leaf._ai3_operation, "") not in found:
@@ -85,15 +133,18 @@ def follow(
     resolved: dict[str, str] | None,
     whole: nn.Module | None = None,
     path: str = "",
+    sites: CallSites = _NO_SITES,
+    notes: list[str] | None = None,
 ) -> dict[str, str]:
     """Writes into each step the algorithm that the selectors choose, "auto" where it is to be measured.
 
     `resolved` is what an earlier call returned for the same model: the choices by the calls' names. `whole` is the model that
-    the selectors are for, where the network is that of a part of it.
+    the selectors are for, where the network is that of a part of it. `sites` are the part's functional calls; `notes` is told
+    which choices nothing can follow.
     ValueError for selectors that make no sense, and for a layer named singly that its algorithm cannot do.
     """
     modules = dict((whole or part).named_modules(prefix="" if whole else path, remove_duplicate=False))
-    places = places_of(network, part, modules, path)
+    places = places_of(network, part, modules, path, sites)
     if resolved is not None:
         chosen = resolved
     elif isinstance(selector, str) and selector == AUTO:
@@ -109,6 +160,11 @@ def follow(
             place.names[0]: _first(nodes, place, answers[i]) if i in answers and nodes else "default"
             for i, (place, nodes) in enumerate(places)
         }
+        unheard = [p.names[0] for i, (p, nodes) in enumerate(places) if not nodes and _names_own(answers.get(i))]
+        if unheard and notes is not None:
+            notes.append(
+                f"no step of the network is {selectors.listed(unheard)}: what was chosen there changes nothing"
+            )
     for place, nodes in places:
         for node in nodes:
             _write(node, chosen.get(place.names[0], "default"))
@@ -134,6 +190,11 @@ def _within(selector: Any, modules: Mapping[str, nn.Module], path: str) -> Any:
             "name layers in a dict"
         )
     return selector
+
+
+def _names_own(choice: selectors.Choice | None) -> bool:
+    """Whether a choice is an algorithm for one call by its name."""
+    return choice is not None and choice.single and choice.requested not in (None, "torch", AUTO)
 
 
 def _write(node: fx.Node, algorithm: str) -> None:
@@ -225,10 +286,12 @@ def measured(
     deadline: float,
     progress: Callable[[str], None],
     largest_error: float | None = None,
+    notes: list[str] | None = None,
 ) -> bool:
     """Gives every step that is to be measured its fastest algorithm, as `tune` finds it; `default` where time runs out.
 
-    `largest_error` is of those whose layer's error is at most that, for a network that was measured before. Whether any changed.
+    `largest_error` is of those whose layer's error is at most that, for a network that was measured before; `notes` is told how
+    many were not measured. Whether any changed.
     """
     todo = [
         n
@@ -250,6 +313,9 @@ def measured(
     for number, node in enumerate(todo):
         progress(f"algorithms, layer {number + 1} of {len(todo)}")
         cases.append(Case.of(node, meter, deadline))
+    if notes is not None and (late := sum(case.found is None for case in cases)):
+        kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
+        notes.append(f"{late} of {len(cases)} layers were not measured within the budget: {kept}")
     weights = [node.args[1].target for node in todo]
 
     def at(price: float) -> list[str]:

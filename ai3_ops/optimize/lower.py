@@ -131,7 +131,10 @@ def build(network: Network, part: Part) -> Region:
         values[node] = builder.input(shape, node.meta["dtype"])
     for node in part.nodes:
         values[node] = _EMIT[node.target](builder, _Operands(network, values), arguments(node))
-    return Region(builder.build([values[node] for node in part.outputs]), part.kind)
+    # What other programs and PyTorch read next stays as it is computed; what the network returns is contiguous.
+    returned: Any = network.output.args[0] or ()
+    layouts = [node not in returned for node in part.outputs]
+    return Region(builder.build([values[node] for node in part.outputs], channels_last=layouts), part.kind)
 
 
 def _count(sizes: Sequence[int]) -> int:
@@ -204,6 +207,8 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> fx.Gr
                 names[node].replace_all_uses_with(value, _outside({names[n] for n in part.nodes}))
         for node in reversed(part.nodes):
             graph.erase_node(names[node])
+    if regions:
+        _contiguous_outputs(network, graph, names, {node for part, _ in regions for node in part.outputs})
     constants = [n for n in graph.nodes if n.op == "get_attr"]
     for node in constants:
         if not node.users:  # packed into a region; fx's own elimination needs the order that the nodes get below
@@ -218,6 +223,19 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> fx.Gr
     return module
 
 
+def _contiguous_outputs(
+    network: Network, graph: fx.Graph, names: dict[fx.Node, fx.Node], of_regions: set[fx.Node]
+) -> None:
+    """Images that PyTorch returns may be channels_last where it read a program's."""
+    output = next(iter(reversed(graph.nodes)))
+    given: Any = network.output.args[0]
+    for node in given:
+        if node not in of_regions and node.op == "call_function" and len(node.meta["shape"] or ()) == 4:
+            with graph.inserting_before(output):
+                dense = graph.call_function(torch.ops.aten.contiguous.default, (names[node],))
+            output.replace_input_with(names[node], dense)
+
+
 def _outside(nodes: set[fx.Node]) -> Callable[[fx.Node], bool]:
     return lambda user: user not in nodes
 
@@ -226,6 +244,7 @@ def example_values(network: Network, inputs: Sequence[Any], wanted: set[fx.Node]
     """The values of some nodes on the example."""
     values: dict[fx.Node, Any] = {}
     given = iter(inputs)
+    uses = {node: len(node.users) for node in network.graph.nodes}
     with torch.no_grad():
         for node in network.graph.nodes:
             if node.op == "placeholder":
@@ -234,4 +253,8 @@ def example_values(network: Network, inputs: Sequence[Any], wanted: set[fx.Node]
                 values[node] = network.constants[node.target]
             elif node.op == "call_function":
                 values[node] = call(node, values.__getitem__)
+            for used in node.all_input_nodes:
+                uses[used] -= 1
+                if not uses[used] and used not in wanted:
+                    del values[used]
     return {node: values[node] for node in wanted}

@@ -29,7 +29,7 @@ class Optimized(nn.Module):
     when they first come, with a warning.
     """
 
-    def __init__(self, original: nn.Module, settings: Settings, keep_original: bool = True) -> None:
+    def __init__(self, original: nn.Module, settings: Settings) -> None:
         super().__init__()
         self._ai3_settings = settings
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
@@ -39,13 +39,23 @@ class Optimized(nn.Module):
         self._ai3_types: list[torch.dtype] = []
         self._ai3_spec: Any = None  # its structure, and
         self._ai3_plain = -1  # how many tensors, where it was nothing but positional ones
+        self._ai3_signature = inspect.Signature()
         self._ai3_report = OptimizeReport()
         self.training = False
-        if keep_original:
-            self._modules.update(original._modules)
-            self._parameters.update(original._parameters)
-            self._buffers.update(original._buffers)
-            self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
+        self._modules.update(original._modules)
+        self._parameters.update(original._parameters)
+        self._buffers.update(original._buffers)
+        self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes and methods of the original, which may be a part of a model that reads them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = vars(self).get("_ai3_original")
+            if not original or name.startswith(("__", "_ai3")):
+                raise
+            return getattr(original[0], name)
 
     # Planning ---------------------------------------------------------------------------------------------------------
     def plan(
@@ -57,7 +67,12 @@ class Optimized(nn.Module):
         whole: nn.Module | None = None,
     ) -> None:
         """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part."""
-        plan = make_plan(self._ai3_original[0], args, kwargs, self._ai3_settings, name, progress, whole)
+        original = self._ai3_original[0]
+        plan = make_plan(original, args, kwargs, self._ai3_settings, name, progress, whole)
+        self._ai3_settings = unthorough(
+            self._ai3_settings, plan.resolved
+        )  # selectors may be functions, which no file holds
+        self._ai3_signature = _bare(inspect.signature(original.forward))
         leaves = pytree.tree_leaves((args, kwargs))
         self._ai3_first, self._ai3_shown = plan, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
         self._ai3_types = [x.dtype for x in leaves if isinstance(x, Tensor)]
@@ -99,11 +114,10 @@ class Optimized(nn.Module):
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise
             try:
-                settings = unthorough(self._ai3_settings, self._ai3_first.resolved)
                 with torch.inference_mode(False), torch.no_grad():
                     fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
                     a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
-                    plan = make_plan(self._ai3_original[0], a, k, settings, self._ai3_report.parts[0].name)
+                    plan = make_plan(self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name)
                 warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
             except (Uncapturable, RuntimeError) as error:
                 warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
@@ -149,7 +163,10 @@ class Optimized(nn.Module):
                 return self._ai3_original[0](*args, **kwargs)
         if any_autocast():
             device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(device, enabled=False), torch.no_grad():
+                out = plan.body(*leaves)
+        elif isinstance(plan.body, Swapped):  # its weights may require gradients
+            with torch.no_grad():
                 out = plan.body(*leaves)
         else:
             out = plan.body(*leaves)
@@ -164,19 +181,22 @@ class Optimized(nn.Module):
         if self._ai3_spec is None or pytree.tree_structure((args, kwargs)) == self._ai3_spec:
             return args, kwargs, ""
         example, named = pytree.tree_unflatten([None] * self._ai3_spec.num_leaves, self._ai3_spec)
-        if self._ai3_original:
-            signature = inspect.signature(self._ai3_original[0].forward)
-            given, places = signature.bind(*args, **kwargs).arguments, list(signature.parameters)[: len(example)]
-            if given.keys() == {*places, *named}:
-                args = tuple(given[name] for name in places)
-                kwargs = {name: given[name] for name in named}
+        signature = self._ai3_signature
+        given, places = signature.bind(*args, **kwargs).arguments, list(signature.parameters)[: len(example)]
+        if given.keys() == {*places, *named}:
+            args = tuple(given[name] for name in places)
+            kwargs = {name: given[name] for name in named}
         form = pytree.tree_structure((args, kwargs))
         return args, kwargs, "" if form == self._ai3_spec else " ".join(str(form).split())
 
     def _of_trace(self, leaves: list[Any], first: Plan, form: str) -> Plan | None:
         """For compiled and exported programs, which get no plans for sizes, dtypes and values that come later."""
         if form:
-            return None
+            if self._ai3_original:
+                return None
+            raise ValueError(
+                f"ai3_ops.optimize: optimized for {len(self._ai3_shown)} arguments in another form than {form}"
+            )
         start = 1 if first.dynamic else 0
         types = iter(self._ai3_types)
         for x, shown in zip(leaves, self._ai3_shown, strict=True):
@@ -235,6 +255,15 @@ class Optimized(nn.Module):
         if not parts or not parts[0].before_ms or not parts[0].after_ms:
             return "optimized"
         return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """Names and kinds alone: annotations and defaults may be what no file holds."""
+    empty, has = inspect.Parameter.empty, None
+    bare = [
+        p.replace(annotation=empty, default=empty if p.default is empty else has) for p in signature.parameters.values()
+    ]
+    return inspect.Signature(bare)
 
 
 def _shown(leaf: Any, dtype: torch.dtype | None = None) -> str:

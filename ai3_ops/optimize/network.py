@@ -43,7 +43,6 @@ class Network:
     graph: fx.Graph
     constants: dict[str, Tensor]
     dynamic: bool = False  # whether the graph holds for other batch sizes than the example's
-    in_spec: Any = None
     out_spec: Any = None
     log: list[Rewrite] = field(default_factory=list)
     checker: Checker | None = None
@@ -82,7 +81,7 @@ class Network:
                 elif node.op == "get_attr":
                     values[node] = cast(self.constants[node.target], dtype)
                 elif node.op == "call_function":
-                    values[node] = call(node, values.__getitem__)
+                    values[node] = cast(call(node, values.__getitem__), dtype)  # also of steps that name a type
                 else:
                     return tuple(fx.map_arg(node.args[0], values.__getitem__))
                 for used in node.all_input_nodes:
@@ -161,7 +160,7 @@ class Network:
         result = graph.graph_copy(self.graph, names)
         graph.output(result)
         constants = {k: v if device is None else v.to(device) for k, v in self.constants.items()}
-        return Network(graph, constants, self.dynamic, self.in_spec, self.out_spec, list(self.log))
+        return Network(graph, constants, self.dynamic, self.out_spec, list(self.log))
 
     def tidy(self) -> None:
         """Forgets what nothing reads."""
@@ -190,7 +189,7 @@ class Checker:
                     if top.op == "get_attr":
                         self.values[top] = cast(network.value(top), torch.float64)
                     elif top not in self.values:
-                        self.values[top] = call(top, self.values.__getitem__)
+                        self.values[top] = cast(call(top, self.values.__getitem__), torch.float64)
                     pending.pop()
                 else:
                     pending += missing

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
+import math
+import operator
 import time
 import warnings
 from collections import Counter
@@ -21,12 +22,14 @@ from ai3_ops.optimize import choose, fusion, steps
 from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import capture
 from ai3_ops.optimize.lower import Part, Region, build, example_values, module_of, parts
-from ai3_ops.optimize.network import Checker, Mistake, Network, Rewrite, difference, flat
+from ai3_ops.optimize.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
 from ai3_ops.optimize.timing import COSTS, paired
+from ai3_ops.steps.discover import Inputs
 from ai3_ops.swap import swap
-from ai3_ops.tune import tune
+from ai3_ops.tune import OBJECTIVES, tune_alone
+from ai3_ops.tune import Settings as TuneSettings
 
 DEFAULT_SECONDS = 60.0  # that search and measuring may take where the user gives no budget
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
@@ -54,6 +57,16 @@ class Settings:
     allow_approximate: bool = False
     resolved: dict[str, str] | None = None  # by call, what the selectors chose for the first example
     thorough: bool = True  # search and compare; without, what was learned before is taken over
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.alpha, (int, float)) or not self.alpha >= 1 or math.isinf(self.alpha):
+            raise ValueError(f"ai3_ops.optimize: alpha needs a number of at least 1, got {self.alpha!r}")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"ai3_ops.optimize: objective is 'latency', 'p99' or 'memory', got {self.objective!r}")
+        for name in ("budget_seconds", "memory_limit", "tolerance"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+                raise ValueError(f"ai3_ops.optimize: {name} needs a number of at least 0, or None, got {value!r}")
 
 
 @dataclass
@@ -86,20 +99,27 @@ def make_plan(
     deadline = time.monotonic() + (DEFAULT_SECONDS if settings.budget_seconds is None else settings.budget_seconds)
     progress("capture")
     network = capture(module, args, kwargs)
-    inputs = flat(args, kwargs)
+    inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
-    resolved = choose.follow(network, module, settings.selectors, settings.resolved, whole, name)
+    named = settings.resolved is None and not isinstance(settings.selectors, str)
+    sites = choose.call_sites(module, args, kwargs) if named else {}
+    resolved = choose.follow(network, module, settings.selectors, settings.resolved, whole, name, sites, report.notes)
     plain = network.copy()
     progress("rewrites")
     fusion.simplify(network)
     if swapping and settings.thorough and not parts(network):
-        return _swapped(module, args, kwargs, settings, deadline, plain, resolved, report)
-    expected = _checked(network, plain, inputs)
+        return _swapped(module, args, kwargs, settings, deadline, captured, plain, resolved, report)
+    expected = _exact(captured, inputs)
+    error = _error(_exact(network, inputs), expected)
+    if not error <= _bound(captured, inputs, error, expected):
+        report.notes.append(f"stays as it was: the rewrites changed what the network computes, by {error:.2g}")
+        return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
         cost = COSTS["memory" if settings.objective == "memory" else "latency"]
         other = network.copy()
-        changed = search(other, cost, settings.alpha, deadline, _checker(other, inputs), progress=progress)
-        choose.measured(network, settings, deadline, progress)
+        checker = _checker(other, inputs)
+        changed = search(other, cost, settings.alpha, deadline, checker, progress=progress, notes=report.notes)
+        choose.measured(network, settings, deadline, progress, notes=report.notes)
         if changed:
             choose.measured(other, settings, deadline, progress)
             network = _cheaper(network, other, inputs, settings, report, cost)
@@ -110,9 +130,9 @@ def make_plan(
         """Those of the algorithms as they are chosen now, what runs them, and whether its error is small enough."""
         regions = lowered(network, inputs, report, compare=settings.thorough)
         body = body_of(network, regions)
-        error = report.error = _error(_outputs(body, plain, inputs), expected)
+        error = report.error = _error(_outputs(body, captured, inputs), expected)
         worst = WORST_APPROXIMATION if choose.approximates(network) else WORST_ERROR
-        return regions, body, error <= _bound(plain, inputs, error, expected, worst)
+        return regions, body, error <= _bound(captured, inputs, error, expected, worst)
 
     regions, body, accurate = programs()
     for largest in STRICTER if settings.thorough else ():
@@ -157,6 +177,7 @@ def _swapped(
     kwargs: dict[str, Any],
     settings: Settings,
     deadline: float,
+    captured: Network,
     plain: Network,
     resolved: dict[str, str],
     report: Optimization,
@@ -165,17 +186,21 @@ def _swapped(
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
     report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
     folded = _without_norms(module, plain, report)
-    expected = _exact(plain, inputs)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
+    expected = _exact(captured, inputs)
+    with warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
         chosen = _selectors(folded, args, kwargs, settings, deadline, resolved, report.name)
         for source in (folded, module) if report.rewrites else (module,):
             body = Swapped(swap(source, chosen, allow_approximate=settings.allow_approximate), spec)
-            outputs = pytree.tree_leaves(body(*_one_item(plain, inputs)))
+            outputs = pytree.tree_leaves(body(*_one_item(captured, inputs)))
             error = report.error = _error(outputs, expected)
-            if error <= _bound(plain, inputs, error, expected):
+            if error <= _bound(captured, inputs, error, expected):
                 break
             report.rewrites = []
+        else:
+            report.notes.append(f"stays as it was: swapped its outputs had an error of {error:.2g}")
+            return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+    report.notes += [text for w in told if (text := str(w.message)).startswith("ai3_ops.tune: ")]
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
     gain, before, after = paired(lambda: module(*args, **kwargs), lambda: body(*inputs))
     report.before_ms, report.after_ms = before * 1e3, after * 1e3
@@ -196,12 +221,15 @@ def _selectors(
     path: str,
 ) -> dict[str, str | None]:
     """What was chosen for the calls of the module at `path`, by their names in it; "auto" measured."""
-    names = {name.removeprefix(path).removeprefix("." if path else ""): name for name in resolved}
+    names = {name: name for name in resolved}
+    if path:  # the module's own calls and those inside of it
+        inside = [n for n in resolved if n == path or n.startswith((f"{path}.", f"{path}:"))]
+        names = {name.removeprefix(path).removeprefix("."): name for name in inside}
     chosen: dict[str, str | None] = {own: resolved[name] for own, name in names.items()}
     if choose.AUTO in chosen.values():
-        given = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments) if kwargs else args
         asked = {name: getattr(settings, name) for name in _TUNED}
-        plan = tune(module, given, **asked, budget_seconds=max(deadline - time.monotonic(), 1.0), progress=False)
+        asked["budget_seconds"] = max(deadline - time.monotonic(), 1.0)
+        plan = tune_alone(module, Inputs(args, kwargs), TuneSettings(**asked), cache=True, progress=False)
         measured = {name: layer.algorithm for name, layer in plan.layers.items()}
         chosen = {name: measured.get(name, "default") if a == choose.AUTO else a for name, a in chosen.items()}
     reached = {layer.name for layer in explain(swap(module, "default")).layers}
@@ -252,7 +280,7 @@ def lowered(
         given = [values[node] for node in part.inputs]
         key = (region.program.text, tuple(x.shape for x in given), torch.get_num_threads())
         if key not in _compared:
-            _compared[key] = _gain(fx_module(part.network(network)), region, given)
+            _compared[key] = _gain(module_of(part.network(network), []), region, given)
         if _compared[key] >= 1:
             kept.append((part, region))
         else:
@@ -285,11 +313,6 @@ def _leave(network: Network, part: Part, reason: str, report: Optimization) -> N
         report.notes.append(f"PyTorch computes {_shown(part.layers)}: {reason}")
 
 
-def fx_module(network: Network) -> fx.GraphModule:
-    """A network that PyTorch computes."""
-    return module_of(network, [])
-
-
 def body_of(network: Network, regions: list[tuple[Part, Region]]) -> nn.Module:
     """The module that computes the outputs' leaves; a region itself where it is everything."""
     outputs = network.output.args[0]
@@ -305,7 +328,7 @@ def _fresh_outputs(network: Network) -> None:
     outputs: list[fx.Node] = []
     given: Any = network.output.args[0]
     for node in given:
-        if node.op == "call_function" and node not in outputs:
+        if node not in outputs and not _lies_in_another(node):
             outputs.append(node)
             continue
         with network.graph.inserting_before(network.output):
@@ -313,6 +336,25 @@ def _fresh_outputs(network: Network) -> None:
         copied.meta.update(node.meta)
         outputs.append(copied)
     network.output.args = (tuple(outputs),)
+
+
+def _lies_in_another(node: fx.Node) -> bool:
+    """Whether a value may share the memory of an input or a constant: it is one, or a view of one."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        views = schema is not None and any(result.alias_info is not None for result in schema.returns)
+        if not views and node.target not in (steps.flatten, steps.slice_channels, *_MAYBE_VIEWS):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+_MAYBE_VIEWS = (
+    operator.getitem,
+    torch.ops.aten.reshape.default,
+    torch.ops.aten.contiguous.default,
+    torch.ops.aten.flatten.using_ints,
+)
 
 
 def _checker(network: Network, inputs: list[Any]) -> Checker | None:
@@ -329,30 +371,21 @@ def _exact(network: Network, inputs: list[Any]) -> tuple[Any, ...]:
         return network.run(one)
 
 
-def _checked(network: Network, plain: Network, inputs: list[Any]) -> Any:
-    """The outputs in float64; Mistake where the rewritten graph has others than the captured one."""
-    expected, got = _exact(plain, inputs), _exact(network, inputs)
-    error = _error(got, expected)
-    if not error <= _bound(plain, inputs, error, expected):
-        raise Mistake(f"ai3_ops.optimize: the rewrites changed what the network computes: an error of {error:.2g}")
-    return expected
-
-
-def _outputs(body: nn.Module, plain: Network, inputs: list[Any]) -> list[Any]:
+def _outputs(body: nn.Module, captured: Network, inputs: list[Any]) -> list[Any]:
     """What the programs compute for the first item of the batch."""
     with torch.no_grad():
-        out = body(*_one_item(plain, inputs))
+        out = body(*_one_item(captured, inputs))
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
-def _bound(plain: Network, inputs: list[Any], error: float, expected: Any, worst: float = WORST_ERROR) -> float:
+def _bound(captured: Network, inputs: list[Any], error: float, expected: Any, worst: float = WORST_ERROR) -> float:
     """How large the outputs' error may be."""
-    return worst if error <= worst else max(worst, OWN_ERROR * _own_error(plain, inputs, expected))
+    return worst if error <= worst else max(worst, OWN_ERROR * _own_error(captured, inputs, expected))
 
 
-def _own_error(plain: Network, inputs: list[Any], expected: Any) -> float:
+def _own_error(captured: Network, inputs: list[Any], expected: Any) -> float:
     """Of the network as it was captured, computed by PyTorch in its own type."""
-    return _error(plain.run(_one_item(plain, inputs)), expected)
+    return _error(captured.run(_one_item(captured, inputs)), expected)
 
 
 def _one_item(network: Network, inputs: list[Any]) -> list[Any]:

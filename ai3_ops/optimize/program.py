@@ -343,8 +343,8 @@ class Builder:
         return self._add(_Step("flatten", [x], {"order": "contiguous"}, {}))
 
     # The program ------------------------------------------------------------------------------------------------------
-    def build(self, outputs: Sequence[Value], *, channels_last: bool = False) -> Program:
-        """The program that computes `outputs`; images are returned in channels_last, or contiguous.
+    def build(self, outputs: Sequence[Value], *, channels_last: bool | Sequence[bool] = False) -> Program:
+        """The program that computes `outputs`; images are returned in channels_last, or contiguous, each where flags are given.
 
         Weights are packed here, by the algorithm of each layer: later changes of them are not seen. What no output
         depends on is left out, inputs stay.
@@ -385,8 +385,12 @@ class Builder:
                 options["residual"] = f"%{number[step.residual.index]}"
             words = [f"%{number[v.index]}" for v in step.operands] + [f"{k}={v}" for k, v in options.items()]
             rows.append(f"%{number[index]} = {step.operation} {' '.join(words)}")
-        layout = "channels_last" if channels_last else "contiguous"
-        results = [f"%{number[v.index]}" + (f":{layout}" if len(v.shape) == 4 else "") for v in outputs]
+        flags = [channels_last] * len(outputs) if isinstance(channels_last, bool) else channels_last
+        layouts = ["channels_last" if last else "contiguous" for last in flags]
+        results = [
+            f"%{number[v.index]}" + (f":{layout}" if len(v.shape) == 4 else "")
+            for v, layout in zip(outputs, layouts, strict=True)
+        ]
         rows.append(f"return {' '.join(results)}")
         examples = [
             (v.shape, v.dtype) for v, s in zip(self._values, self._steps, strict=True) if s.operation == "input"

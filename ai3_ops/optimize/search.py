@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ai3_ops.optimize import fusion
-from ai3_ops.optimize.network import Checker, Network, Node, extract, is_constant, is_step, splice
+from ai3_ops.optimize.network import Checker, Mistake, Network, Node, extract, is_constant, is_step, splice
 from ai3_ops.optimize.substitutions import SUBSTITUTIONS, Substitution
 from ai3_ops.optimize.timing import problem_of
 
@@ -33,10 +33,15 @@ def search(
     checker: Checker | None = None,
     substitutions: Sequence[Substitution] = SUBSTITUTIONS,
     progress: Callable[[str], None] = lambda _: None,
+    notes: list[str] | None = None,
 ) -> int:
-    """Applies to `network` what the search finds; returns how many segments it changed."""
+    """Applies to `network` what the search finds; returns how many segments it changed.
+
+    `notes` is told what was left out: for want of time, or because it was wrong.
+    """
     known: dict[Any, Taken] = {}
-    changed = 0
+    changed = late = 0
+    said = [] if notes is None else notes
     parts = segments(network)
     for number, nodes in enumerate(parts):
         progress(f"substitutions, segment {number + 1} of {len(parts)}")
@@ -44,17 +49,25 @@ def search(
         key = state_key(real)
         if key not in known:
             if time.monotonic() > deadline:
+                late += 1
                 continue
             known[key] = find(real.copy("meta"), cost, alpha, deadline, substitutions)
         if not known[key]:
             continue
         if checker is not None:
             real.checker = Checker(real, [checker.of(network, node) for node in inputs], checker.tolerance)
-        for substitution, place in known[key]:
-            take(real, substitution, place)
+        try:
+            for substitution, place in known[key]:
+                take(real, substitution, place)
+        except (Mistake, LookupError) as error:  # the segment stays as it was
+            said.append(f"substitutions that a check refused were left out: {error}")
+            known[key] = []
+            continue
         network.log += real.log
         splice(network, nodes, outputs, real, inputs)
         changed += 1
+    if late:
+        said.append(f"no substitutions were searched in {late} of {len(parts)} segments: the budget was used up")
     network.tidy()
     return changed
 

@@ -43,11 +43,6 @@ def interleaved(functions: Sequence[Callable[[], Any]], rounds: int = 9, seconds
     return [statistics.median(times) for times in turns]
 
 
-def gain(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 9) -> float:
-    """How many times faster `fast` is: the median over pairs of turns."""
-    return paired(slow, fast, rounds)[0]
-
-
 def paired(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 9) -> tuple[float, float, float]:
     """The median ratio over pairs of turns that alternate, and both medians in seconds."""
     with _lock, torch.no_grad():

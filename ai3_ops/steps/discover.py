@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -187,6 +187,13 @@ def _is_conv2d(node: Any) -> bool:
     return len(stride) == 2 and not transposed
 
 
+class Inputs(NamedTuple):
+    """Example inputs of both kinds, where callers have them apart."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 # With example inputs --------------------------------------------------------------------------------------------------
 # Told of a function that was called: the call that made it, if one did, arguments, keyword arguments, and the result.
 Record = Callable[["Call | None", tuple[Any, ...], dict[str, Any], Any], None]
@@ -328,8 +335,11 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
 
     Afterwards it is as before, but for the weights of lazy layers.
     """
-    args, kwargs = (example_inputs, {}) if isinstance(example_inputs, tuple) else ((example_inputs,), {})
-    if isinstance(example_inputs, dict):
+    args: tuple[Any, ...] = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    kwargs: dict[str, Any] = {}
+    if isinstance(example_inputs, Inputs):
+        args, kwargs = example_inputs
+    elif isinstance(example_inputs, dict):
         args, kwargs = (), example_inputs
     with _restored(model), torch.random.fork_rng(devices=[]), torch.no_grad(), _eager():
         for module in model.modules():

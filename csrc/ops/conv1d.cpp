@@ -28,7 +28,7 @@ void widen_weight(const Entry& entry, Conv1dCall& c) {
   check(c.weight.dim() == 3, entry, "needs a 3-D weight (out_channels, in_channels/groups, kernel_length), got ", c.weight);
   check(c.groups > 0, entry, "needs groups of at least 1, got ", c.groups);
   const Tensor image = torch::stable::unsqueeze(c.weight, 2);  // the same memory, by which kept packs know it
-  c.weight = suggests_channels_last(image) ? as_image(c.weight) : image;
+  c.weight = suggests_channels_last(image) && !c.is_sequence ? as_image(c.weight) : image;
 }
 // (K, C/groups, 1, L), once widened.
 Sizes weight_sizes(const Conv1dCall& c) { return c.weight_size.empty() ? sizes_of(c.weight) : c.weight_size; }
@@ -101,6 +101,7 @@ struct Conv1dOperation {
   }
   static auto description(const Problem& p) { return pack_description(p); }
   static Tensor run(const Entry& entry, Call& c) {
+    c.is_sequence = true;  // so that the weight need not be copied, by whose memory kept packs know it
     widen(entry, c);
     return as_sequence(conv2d_run(entry, c));
   }

@@ -11,8 +11,14 @@ void set_strides(Conv2dProblem& p, bool channels_last) {
 
 // The one rule of sizes: what they must be, and the output's. Those of a query may be unknown (-1), and make the output's so.
 void set_outputs(Conv2dProblem& p) {
-  for (int64_t n : {p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.dilation_h, p.dilation_w, p.groups})
-    if (n == 0) throw std::runtime_error("needs kernel, stride, dilation and groups of at least 1, got 0");
+  auto check_positive = [](const char* name, int64_t h, int64_t w) {
+    if (h == 0 || w == 0)
+      throw std::runtime_error(std::string("needs ") + name + " of at least 1, got (" + std::to_string(h) + ", " +
+                               std::to_string(w) + ")");
+  };
+  check_positive("a kernel", p.kernel_height, p.kernel_width), check_positive("stride", p.stride_h, p.stride_w);
+  check_positive("dilation", p.dilation_h, p.dilation_w);
+  if (p.groups == 0) throw std::runtime_error("needs groups of at least 1, got 0");
   auto check_channels = [&](int64_t channels, const char* of) {
     if (channels == 0 || (channels > 0 && p.groups > 0 && channels % p.groups != 0))
       throw std::runtime_error(std::string("needs a number of ") + of + " channels that groups divides, got " +
@@ -67,7 +73,7 @@ Conv2dProblem conv2d_from(const Query& q) {
   return p;
 }
 
-std::array<int64_t, 10> pack_description(const Conv2dProblem& p) {
+std::array<int64_t, 12> pack_description(const Conv2dProblem& p) {
   return {static_cast<int64_t>(p.dtype),
           p.in_channels,
           p.out_channels,
@@ -75,6 +81,8 @@ std::array<int64_t, 10> pack_description(const Conv2dProblem& p) {
           p.kernel_width,
           p.stride_h,
           p.stride_w,
+          p.pad_h,
+          p.pad_w,
           p.dilation_h,
           p.dilation_w,
           p.groups};
@@ -148,7 +156,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   check_weight(asked, c);
   const bool packed = !c.weight_size.empty();
   Conv2dProblem p = conv2d_problem(asked, c, packed ? c.weight_size : sizes_of(c.weight));
-  bool channels_last = suggests_channels_last(c.input) || (!packed && suggests_channels_last(c.weight));
+  bool channels_last = suggests_channels_last(c.input) || (!packed && !c.is_sequence && suggests_channels_last(c.weight));
   const Sizes sizes = {p.batch, p.out_channels, p.out_height, p.out_width};
   if (c.unbatched && c.output) c.output = torch::stable::unsqueeze(*c.output, 0);
   if (c.unbatched && c.residual && c.residual->dim() == 3) c.residual = torch::stable::unsqueeze(*c.residual, 0);
@@ -171,7 +179,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
 
   if (traits.tensors && p.batch > 0) {
     c.channels_last = channels_last, c.algorithm = &call.algorithm->info;
-    if (c.weight.scalar_type() != c.input.scalar_type()) c.weight = ready_weight(call, c, pack_description(p)).tensor;
+    cast_kept(call, c, pack_description(p));
     traits.tensors(p, &c);
     const Tensor output = with_dense_strides(*c.result, channels_last);
     if (c.output) torch::stable::copy_(*c.output, output);

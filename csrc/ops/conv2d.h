@@ -9,6 +9,7 @@ struct Conv2dCall : WeightedCall {
   std::optional<Tensor> input_scale, input_shift;
   bool input_relu = false;
   int64_t groups = 1;
+  bool is_sequence = false;    // the output is contiguous whatever memory format an image's weight would suggest
   bool unbatched = false;      // then `input` has got a batch dimension of 1
   bool channels_last = false;  // the memory format that the output must have
 
@@ -24,7 +25,7 @@ struct Conv2dCall : WeightedCall {
 // The problem that a query describes, with its output's sizes and dense strides.
 Conv2dProblem conv2d_from(const Query& q);
 // What a pack may depend on.
-std::array<int64_t, 10> pack_description(const Conv2dProblem& p);
+std::array<int64_t, 12> pack_description(const Conv2dProblem& p);
 
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c);
 // Checks the arguments as torch.nn.functional.conv2d does and fills the problem, strides excepted.

@@ -2,11 +2,12 @@
 
 #include <array>
 #include <charconv>
-#include <cstdio>
 #include <mutex>
 #include <stdexcept>
 #include <unordered_map>
 
+#include "fork.h"
+#include "registry.h"
 #include "scratch.h"
 
 namespace ai3::ops {
@@ -53,6 +54,13 @@ struct alignas(64) Part {
 };
 auto& parts = *new std::array<Part, 64>();
 Part& part_of(int64_t id) { return parts[static_cast<size_t>(id >> 8) % parts.size()]; }
+[[maybe_unused]] const int at_fork = guard_at_fork(
+    [] {
+      for (Part& part : parts) part.mutex.lock();
+    },
+    [] {
+      for (Part& part : parts) part.mutex.unlock();
+    });
 
 int64_t keep(const std::string& text) {
   auto numbers = std::make_shared<const Numbers>(Numbers{text, parsed(text)});
@@ -83,12 +91,7 @@ std::shared_ptr<const Numbers> numbers_known(int64_t id) {
 // Keeps the numbers of a text until ai3_numbers_free is called as often as this; returns the integer that names them, 0 on
 // failure.
 extern "C" AI3_EXPORT int64_t ai3_numbers_keep(const char* text, char* error, int64_t size) {
-  try {
-    return ai3::ops::keep(text);
-  } catch (const std::exception& e) {
-    std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
-    return 0;
-  }
+  return ai3::ops::guarded(error, size, [&] { return ai3::ops::keep(text); });
 }
 extern "C" AI3_EXPORT void ai3_numbers_free(int64_t id) {
   std::shared_ptr<const ai3::ops::Numbers> numbers;  // destroyed when no lock is held

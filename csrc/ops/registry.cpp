@@ -35,9 +35,6 @@ const Operation* operation_named(const char* name) {
   return nullptr;
 }
 
-// Of a user's algorithm that throws something else than a std::exception.
-constexpr char kNoWords[] = ": an exception that is no std::exception, so that nothing is known about it";
-
 // What leaves an operator is std::runtime_error alone, which PyTorch turns into RuntimeError, with the operator's name in front,
 // also where it is PyTorch that refuses.
 [[noreturn]] void rethrow(const std::string& label) {
@@ -49,7 +46,7 @@ constexpr char kNoWords[] = ": an exception that is no std::exception, so that n
     if (std::strstr(e.what(), "ai3::")) throw std::runtime_error(e.what());
     throw std::runtime_error("ai3::" + label + ": " + e.what());
   } catch (...) {
-    throw std::runtime_error("ai3::" + label + kNoWords);
+    throw std::runtime_error("ai3::" + label + ": " + kNoWords);
   }
 }
 
@@ -156,8 +153,8 @@ void add(const AlgorithmInfo& info, bool replace) {
   }
   // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
   entry->implementations[static_cast<int>(info.device)].store(&info, std::memory_order_release);
-  registrations.fetch_add(1, std::memory_order_release);
   if (is_new) operation->state->first.store(entry, std::memory_order_release);
+  registrations.fetch_add(1, std::memory_order_release);  // last: what was prepared without it belongs to the generation before
 }
 
 }  // namespace
@@ -210,18 +207,6 @@ using namespace ai3;
 using namespace ai3::ops;
 
 namespace {
-template <class Body>
-auto guarded(char* error, int64_t size, const Body& body) -> decltype(body()) {
-  try {
-    return body();
-  } catch (const std::exception& e) {
-    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
-    return {};
-  } catch (...) {  // from a user's `supports`, `workspace` or `cost`
-    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", kNoWords + 2);
-    return {};
-  }
-}
 Boxed function_named(const char* name) {
   const std::lock_guard lock(mutex);
   const auto found = functions.find(name);
@@ -302,7 +287,7 @@ AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int 
   return guarded(error, size, [&] {
     const char* why = "";
     const Entry& chosen = Asked(operation, name, device, dtype, sizes, count, exclude).select(&why);
-    std::snprintf(error, static_cast<size_t>(size), "%s", why);
+    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", why);
     return chosen.name.c_str();
   });
 }
@@ -342,7 +327,6 @@ AI3_EXPORT int ai3_call(const char* name, StableIValue* stack, uint64_t argument
 AI3_EXPORT int ai3_machine(int threads, int again, double* flops, double* bytes, char* error, int64_t size) {
   return guarded(error, size, [&] {
     const Machine m = measure_machine(threads, again != 0);
-    if (again) registrations.fetch_add(1, std::memory_order_release);  // what `guess` chose may be another now
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }

@@ -333,4 +333,23 @@ struct Queries {
   ::ai3::ops::Queries<P, problem_from>::select, ::ai3::ops::Queries<P, problem_from>::workspace, \
       ::ai3::ops::Queries<P, problem_from>::packed_bytes, ::ai3::ops::describe<P>
 
+// Of an exception of a user's algorithm that is none of the standard library's.
+inline constexpr char kNoWords[] = "an exception that is no std::exception, so that nothing is known about it";
+
+// What a function of the C interface returns: the body's result or, where that throws, nothing, with the reason in `error`.
+template <class Body>
+auto guarded(char* error, int64_t size, const Body& body) -> decltype(body()) {
+  auto tell = [&](const char* what) {
+    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", what);
+  };
+  try {
+    return body();
+  } catch (const std::exception& e) {
+    tell(e.what());
+  } catch (...) {  // from a user's `supports`, `workspace` or `cost`
+    tell(kNoWords);
+  }
+  return {};
+}
+
 }  // namespace ai3::ops

@@ -16,6 +16,9 @@ struct Slot {
   explicit operator bool() const { return id != kNone; }
 };
 
+// The version counter of a slot's weight: what the caller said, or what PyTorch says.
+int64_t version_of(const Slot& slot, const Tensor& weight);
+
 // What a pack is made for, besides the weight: the algorithm and everything that the pack's form may depend on.
 struct PackKey {
   const AlgorithmInfo* algorithm;

@@ -45,6 +45,7 @@ Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool chan
     strides[d] = count;
     count = checked_mul(count, std::max<int64_t>(sizes[d], 1));
   }
+  if (std::find(sizes.begin(), sizes.end(), 0) != sizes.end()) count = 0;
   return empty_strided(sizes, strides, dtype,
                        checked_mul(count, dtype == ScalarType::Byte ? 1 : static_cast<int64_t>(like.element_size())));
 }
@@ -122,7 +123,9 @@ void check_workspace(const Entry& entry, const std::optional<Tensor>& workspace,
   }
   check(w.scalar_type() == ScalarType::Byte && is_contiguous(w), entry, "needs a contiguous uint8 tensor as workspace, got ",
         torch::headeronly::toString(w.scalar_type()), " of sizes ", w);
-  check(std::bit_cast<uintptr_t>(w.const_data_ptr()) % 64 == 0, entry, "needs a workspace that begins at a multiple of 64 bytes");
+  const uintptr_t alignment = w.is_cuda() ? 256 : 64;  // cuBLAS's
+  check(std::bit_cast<uintptr_t>(w.const_data_ptr()) % alignment == 0, entry, "needs a workspace that begins at a multiple of ",
+        alignment, " bytes");
 }
 
 void check_place(const Entry& entry, const Tensor& input, const Tensor& t, const Sizes& sizes, const char* name) {
@@ -152,7 +155,7 @@ Activation activation_named(const Entry& entry, const std::string& word) {
 }
 
 // Raised when an algorithm packs in another form than before: a program that was exported then packs again.
-constexpr uint64_t kPackVersion = 3;
+constexpr uint64_t kPackVersion = 4;
 
 // FNV-1a of everything that a pack's form may depend on; the numbers in one step each.
 uint64_t pack_tag(const Entry& entry, std::span<const int64_t> description) {

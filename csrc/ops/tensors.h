@@ -149,7 +149,7 @@ inline DType dtype_of(const Entry& entry, const Tensor& t) {
 inline Device device_of(const Entry& entry, const Tensor& t) {
   if (t.is_cpu()) return Device::cpu;
   if (t.is_cuda()) return Device::cuda;
-  fail(entry, "needs CPU or CUDA tensors");
+  fail(entry, "needs CPU or CUDA tensors, got one of sizes ", t, " on another device");
 }
 inline Where where_of(const Entry& entry, const Tensor& t) {
   const Device device = device_of(entry, t);

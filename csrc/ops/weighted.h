@@ -32,7 +32,8 @@ inline void check_weight(const Entry& asked, WeightedCall& c) {
   if (!c.cast_weight) return check_same(asked, c.input, c.weight, "weight");
   check(c.input.defined() && c.weight.defined(), asked, "needs tensors as input and weight, got None");
   dtype_of(asked, c.weight);
-  check(c.input.device() == c.weight.device(), asked, "needs input and weight on one device");
+  check(c.input.device() == c.weight.device(), asked, "needs weight on the device of the input, got ", device_text(c.input),
+        " and ", device_text(c.weight));
   if (c.bias && c.bias->scalar_type() != c.input.scalar_type()) c.bias = torch::stable::to(*c.bias, c.input.scalar_type());
 }
 
@@ -61,6 +62,15 @@ ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::sp
   return {same ? weight : torch::stable::to(weight, c.input.scalar_type()), false};
 }
 
+// For algorithms of PyTorch's operators: the weight in the input's dtype, kept in the slot; what they keep of it themselves goes
+// by the version of the weight that was given.
+template <class P>
+void cast_kept(const Prepared<P>& call, WeightedCall& c, std::span<const int64_t> description) {
+  if (c.weight.scalar_type() == c.input.scalar_type()) return;
+  if (c.slot) c.slot.version = version_of(c.slot, c.weight);
+  c.weight = ready_weight(call, c, description).tensor;
+}
+
 // The slopes of the activation as kernels read them: one for each output channel, of the type that they accumulate in.
 inline std::optional<Tensor> slope_for(const Entry& asked, const WeightedCall& c, int64_t channels) {
   const bool wanted = has_slope(c.activation);
@@ -74,7 +84,7 @@ inline std::optional<Tensor> slope_for(const Entry& asked, const WeightedCall& c
         given);
   const Tensor slope =
       as_contiguous(given.size(0) == channels ? given : call_aten("aten::expand", "", given, Sizes{channels}, false));
-  if (c.output) check_apart(asked, *c.output, given, "slope");
+  if (c.output) check_apart(asked, *c.output, given, "slope"), check_workspace(asked, c.workspace, {{&given, "slope"}});
   return slope;
 }
 

@@ -56,7 +56,7 @@ TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
     kernels++;
     const P p = problems::all(static_cast<P*>(nullptr), a.info.operation)[0];
     ASSERT_TRUE(a.traits.supports) << "asks nothing of the device";
-    for (int capability : {0, 80, 90, 120}) {
+    for (int capability : {0, 80, 89, 90, 120, 121, 130}) {
       const Capability set(capability);
       Reason reason{};
       EXPECT_TRUE(a.traits.supports(p, reason)) << capability << ": " << reason.text;
@@ -65,8 +65,30 @@ TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
     Reason reason{};
     EXPECT_FALSE(a.traits.supports(p, reason));
     EXPECT_STREQ(reason.text, "needs a GPU of compute capability 8.0 or later, got 7.5");
+    const Capability between(100);  // code for 9.0 does not run there, and there is no PTX that old
+    EXPECT_FALSE(a.traits.supports(p, reason));
+    EXPECT_STREQ(reason.text, "was built without code for GPUs of compute capability 10.0 (TORCH_CUDA_ARCH_LIST names those)");
   });
   EXPECT_GE(kernels, 8);
+}
+
+TEST(Cuda, WhatIsTooLargeForCublasIsRefused) {
+  const int64_t many = int64_t{1} << 31;
+  const auto& gemm = on_cuda<LinearProblem>("linear", "gemm");
+  LinearProblem p{};
+  p.dtype = DType::f32, p.rows = many, p.in_features = p.out_features = 1;
+  Reason reason{};
+  EXPECT_FALSE(gemm.traits.supports(p, reason));
+  EXPECT_STREQ(reason.text, "needs matrices of at most 2147483647 rows and columns for cuBLAS, got 2147483648");
+  p.rows = many - 1;
+  EXPECT_TRUE(gemm.traits.supports(p, reason));
+  const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
+  Conv2dProblem pointwise = problems::conv2d({1 << 15, 1, 1 << 8, 1 << 8, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1}, true, false);
+  EXPECT_FALSE(im2col.traits.supports(pointwise, reason));
+  pointwise.batch /= 2;
+  EXPECT_TRUE(im2col.traits.supports(pointwise, reason));
+  pointwise.batch = -1;  // not known
+  EXPECT_TRUE(im2col.traits.supports(pointwise, reason));
 }
 
 TEST(Cuda, ALaunchThatFailsIsAnErrorThatNamesTheKernel) {

@@ -7,8 +7,10 @@ import gc
 import os
 import pickle
 import platform
+import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -574,3 +576,69 @@ def test_conv1d_speaks_of_its_own_dimensions(call, words):
         with torch.no_grad(), pytest.raises(RuntimeError) as refused:
             call(x, w, t)
         assert str(refused.value).splitlines()[0] == f"ai3::conv1d_direct: {words}"
+
+
+@pytest.mark.parametrize(("dtype", "kernel", "groups"), [(torch.bfloat16, 1, 1), (torch.float32, 1, 16)])
+@pytest.mark.parametrize("order", [(1, 0), (0, 1)])
+def test_a_pack_is_of_one_padding(dtype, kernel, groups, order):
+    """Whether a 1x1 product is one without a window, and so the pack's form, depends on the padding."""
+    x = torch.randn(1, 64, 8, 8).to(dtype, memory_format=torch.channels_last)
+    w = torch.randn(64, 64 // groups, kernel, kernel).to(dtype)
+    slot = 4242
+    for padding in order:
+        with torch.no_grad():
+            y = torch.ops.ai3._conv2d_direct_held(x, w, None, [1, 1], [padding] * 2, [1, 1], groups, slot)
+        expected = F.conv2d(x.double(), w.double(), None, 1, padding, 1, groups)
+        torch.testing.assert_close(y.double(), expected, rtol=2e-2, atol=2e-2 * expected.abs().max().item())
+    _library.C.ai3_slot_free(slot)
+
+
+def test_a_conv1d_weight_in_another_order_is_packed_once_and_watched():
+    """Its pack is found by the weight's memory, not by that of a copy that each call makes anew."""
+    w, x, slot = torch.randn(64, 3, 64).permute(0, 2, 1), torch.randn(1, 64, 50), 4243
+    with torch.no_grad():
+        for change in (0.0, 100.0):
+            w[5, 7, 1] += change
+            for _ in range(3):
+                y = torch.ops.ai3._conv1d_direct_held(x, w, None, [1], [1], [1], 1, slot)
+                torch.testing.assert_close(y, F.conv1d(x, w, padding=1), rtol=1e-4, atol=1e-3)
+                assert y.is_contiguous()
+    assert _library.packs(slot).made == 2
+    _library.C.ai3_slot_free(slot)
+
+
+def test_a_workspace_shares_no_memory_with_slopes():
+    memory = torch.empty(1 << 22, dtype=torch.uint8)
+    slope = memory[:256].view(torch.float32).fill_(0.25)
+    x = torch.randn(1, 64, 16, 16).to(memory_format=torch.channels_last)
+    w, out = torch.randn(64, 64, 3, 3), torch.empty_like(x)
+    with pytest.raises(RuntimeError, match="needs a workspace that shares no memory with slope"):
+        torch.ops.ai3._conv2d_im2col_out(x, w, None, 1, 1, 1, 1, None, "prelu", slope, out=out, workspace=memory)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_processes_forked_while_others_call_do_not_wait_for_them():
+    """Each child calls once: the locks that threads of its parent held at that moment are not its own."""
+    module, x = ai3_ops.swap(nn.Conv2d(4, 4, 3), "direct"), torch.randn(1, 4, 6, 6)
+    stop = threading.Event()
+
+    def call():
+        while not stop.is_set():
+            with torch.inference_mode():
+                module(x)
+
+    call_once = torch.inference_mode()(lambda: module(x))
+    expected = call_once()
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(40):
+            if (child := os.fork()) == 0:
+                signal.alarm(20)  # what waits is ended, by a signal
+                os._exit(0 if torch.equal(call_once(), expected) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
 import warnings
 
 import pytest
@@ -11,8 +13,10 @@ from nets import BOUND, agree, check, exact, optimized
 from torch import nn
 
 import ai3_ops
+from ai3_ops.optimize import capture as capture_module
+from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import Uncapturable, capture
-from ai3_ops.optimize.network import difference
+from ai3_ops.optimize.network import Checker, difference
 
 
 class Several(nn.Module):
@@ -165,3 +169,53 @@ def test_inputs_that_make_no_sense(residual):
         ai3_ops.optimize(torch.relu, residual[1])
     with pytest.raises(RuntimeError, match="running the model on the example inputs failed"):
         ai3_ops.optimize(residual[0], torch.randn(1, 3, 6, 6))
+
+
+def test_two_threads_that_capture_leave_standard_error_as_it_was(capsys):
+    before, (first, second) = sys.stderr, (capture_module._quiet(), capture_module._quiet())
+    entered, done = threading.Event(), threading.Event()
+
+    def other():
+        with second:
+            entered.set()
+        done.set()
+
+    thread = threading.Thread(target=other)
+    with first:
+        thread.start()
+        assert not entered.wait(0.05)  # one at a time
+        words = threading.Thread(target=lambda: print("of another thread", file=sys.stderr))
+        words.start()
+        words.join()
+        assert "of another thread" in capsys.readouterr().err
+    thread.join()
+    assert done.is_set()
+    assert sys.stderr is before
+
+
+def test_what_a_module_is_refused_with_is_not_printed(capsys):
+    def refuse():
+        with capture_module._quiet():
+            print("a graph of many lines", file=sys.stderr)
+            raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        refuse()
+    assert "a graph" not in capsys.readouterr().err
+
+
+def test_a_graph_that_names_a_type_is_computed_in_float64():
+    class FromBytes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            return self.conv(x.float() / 255)
+
+    x = torch.randint(0, 256, (1, 3, 8, 8), dtype=torch.uint8)
+    network = capture(FromBytes().eval(), (x,), {})
+    (y,) = network.run([x], torch.float64)
+    assert y.dtype == torch.float64
+    canonicalize(network)
+    assert Checker(network, [x]).of(network, network.output.all_input_nodes[0]).dtype == torch.float64

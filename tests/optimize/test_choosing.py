@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from nets import BOUND, check, exact, optimized
 from torch import nn
 
 import ai3_ops
 from ai3_ops._timing import Measured
-from ai3_ops.optimize import choose, pipeline
+from ai3_ops.optimize import canonical, choose, pipeline
 from ai3_ops.optimize.network import difference
 from ai3_ops.optimize.report import shown_bytes
 from ai3_ops.tune import Meter
@@ -240,3 +243,53 @@ def test_what_is_not_faster_stays_as_it_was(monkeypatch):
     notes = "; ".join(fast._ai3_report.parts[0].notes)
     assert "a program of them took 2.00 times as long" in notes
     assert "stays as it was: rewritten it took 2.00 times as long" in notes
+
+
+class Twice(nn.Module):
+    """Calls whose order is not that of their sites, one of them in a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.randn(3, 3, 3, 3)), nn.Parameter(torch.randn(3, 3, 1, 1))
+
+    def forward(self, x):
+        y = F.conv2d(F.conv2d(x, self.w1, padding=1), self.w2)
+        for _ in range(2):
+            y = F.relu(F.conv2d(y, self.w1, padding=1))
+        return F.layer_norm(y, y.shape[1:])
+
+
+def test_functional_calls_have_the_names_that_swap_gives_them():
+    model, x = Twice(), torch.randn(1, 3, 8, 8)
+    named = {":conv2d_0": "smm", ":conv2d_1": "im2col", ":conv2d_2": "direct"}
+    swapped = ai3_ops.explain(ai3_ops.swap(model, named, x)).layers
+    by_kernel = {tuple(layer.shapes[1]): layer.used for layer in swapped if layer.operation == "conv2d"}
+    steps = check(model, x, selectors=named)._ai3_report.parts[0].steps
+    got = [s.algorithm for s in steps if s.operation == "conv2d"]
+    assert by_kernel[3, 3, 1, 1] == "smm" == got[1]
+    assert got == ["im2col", "smm", "direct", "direct"]
+
+
+def test_plans_name_calls_that_are_no_steps():
+    model, x = Twice(), torch.randn(1, 3, 8, 8)
+    plan = ai3_ops.tune(model, x, budget_seconds=0, progress=False)
+    assert ":layer_norm_0" in plan.layers
+    changed = {n: replace(layer, algorithm="direct") for n, layer in plan.layers.items()}
+    fast = check(model, x, selectors=replace(plan, layers=changed))
+    assert "no step of the network is :layer_norm_0" in "; ".join(fast._ai3_report.parts[0].notes)
+    with pytest.raises(ValueError, match="there is no such layer in this model"):
+        optimized(model, x, selectors=replace(plan, layers=changed | {":layer_norm_7": changed[":layer_norm_0"]}))
+
+
+def test_translations_are_checked(monkeypatch):
+    """What computes something else than the captured graph is not taken, whichever step of the way it was."""
+    monkeypatch.setitem(canonical._PLAIN, torch.ops.aten.tanh.default, "sigmoid")
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh()), torch.randn(1, 3, 9, 9)
+    fast = check(model, x)
+    assert [n for n in fast._ai3_report.parts[0].notes if "the rewrites changed what the network computes" in n]
+
+
+def test_what_the_budget_left_out_is_said():
+    model, x = nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3)), torch.randn(1, 64, 30, 31)
+    notes = optimized(model, x, budget_seconds=0)._ai3_report.parts[0].notes
+    assert [n for n in notes if n.startswith("2 of 2 layers were not measured within the budget")]

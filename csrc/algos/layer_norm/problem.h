@@ -13,7 +13,7 @@ struct LayerNormProblem {
   bool has_weight, has_bias;
   bool wide_weight;  // weight and bias are float32 beside an input of 16 bits; else they have its dtype
 };
-inline bool sizes_known(const LayerNormProblem& p) { return p.rows >= 0 && p.features >= 0; }
+AI3_INLINE bool sizes_known(const LayerNormProblem& p) { return p.rows >= 0 && p.features >= 0; }
 
 namespace problem_of {
 using layer_norm = LayerNormProblem;

@@ -26,6 +26,14 @@ Chunk chunk_of(const Conv2dProblem& p) {
   if (image <= kPatchBytes) return {fit(image, p.batch), p.out_height};
   return {1, fit(row, p.out_height)};
 }
+// The matrices' sizes: of patches they are those of a chunk, but at least a row of the output.
+bool im2col_supports(const Conv2dProblem& p, Reason& reason) {
+  if (!device_supports(p, reason)) return false;
+  const int64_t depth = checked_product({p.in_channels, p.kernel_height, p.kernel_width});
+  if (!sizes_known(p)) return cublas_supports({p.in_channels, p.out_channels}, reason);
+  const int64_t images = is_pointwise(p) && p.y_stride.c == 1 ? p.batch : 1;  // in one matrix, whatever there are
+  return cublas_supports({depth, p.out_channels, checked_product({images, p.out_height, p.out_width}), p.batch}, reason);
+}
 int64_t im2col_workspace(const Conv2dProblem& p) {
   if (is_pointwise(p)) return kCublasWorkspace;
   const Chunk chunk = chunk_of(p);
@@ -81,7 +89,7 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
     }
 }
 
-AI3_ALGORITHM(conv2d, im2col, .supports = device_supports<Conv2dProblem>, .workspace = im2col_workspace)
+AI3_ALGORITHM(conv2d, im2col, .supports = im2col_supports, .workspace = im2col_workspace)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -27,6 +27,15 @@ struct Gemm {
 #endif
 inline constexpr int64_t kCublasWorkspace = AI3_CUBLAS_WORKSPACE;
 
+// Whether cuBLAS counts that far: the sizes of its matrices, of which -1 is not known.
+inline bool cublas_supports(std::initializer_list<int64_t> sizes, Reason& reason) {
+  for (int64_t size : sizes)
+    if (size > INT32_MAX)
+      return refuse(reason, "needs matrices of at most %d rows and columns for cuBLAS, got %lld", INT32_MAX,
+                    static_cast<long long>(size));
+  return true;
+}
+
 // Accumulates in float32 (float64 for float64); TF32 only where allow_tf32. `scratch` has kCublasWorkspace bytes. Throws
 // std::runtime_error.
 void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch);

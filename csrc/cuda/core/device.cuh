@@ -33,10 +33,18 @@ inline void check_cuda(cudaError_t status, const char* what) {
   throw std::runtime_error(std::string("ai3: ") + what + " failed: " + cudaGetErrorString(status));
 }
 
-// The oldest architecture that the library has code for (cmake/cuda.cmake gives it); a kernel on an older one would fail.
-#ifndef AI3_OLDEST_CAPABILITY
-#define AI3_OLDEST_CAPABILITY 80
+// What the library has code for (cmake/cuda.cmake gives it): machine code runs on GPUs of the same major version that are no
+// older, PTX on all that are no older. A kernel on another GPU would fail.
+#ifndef AI3_CUDA_CODE
+#define AI3_CUDA_CODE AI3_REAL(80) AI3_REAL(90) AI3_PTX(120)
 #endif
+#define AI3_REAL(capability) {capability, false},
+#define AI3_PTX(capability) {capability, true},
+struct DeviceCode {
+  int capability;
+  bool ptx;
+};
+inline constexpr DeviceCode kDeviceCode[] = {AI3_CUDA_CODE};
 // Of the current device, as 10 * major + minor; 0 where there is none to ask, as in a query without a GPU.
 inline int current_capability() {
   int device = 0, major = 0, minor = 0;
@@ -47,9 +55,17 @@ inline int current_capability() {
   return told ? 10 * major + minor : 0;
 }
 inline bool supports_capability(int capability, Reason& reason) {
-  if (capability == 0 || capability >= AI3_OLDEST_CAPABILITY) return true;
-  return refuse(reason, "needs a GPU of compute capability %d.%d or later, got %d.%d", AI3_OLDEST_CAPABILITY / 10,
-                AI3_OLDEST_CAPABILITY % 10, capability / 10, capability % 10);
+  if (capability == 0) return true;
+  int oldest = kDeviceCode[0].capability;
+  for (const DeviceCode& code : kDeviceCode) {
+    if (capability >= code.capability && (code.ptx || capability / 10 == code.capability / 10)) return true;
+    if (code.capability < oldest) oldest = code.capability;
+  }
+  if (capability < oldest)
+    return refuse(reason, "needs a GPU of compute capability %d.%d or later, got %d.%d", oldest / 10, oldest % 10,
+                  capability / 10, capability % 10);
+  return refuse(reason, "was built without code for GPUs of compute capability %d.%d (TORCH_CUDA_ARCH_LIST names those)",
+                capability / 10, capability % 10);
 }
 // What every kernel here needs of the device.
 template <class P>

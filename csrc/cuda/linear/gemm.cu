@@ -17,9 +17,12 @@ void linear_gemm(const LinearProblem& p, const T* x, const T* w, const T* b, T* 
                 workspace.take<char>(kCublasWorkspace));
 }
 
+bool gemm_supports(const LinearProblem& p, Reason& reason) {
+  return device_supports(p, reason) && cublas_supports({p.rows, p.in_features, p.out_features}, reason);
+}
 int64_t gemm_workspace(const LinearProblem&) { return kCublasWorkspace; }
 
-AI3_ALGORITHM(linear, gemm, .supports = device_supports<LinearProblem>, .workspace = gemm_workspace)
+AI3_ALGORITHM(linear, gemm, .supports = gemm_supports, .workspace = gemm_workspace)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

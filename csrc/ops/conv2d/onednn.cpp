@@ -30,8 +30,8 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
 }
 
 int64_t workspace(const Conv2dProblem& p) {
-  return p.groups *
-         reordered_bytes(p.dtype, p.out_channels / p.groups, p.in_channels / p.groups, p.kernel_height * p.kernel_width);
+  return checked_mul(p.groups, reordered_bytes(p.dtype, p.out_channels / p.groups, p.in_channels / p.groups,
+                                               checked_mul(p.kernel_height, p.kernel_width)));
 }
 
 AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<Conv2dProblem>,

@@ -123,7 +123,8 @@ struct Planner {
     return entry;
   }
   void operands(const Line& line, size_t count) const {
-    line.check(line.operands.size() == count, "needs " + std::to_string(count) + " values");
+    line.check(line.operands.size() == count,
+               "needs " + std::to_string(count) + " values, got " + std::to_string(line.operands.size()));
   }
   const Value& operand(const Line& line, size_t i) const { return values[static_cast<size_t>(line.operands[i])]; }
   const Value& image(const Line& line) const {
@@ -137,7 +138,8 @@ struct Planner {
     const Constant wanted{bytes, tag};
     Constant& known = plan.constants[static_cast<size_t>(line.constant(name))];
     line.check(bytes < kOverflow && (known.bytes < 0 || known == wanted),
-               "needs another constant as " + std::string(name) + " than a line before it");
+               "needs a constant of " + std::to_string(bytes) + " bytes as " + name + ", which a line before it reads as " +
+                   std::to_string(known.bytes) + " bytes" + (known.bytes == bytes ? " in another form" : ""));
     known = wanted;
   }
   void elements(const Line& line, const char* name, DType dtype, int64_t count) {
@@ -146,7 +148,8 @@ struct Planner {
   Activation activation_of(const Line& line, DType dtype, int64_t channels) {
     const std::optional<Activation> found = activation_called(line.word("activation", "none"));
     line.check(found.has_value(), "unknown activation '" + line.word("activation", "none") + "'");
-    line.check(has_slope(*found) == line.has("slope"), has_slope(*found) ? "needs slope" : "needs no slope");
+    line.check(has_slope(*found) == line.has("slope"), std::string(has_slope(*found) ? "needs a slope" : "takes no slope") +
+                                                           " for activation " + line.word("activation", "none"));
     elements(line, "slope", accumulator(dtype), channels);
     return *found;
   }
@@ -182,7 +185,8 @@ struct Planner {
     p.input_relu = line.word("input_relu", "0") == "1", p.has_prologue = line.has("scale");
     line.check(p.has_prologue == line.has("shift") && (p.has_prologue || !p.input_relu), "needs scale with shift and input_relu");
     const auto& traits = entry.algorithm<Conv2dProblem>(Device::cpu)->traits;
-    line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), "fuses no residual and no activation");
+    line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none),
+               entry.name + " fuses no residual and no activation");
     weight(line, entry, p, checked_product({w[0], w[1], w[2], w[3]}));
     elements(line, "bias", p.dtype, w[0]);
     elements(line, "scale", accumulator(p.dtype), x.channels), elements(line, "shift", accumulator(p.dtype), x.channels);
@@ -203,7 +207,8 @@ struct Planner {
     LinearProblem p = linear_from({x.dtype, sizes, std::size(sizes)});
     p.activation = activation_of(line, p.dtype, w[0]), p.has_residual = line.has("residual");
     const auto& traits = entry.algorithm<LinearProblem>(Device::cpu)->traits;
-    line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none), "fuses no residual and no activation");
+    line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none),
+               entry.name + " fuses no residual and no activation");
     weight(line, entry, p, checked_mul(w[0], w[1]));
     elements(line, "bias", p.dtype, w[0]);
     node.problem = p;

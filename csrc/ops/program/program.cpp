@@ -3,6 +3,8 @@
 #include <chrono>
 #include <mutex>
 
+#include "../fork.h"
+#include "../slots.h"
 #include "plan.h"
 
 namespace ai3::ops::program {
@@ -65,6 +67,7 @@ struct Kept {
 constexpr size_t kPlansAtMost = 128;
 std::mutex mutex;
 std::vector<Kept> kept;
+[[maybe_unused]] const int at_fork = guard_at_fork([] { mutex.lock(); }, [] { mutex.unlock(); });
 uint64_t clock_of_use = 0;
 
 std::shared_ptr<const Plan> plan_for(const std::string& text, const std::vector<InputLayout>& inputs) {
@@ -190,7 +193,6 @@ void program_constants(StableIValue* stack) {
   const std::vector<bool> packed = in.take<std::vector<bool>>();
   if (packed.size() != tensors.size()) refuse_call("needs one flag for each constant");
   int64_t bytes = kSealBytes;
-  auto bytes_of = [](const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); };
   for (const Tensor& t : tensors) {
     if (!t.defined() || !t.is_cpu() || !is_contiguous(t)) refuse_call("needs contiguous CPU tensors as constants");
     bytes = checked_add(bytes, round_up(bytes_of(t), 64));
@@ -221,17 +223,15 @@ AI3_OPERATOR(_program_profile, "(Tensor[] inputs, Tensor[] constants, str progra
 // NCHW), the number of dimensions and the sizes. Null on failure. Valid until the next call from the same thread.
 extern "C" AI3_EXPORT const char* ai3_program(const char* text, const int64_t* inputs, int count, char* error, int64_t size) {
   static thread_local std::string json;
-  try {
+  return ai3::ops::guarded(error, size, [&] {
     std::vector<ai3::ops::program::InputLayout> layouts;
     const int64_t *at = inputs, *const end = inputs + count;
     while (end - at >= 3 && end - at - 3 >= at[2] && at[2] >= 0) {
+      if (at[0] < 0 || at[0] > 3) throw std::runtime_error("ai3: unknown dtype " + std::to_string(at[0]));
       layouts.push_back({static_cast<ai3::DType>(at[0]), {at + 3, at + 3 + at[2]}, at[1]});
       at += 3 + at[2];
     }
     json = ai3::ops::program::describe(*ai3::ops::program::plan_for(text, layouts));
     return json.c_str();
-  } catch (const std::exception& e) {
-    if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", e.what());
-    return nullptr;
-  }
+  });
 }
