@@ -80,6 +80,8 @@ class Plan:
         """Reads a file that `save` or a person wrote; ValueError where it is not a plan, OSError where it cannot be read."""
         try:
             return cls.from_dict(json.loads(Path(path).read_text()))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not a plan: needs JSON, as Plan.save writes it: {error}") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 

@@ -64,7 +64,7 @@ def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         try:
             program = _export(module, args, kwargs, dynamic=True)
             if _any_batch(program):
-                network = _network(program, dynamic=True)
+                network = _network(program, module, dynamic=True)
                 if batches != {1}:
                     one = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
                     _compare(module, network, *one)
@@ -72,7 +72,7 @@ def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
                 return network
         except Exception:  # it needs this batch size, or something else is amiss, which the second try says
             pass
-    network = _network(_export(module, args, kwargs, dynamic=False), dynamic=False)
+    network = _network(_export(module, args, kwargs, dynamic=False), module, dynamic=False)
     _compare(module, network, args, kwargs)
     return network
 
@@ -150,13 +150,14 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return _exported(fx.symbolic_trace(module), args, kwargs)
 
 
-def _network(program: ExportedProgram, dynamic: bool) -> Network:
+def _network(program: ExportedProgram, module: nn.Module, dynamic: bool) -> Network:
     """Parameters, buffers and other tensors become constants; what the program would write to refuses it."""
     signature = program.graph_signature
     for spec in signature.output_specs:
         if spec.kind != OutputKind.USER_OUTPUT:
             raise Uncapturable(f"a call changes {spec.target or 'one of its inputs'} ({spec.kind.name.lower()})")
     stored = {**program.constants, **program.state_dict}
+    modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     graph, constants = fx.Graph(), {}
     names: dict[fx.Node, fx.Node] = {}
@@ -170,7 +171,7 @@ def _network(program: ExportedProgram, dynamic: bool) -> Network:
         elif node.op == "call_function" and not isinstance(node.target, str):
             copied = graph.node_copy(node, names.__getitem__)
             stack = node.meta.get("nn_module_stack") or {}
-            path = [str(entry[0]) for entry in stack.values()]
+            path = [name for entry in stack.values() if (name := str(entry[0])) in modules]
             copied.meta = {"layers": (path[-1],) if path else (), "call": next(reversed(stack), "")}
             names[node] = copied
         elif node.op in ("placeholder", "output"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import Counter
@@ -23,7 +22,6 @@ from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
 from ai3_ops.plan import CHANNELS_LAST, Plan
 from ai3_ops.selectors import Algorithm, Place
-from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.discover import Inputs, survey
 from ai3_ops.tune import Meter, ineligible, select, unmeasured, within
 from ai3_ops.tune import Settings as TuneSettings
@@ -54,7 +52,10 @@ CallSites = Mapping[tuple[str, str], list[str]]
 def call_sites(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSites:
     """The functional calls that a module makes on the example, by the names that `swap` and `tune` give them."""
     calls: list[Call | None] = []
-    described = survey(unswap(copy.deepcopy(part)), Inputs(args, kwargs), lambda call, *_: calls.append(call))
+    try:
+        described = survey(part, Inputs(args, kwargs), lambda call, *_: calls.append(call))
+    except RuntimeError:  # it does not run when it is watched
+        return {}
     known = {d.call: d for d in described if d.suffix}
     found: dict[tuple[str, str], list[str]] = {}
     for call in calls:
@@ -168,6 +169,10 @@ def follow(
     for place, nodes in places:
         for node in nodes:
             _write(node, chosen.get(place.names[0], "default"))
+            node.meta["layers"] = (
+                node.meta["layers"][0] + place.suffix,
+                *node.meta["layers"][1:],
+            )  # as selectors name it
     return chosen
 
 
@@ -315,7 +320,8 @@ def measured(
         cases.append(Case.of(node, meter, deadline))
     if notes is not None and (late := sum(case.found is None for case in cases)):
         kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
-        notes.append(f"{late} of {len(cases)} layers were not measured within the budget: {kept}")
+        more = "a larger budget_seconds measures them, or `tune` before, whose cache is used"
+        notes.append(f"{late} of {len(cases)} layers were not measured within the budget: {kept}; {more}")
     weights = [node.args[1].target for node in todo]
 
     def at(price: float) -> list[str]:

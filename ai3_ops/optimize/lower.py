@@ -25,9 +25,10 @@ DTYPES = (torch.float32,)
 class Region(nn.Module):
     """A run of steps as one program."""
 
-    def __init__(self, program: Any, kind: str) -> None:
+    def __init__(self, program: Any, kind: str, algorithms: tuple[str, ...] = ()) -> None:
+        """`algorithms`: of each of the part's steps, what computes it; "" where it has none to choose."""
         super().__init__()
-        self.program, self.kind = program, kind
+        self.program, self.kind, self.algorithms = program, kind, algorithms
 
     def forward(self, *inputs: Tensor) -> Any:
         """A tensor, or a list of several."""
@@ -129,12 +130,16 @@ def build(network: Network, part: Part) -> Region:
         if shape[0] == -1:
             shape = (_count(node.meta["shape"][:-1]), shape[1])
         values[node] = builder.input(shape, node.meta["dtype"])
+    algorithms = []
     for node in part.nodes:
+        before = builder.count
         values[node] = _EMIT[node.target](builder, _Operands(network, values), arguments(node))
+        algorithms.append(builder.algorithm_since(before))
     # What other programs and PyTorch read next stays as it is computed; what the network returns is contiguous.
     returned: Any = network.output.args[0] or ()
     layouts = [node not in returned for node in part.outputs]
-    return Region(builder.build([values[node] for node in part.outputs], channels_last=layouts), part.kind)
+    program = builder.build([values[node] for node in part.outputs], channels_last=layouts)
+    return Region(program, part.kind, tuple(algorithms))
 
 
 def _count(sizes: Sequence[int]) -> int:

@@ -146,7 +146,7 @@ class Network:
 
     def remove(self, node: fx.Node) -> None:
         """Removes a node that nothing reads, and then its inputs alike."""
-        if node.users or node.op in ("placeholder", "output"):
+        if node._erased or node.users or node.op in ("placeholder", "output"):  # an input may be an input's input, too
             return
         inputs = node.all_input_nodes
         self.graph.erase_node(node)

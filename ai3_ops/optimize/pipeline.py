@@ -101,8 +101,7 @@ def make_plan(
     network = capture(module, args, kwargs)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
-    named = settings.resolved is None and not isinstance(settings.selectors, str)
-    sites = choose.call_sites(module, args, kwargs) if named else {}
+    sites = choose.call_sites(module, args, kwargs) if settings.resolved is None and swapping else {}
     resolved = choose.follow(network, module, settings.selectors, settings.resolved, whole, name, sites, report.notes)
     plain = network.copy()
     progress("rewrites")
@@ -151,8 +150,8 @@ def make_plan(
         progress("comparison with the module as it was")
         gain, before, after = paired(lambda: module(*args, **kwargs), lambda: body(*inputs))
         report.before_ms, report.after_ms = before * 1e3, after * 1e3
-        if gain < 1:
-            report.notes.append(f"stays as it was: rewritten it took {1 / gain:.2f} times as long")
+        if min(gain, before / after) < 1:
+            report.notes.append(f"stays as it was: rewritten it took {max(1 / gain, after / before):.2f} times as long")
             report.after_ms = report.before_ms
             return Plan(None, network.dynamic, network.out_spec, report, resolved)
     return Plan(body, network.dynamic, network.out_spec, report, resolved)
@@ -294,7 +293,8 @@ def _gain(own: nn.Module, region: nn.Module, given: list[Tensor]) -> float:
 
 
 def _shown(layers: list[str]) -> str:
-    return ", ".join([*layers[:3], *(["…"] if len(layers) > 3 else [])]) or "some steps"
+    named = [name or "(the module itself)" for name in layers[:3]]
+    return ", ".join([*named, *(["…"] if len(layers) > 3 else [])]) or "some steps"
 
 
 def _leave(network: Network, part: Part, reason: str, report: Optimization) -> None:
@@ -420,7 +420,7 @@ def _cheaper(
 
 
 def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
-    inside = {node for part, _ in regions for node in part.nodes}
+    computed = {n: a for part, region in regions for n, a in zip(part.nodes, region.algorithms, strict=True)}
     found = []
     for node in network.graph.nodes:
         if node.op != "call_function":
@@ -431,12 +431,12 @@ def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
         words = {"scale": "normalization of the input", "input_relu": "ReLU of the input"}
         detail = [a["activation"]] if a.get("activation", "none") != "none" else []
         detail = [*(words.get(k, k) for k in fused), *detail]
-        algorithm = a.get("algorithm", "")
-        if node not in inside and (not algorithm or algorithm in steps.RULES):
-            algorithm = "torch"
-        found.append(
-            Step(list(node.meta["layers"]), a.get("name", name), algorithm, node.meta["shape"] or (), ", ".join(detail))
-        )
+        asked = a.get("algorithm", "")
+        algorithm = computed.get(node, "torch" if not asked or asked in steps.RULES else asked)
+        measured = "measured" if node.meta.get("choice") == choose.AUTO else "named"
+        reason = "" if not asked or algorithm == "torch" else asked if asked in steps.RULES else measured
+        layers, shape = list(node.meta["layers"]), node.meta["shape"] or ()
+        found.append(Step(layers, a.get("name", name), algorithm, shape, ", ".join(detail), reason))
     return found
 
 

@@ -288,7 +288,7 @@ class Builder:
         if len(x.shape) != 4:
             raise ValueError(f"{operation} needs an image (N, C, H, W), got {x.shape}")
         info = self._algorithm(operation, "default", x, options)
-        return self._add(_Step(f"{operation}_{info.name}", [x], options, {}))
+        return self._add(_Step(f"{operation}_{info.name}", [x], options, {}, algorithm=info.name))
 
     # Element by element -----------------------------------------------------------------------------------------------
     def unary(self, x: Value, name: str, parameter: Parameter = None) -> Value:
@@ -341,6 +341,15 @@ class Builder:
         if len(x.shape) == 2:
             return x
         return self._add(_Step("flatten", [x], {"order": "contiguous"}, {}))
+
+    @property
+    def count(self) -> int:
+        """Steps so far."""
+        return len(self._steps)
+
+    def algorithm_since(self, count: int) -> str:
+        """The algorithm of the first layer that came after so many steps; "" where none did."""
+        return next((step.algorithm for step in self._steps[count:] if step.algorithm), "")
 
     # The program ------------------------------------------------------------------------------------------------------
     def build(self, outputs: Sequence[Value], *, channels_last: bool | Sequence[bool] = False) -> Program:

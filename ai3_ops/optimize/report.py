@@ -29,6 +29,7 @@ class Step:
     algorithm: str  # "torch" where PyTorch computes it
     output: tuple[int, ...]
     detail: str = ""  # what is fused into it
+    reason: str = ""  # why this algorithm: "measured", "default", "named"
 
 
 @dataclass
@@ -76,12 +77,13 @@ class OptimizeReport:
             if part.packed_bytes:
                 used = f"{shown_bytes(part.packed_bytes)} of packed weights"
                 console.print(Text(f"{used}, {shown_bytes(part.memory_bytes)} of activations and workspaces"))
-            table = Table("step", "algorithm", "layers", "fused", "output", box=None, pad_edge=False)
+            table = Table("step", "algorithm", "chosen", "layers", "fused", "output", box=None, pad_edge=False)
             for step in part.steps:
                 cells = (
                     step.operation,
                     step.algorithm,
-                    ", ".join(step.layers),
+                    step.reason,
+                    ", ".join(name or "(the module itself)" for name in step.layers),
                     step.detail,
                     "x".join(map(str, step.output)),
                 )

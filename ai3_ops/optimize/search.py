@@ -94,7 +94,10 @@ def find(
         for substitution in substitutions:
             for place in [name for name, _ in substitution(state)]:
                 changed = state.copy()
-                take(changed, substitution, place)
+                try:
+                    take(changed, substitution, place)
+                except RuntimeError:  # an algorithm that was named does not support the changed layer
+                    continue
                 key = state_key(changed)
                 if key in seen:
                     continue

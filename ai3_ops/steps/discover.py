@@ -351,9 +351,14 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
             given = ", ".join(
                 [*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())]
             )
+            hint = "; give a tensor, such as torch.randn(shape), not its shape" if args and _are_sizes(args) else ""
             raise RuntimeError(
-                f"ai3_ops.swap: running the model on the example inputs ({given}) failed: {what}"
+                f"ai3_ops.swap: running the model on the example inputs ({given}) failed: {what}{hint}"
             ) from error
+
+
+def _are_sizes(args: tuple[Any, ...]) -> bool:
+    return all(isinstance(a, int) for a in args)
 
 
 @contextmanager
