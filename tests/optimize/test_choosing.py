@@ -11,8 +11,9 @@ from nets import BOUND, check, exact, optimized
 from torch import nn
 
 import ai3_ops
+from ai3_ops import registry
 from ai3_ops._timing import Measured
-from ai3_ops.optimize import canonical, choose, pipeline
+from ai3_ops.optimize import canonical, choose, pipeline, steps
 from ai3_ops.optimize.network import difference
 from ai3_ops.optimize.report import shown_bytes
 from ai3_ops.tune import Meter
@@ -293,3 +294,61 @@ def test_what_the_budget_left_out_is_said():
     model, x = nn.Sequential(nn.Conv2d(64, 64, 3), nn.Conv2d(64, 64, 3)), torch.randn(1, 64, 30, 31)
     notes = optimized(model, x, budget_seconds=0)._ai3_report.parts[0].notes
     assert [n for n in notes if n.startswith("2 of 2 layers were not measured within the budget")]
+
+
+class Fire(nn.Module):
+    """A 1x1 and a 3x3 convolution of one input: the first is enlarged, so that both are one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(16, 16, 1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        return torch.cat([self.a(x), F.relu(self.b(x))], 1)
+
+
+def test_substitutions_leave_alone_what_a_named_algorithm_cannot_do(monkeypatch):
+    """As if each substitution gained: an algorithm of 1x1 kernels alone is not given another kernel."""
+    supports = registry.supports_problem
+
+    def only_pointwise(operation, algorithm, problem):
+        if algorithm == "smm" and problem.sizes.get("kernel_height") != 1:
+            return False, "needs a 1x1 kernel"
+        return supports(operation, algorithm, problem)
+
+    computes = steps._computes
+
+    def refusing(operation, algorithm, input):
+        function = computes(operation, algorithm, input)
+
+        def call(x, weight, *rest):
+            if algorithm == "smm" and weight.shape[2:] != (1, 1):
+                raise RuntimeError("ai3::conv2d_smm: needs a 1x1 kernel")
+            return function(x, weight, *rest)
+
+        return call
+
+    monkeypatch.setattr(registry, "supports_problem", only_pointwise)
+    monkeypatch.setattr(steps, "_computes", refusing)
+    monkeypatch.setitem(pipeline.COSTS, "latency", lambda node: 1.0)  # fewer steps are better
+    model, x = Fire(), torch.randn(1, 16, 8, 8)
+    assert algorithms_of(check(model, x, selectors={"a": "smm", "b": "direct"}, budget_seconds=30)) == {
+        "a": "smm",
+        "b": "direct",
+    }
+
+
+def test_explain_names_what_computes_each_step_and_why():
+    model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(64, 8, 1))
+    fast = check(model, torch.randn(1, 64, 28, 28), selectors={"0": "default", "2": "im2col"})
+    first, pool, last = fast._ai3_report.parts[0].steps
+    assert first.algorithm.startswith("winograd")
+    assert (first.reason, pool.algorithm, pool.reason) == ("default", "direct", "")
+    assert (last.algorithm, last.reason) == ("im2col", "named")
+    assert "winograd" in str(ai3_ops.explain(fast))
+
+
+def test_calls_of_a_module_have_selectors_names_in_the_report():
+    model, x = Twice(), torch.randn(1, 3, 8, 8)
+    rows = [step.layers[0] for step in check(model, x)._ai3_report.parts[0].steps if step.operation == "conv2d"]
+    assert rows == [":conv2d_1", ":conv2d_0", ":conv2d_2", ":conv2d_2"]

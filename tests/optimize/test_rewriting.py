@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -203,3 +204,20 @@ def test_a_wrong_rewrite_is_found(residual):
     new = fusion.changed(network, conv, conv, (), weight=worse)
     with pytest.raises(Mistake, match="in float64"):
         network.replace(conv, new, "a mistake")
+
+
+def test_a_node_that_two_removed_nodes_read_is_removed_once():
+    """torch warns of a second time."""
+
+    class Block(nn.Module):
+        def forward(self, x):
+            y = F.relu(x)
+            return F.relu(y.tanh() + y)
+
+    network = capture(Block(), (torch.randn(1, 3, 4, 4),), {})
+    last = network.output.args[0][0]
+    network.output.args = ((network.inputs[0],),)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network.remove(last)
+    assert [node.op for node in network.graph.nodes] == ["placeholder", "output"]
