@@ -94,8 +94,9 @@ struct Call {
 
 // NHWC: `height` rows of output, columns [tile, tiles_end), channels [begin, end): tiles of height x pixels outputs by a vector
 // of channels stay in registers over the window. Where the kernel's columns and their stride are known, each input vector is
-// loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation.
-template <class T, int height, int pixels, int columns, int stride>
+// loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation. `plain` has
+// nothing to do with the sums but to store them: the code of what is fused, beside it, would have GCC spill some of them.
+template <class T, int height, int pixels, int columns, int stride, bool plain>
 void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row, int64_t tile,
              int64_t tiles_end) {
   using A = Acc<T>;
@@ -188,6 +189,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
 #pragma GCC unroll 8
           for (int j = 0; j < pixels; j++) store(call.y + place(h, j), activate_inline(activation, sum[h][j]));
       };
+      if constexpr (whole && plain) return store_all.template operator()<Activation::none>();
       if (whole && alone) {  // the commonest of few instructions, from the registers
         if (p.activation == Activation::none) return store_all.template operator()<Activation::none>();
         if (p.activation == Activation::relu) return store_all.template operator()<Activation::relu>();
@@ -219,14 +221,14 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
 }
 
 template <class T>
-using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0>);
+using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0, false>);
 // The form with known columns and stride, if there is one.
-template <class T, int height, int pixels>
+template <class T, int height, int pixels, bool plain>
 RowsOf<T> form_for(const Conv2dProblem& p) {
   auto of_stride = [&]<int stride>() -> RowsOf<T> {
-    if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride>;
-    if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride>;
-    if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride>;
+    if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride, plain>;
+    if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride, plain>;
+    if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride, plain>;
     return nullptr;
   };
   const bool wide = p.pad_w >= p.kernel_width;
@@ -297,16 +299,20 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      is_called(p.activation)};
   const int64_t window = p.kernel_height * p.kernel_width;
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  RowsOf<T> bands_form = form_for<T, kHeight, kPixels>(p), row_form = form_for<T, 1, kPixels>(p),
-            rest_form = form_for<T, 1, kFewPixels>(p);
+  const bool plain = call.multiplier == 1 && !call.residual && p.activation == Activation::none;
+  auto form = [&]<int rows, int pixels>() {
+    return plain ? form_for<T, rows, pixels, true>(p) : form_for<T, rows, pixels, false>(p);
+  };
+  RowsOf<T> bands_form = form.template operator()<kHeight, kPixels>(), row_form = form.template operator()<1, kPixels>(),
+            rest_form = form.template operator()<1, kFewPixels>();
   const int64_t height = nhwc && bands_form ? kHeight : 1, bands = ceil_div(p.out_height, height);
   const int64_t rest = p.out_width % kPixels;
   // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
   const bool apart = call.residual == call.y;
   const bool reach_back = bands_form && !apart && p.out_width > kPixels && rest > kFewPixels;
   const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
-  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0>, rest_form = nullptr;
-  if (!rest_form || apart) rest_form = rows_of<T, 1, 1, 0, 0>;
+  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0, false>, rest_form = nullptr;
+  if (!rest_form || apart) rest_form = rows_of<T, 1, 1, 0, 0, false>;
   const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
   const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, planes * bands);
   const int64_t blocks = nhwc ? channel_blocks.count : 1;
