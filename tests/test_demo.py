@@ -22,6 +22,8 @@ import ai3_ops  # noqa: E402
 from ai3_ops import demo  # noqa: E402
 from ai3_ops.__main__ import main  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("built_in_only")
+
 
 def small():
     """A network and one for digits, as the demo has them, in no time."""

@@ -418,7 +418,7 @@ def test_what_is_no_plan(data, message, tmp_path):
         Plan.load(path)
     assert message in str(error.value)
     path.write_text("{")
-    with pytest.raises(ValueError, match=r"wrong.json: Expecting"):
+    with pytest.raises(ValueError, match=r"wrong\.json: not a plan: needs JSON, as Plan\.save writes it: Expecting"):
         Plan.load(path)
 
 
