@@ -169,10 +169,8 @@ def follow(
     for place, nodes in places:
         for node in nodes:
             _write(node, chosen.get(place.names[0], "default"))
-            node.meta["layers"] = (
-                node.meta["layers"][0] + place.suffix,
-                *node.meta["layers"][1:],
-            )  # as selectors name it
+            own, *others = node.meta["layers"]
+            node.meta["layers"] = (own + place.suffix, *others)  # as selectors name it
     return chosen
 
 

@@ -69,9 +69,8 @@ class Optimized(nn.Module):
         """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part."""
         original = self._ai3_original[0]
         plan = make_plan(original, args, kwargs, self._ai3_settings, name, progress, whole)
-        self._ai3_settings = unthorough(
-            self._ai3_settings, plan.resolved
-        )  # selectors may be functions, which no file holds
+        # The choices stay, not the selectors, which may be functions that no file holds.
+        self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
         self._ai3_signature = _bare(inspect.signature(original.forward))
         leaves = pytree.tree_leaves((args, kwargs))
         self._ai3_first, self._ai3_shown = plan, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
@@ -259,11 +258,12 @@ class Optimized(nn.Module):
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:
     """Names and kinds alone: annotations and defaults may be what no file holds."""
-    empty, has = inspect.Parameter.empty, None
-    bare = [
-        p.replace(annotation=empty, default=empty if p.default is empty else has) for p in signature.parameters.values()
-    ]
-    return inspect.Signature(bare)
+    empty = inspect.Parameter.empty
+
+    def bare(p: inspect.Parameter) -> inspect.Parameter:
+        return p.replace(annotation=empty, default=empty if p.default is empty else None)
+
+    return inspect.Signature([bare(p) for p in signature.parameters.values()])
 
 
 def _shown(leaf: Any, dtype: torch.dtype | None = None) -> str:
