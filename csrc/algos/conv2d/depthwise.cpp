@@ -2,6 +2,8 @@
 // lanes are channels; a few neighbouring output pixels stay in registers over the window, and each vector of weights serves all
 // of them. NCHW: lanes are neighbouring columns of a plane. Weights are read as [multiplier][R][S][C], where channels are
 // contiguous.
+#include <limits>
+
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
@@ -92,21 +94,36 @@ struct Call {
   }
 };
 
+// What is done with the sums, each in code of its own: beside that of another, GCC would spill some of them. `bounded` is relu
+// and relu6, `any` every activation, residual and multiplier.
+enum class Fused { nothing, bounded, hardswish, silu, any };
+template <class T>
+Fused fused_of(const Call<T>& call) {
+  if (call.multiplier > 1 || call.residual) return Fused::any;
+  switch (call.p.activation) {
+    case Activation::none: return Fused::nothing;
+    case Activation::relu:
+    case Activation::relu6: return Fused::bounded;
+    case Activation::hardswish: return Fused::hardswish;
+    case Activation::silu: return Fused::silu;
+    default: return Fused::any;
+  }
+}
+
 // NHWC: `height` rows of output, columns [tile, tiles_end), channels [begin, end): tiles of height x pixels outputs by a vector
 // of channels stay in registers over the window. Where the kernel's columns and their stride are known, each input vector is
-// loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation. `plain` has
-// nothing to do with the sums but to store them: the code of what is fused, beside it, would have GCC spill some of them.
-template <class T, int height, int pixels, int columns, int stride, bool plain>
+// loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation.
+template <class T, int height, int pixels, int columns, int stride, Fused fused>
 void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row, int64_t tile,
              int64_t tiles_end) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width, reach = (pixels - 1) * stride + columns;
   const Conv2dProblem& p = call.p;
   const int64_t x_column = p.x_stride.w, top = row * p.stride_h - p.pad_h;
-  const int64_t w_row = p.kernel_width * p.in_channels, multiplier = call.multiplier;
+  const int64_t w_row = p.kernel_width * p.in_channels, multiplier = fused == Fused::any ? call.multiplier : 1;
   const Range rows = inside(top, p.dilation_h, p.in_height, (height - 1) * p.stride_h + p.kernel_height);
   const A* panel = call.w + m * p.kernel_height * w_row;
-  const bool alone = multiplier == 1 && !call.residual;
+  const Vec<A> most = p.activation == Activation::relu6 ? A(6) : std::numeric_limits<A>::infinity();  // of Fused::bounded
   for (; tile < tiles_end; tile += pixels) {
     const int64_t column = smaller(tile, p.out_width - pixels);  // the row's last tile reaches back over the one before it
     const int64_t left = column * p.stride_w - p.pad_w;
@@ -183,19 +200,20 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
         }
       }
       auto place = [&](int h, int j) { return to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier; };
-      auto store_all = [&]<Activation activation>() {
+      if constexpr (fused != Fused::any) {
+        auto finished = [&](Vec<A> v) {
+          if constexpr (fused == Fused::bounded) return at_most(most, relu(v));
+          if constexpr (fused == Fused::hardswish) return activate_inline(Activation::hardswish, v);
+          if constexpr (fused == Fused::silu) return activate_inline(Activation::silu, v);
+          return v;
+        };
 #pragma GCC unroll 2
         for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-          for (int j = 0; j < pixels; j++) store(call.y + place(h, j), activate_inline(activation, sum[h][j]));
-      };
-      if constexpr (whole && plain) return store_all.template operator()<Activation::none>();
-      if (whole && alone) {  // the commonest of few instructions, from the registers
-        if (p.activation == Activation::none) return store_all.template operator()<Activation::none>();
-        if (p.activation == Activation::relu) return store_all.template operator()<Activation::relu>();
-        if (p.activation == Activation::relu6) return store_all.template operator()<Activation::relu6>();
-        if (p.activation == Activation::hardswish) return store_all.template operator()<Activation::hardswish>();
-        if (p.activation == Activation::silu) return store_all.template operator()<Activation::silu>();
+          for (int j = 0; j < pixels; j++)
+            whole ? store(call.y + place(h, j), finished(sum[h][j]))
+                  : store_partial(call.y + place(h, j), finished(sum[h][j]), lanes);
+        return;
       }
       // One loop over a copy in memory: code for each sum in its register would be long, and calls spill those that are left.
       Vec<A> sums[height * pixels];
@@ -221,14 +239,14 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
 }
 
 template <class T>
-using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0, false>);
+using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0, Fused::any>);
 // The form with known columns and stride, if there is one.
-template <class T, int height, int pixels, bool plain>
+template <class T, int height, int pixels, Fused fused>
 RowsOf<T> form_for(const Conv2dProblem& p) {
   auto of_stride = [&]<int stride>() -> RowsOf<T> {
-    if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride, plain>;
-    if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride, plain>;
-    if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride, plain>;
+    if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride, fused>;
+    if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride, fused>;
+    if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride, fused>;
     return nullptr;
   };
   const bool wide = p.pad_w >= p.kernel_width;
@@ -299,9 +317,15 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      is_called(p.activation)};
   const int64_t window = p.kernel_height * p.kernel_width;
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  const bool plain = call.multiplier == 1 && !call.residual && p.activation == Activation::none;
+  const Fused fused = fused_of(call);
   auto form = [&]<int rows, int pixels>() {
-    return plain ? form_for<T, rows, pixels, true>(p) : form_for<T, rows, pixels, false>(p);
+    if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
+    if constexpr (pixels == kPixels) {  // the rest of a row is too little for code of its own
+      if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
+      if (fused == Fused::hardswish) return form_for<T, rows, pixels, Fused::hardswish>(p);
+      if (fused == Fused::silu) return form_for<T, rows, pixels, Fused::silu>(p);
+    }
+    return form_for<T, rows, pixels, Fused::any>(p);
   };
   RowsOf<T> bands_form = form.template operator()<kHeight, kPixels>(), row_form = form.template operator()<1, kPixels>(),
             rest_form = form.template operator()<1, kFewPixels>();
@@ -311,8 +335,8 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   const bool apart = call.residual == call.y;
   const bool reach_back = bands_form && !apart && p.out_width > kPixels && rest > kFewPixels;
   const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
-  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0, false>, rest_form = nullptr;
-  if (!rest_form || apart) rest_form = rows_of<T, 1, 1, 0, 0, false>;
+  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0, Fused::any>, rest_form = nullptr;
+  if (!rest_form || apart) rest_form = rows_of<T, 1, 1, 0, 0, Fused::any>;
   const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
   const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, planes * bands);
   const int64_t blocks = nhwc ? channel_blocks.count : 1;
