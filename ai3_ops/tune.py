@@ -47,6 +47,17 @@ class Interrupted(KeyboardInterrupt):
         self.plan = plan
 
 
+def check_limits(function: str, settings: Any) -> None:
+    """ValueError, in the name of an ai3_ops function, for an objective or a limit that is none."""
+    if settings.objective not in OBJECTIVES:
+        words, meant = " or ".join(map(repr, OBJECTIVES)), near(str(settings.objective), OBJECTIVES)
+        raise ValueError(f"ai3_ops.{function}: objective must be {words}, got {settings.objective!r}{meant}")
+    for name in ("budget_seconds", "memory_limit", "tolerance"):
+        value = getattr(settings, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+            raise ValueError(f"ai3_ops.{function}: {name} needs a number of at least 0, or None, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What `tune` is asked for."""
@@ -59,15 +70,7 @@ class Settings:
     allow_approximate: bool = False
 
     def __post_init__(self) -> None:
-        if self.objective not in OBJECTIVES:
-            words = " or ".join(map(repr, OBJECTIVES))
-            raise ValueError(
-                f"ai3_ops.tune: objective must be {words}, got {self.objective!r}{near(str(self.objective), OBJECTIVES)}"
-            )
-        for name in ("budget_seconds", "memory_limit", "tolerance"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-                raise ValueError(f"ai3_ops.tune: {name} needs a number of at least 0, or None, got {value!r}")
+        check_limits("tune", self)
 
 
 def tune(

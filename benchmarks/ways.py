@@ -6,7 +6,8 @@
 Every cell runs both models the same way (dtype, memory format of the input, inference or a training step, batch), in turns that
 alternate in one process, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and AOTInductor
 forms of the swapped model, and models swapped or made under `inference_mode`, with the swapped model run eagerly. Cells that were
-measured before stay in the table (docs/benchmarks/ways.json) until they are measured again.
+measured before stay in the table (docs/benchmarks/ways.json) until they are measured again. A call of PyTorch's that takes more
+than `LIMIT` seconds (float16, mostly) is ended, and the cell shows what the ratio is above.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import signal
 import statistics
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ LAYOUTS = ("nchw", "channels_last")
 MODES = ("inference", "training")
 BATCHES = (1, 8)
 FORMS = ("compile", "compile, frozen", "AOTInductor", "swapped in inference_mode", "made in inference_mode")
+LIMIT = 30.0  # seconds of a call of PyTorch's
 LONG = 20.0  # seconds of one call of each: above it their first calls are what is measured
 REACHED = 0.97  # a ratio within 3 % of its target counts as reached
 
@@ -99,8 +103,24 @@ def training(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
     return step
 
 
+@contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError after that time, once the PyTorch operator (or the whole backward pass) under way has ended."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def cell(name: str, dtype: str, layout: str, mode: str, batch: int, seconds: float) -> dict[str, Any]:
-    """One cell of the table: milliseconds of both, and the ratio."""
+    """One cell of the table: milliseconds of both, and the ratio; "above" where it is a bound."""
     autocast = dtype == "autocast"
     kind = torch.float32 if autocast else getattr(torch, dtype)
     model = build(name).to(kind)
@@ -112,7 +132,12 @@ def cell(name: str, dtype: str, layout: str, mode: str, batch: int, seconds: flo
         swapped = ai3_ops.swap(model, "default")
     run = inference if mode == "inference" else training
     calls = [run(model, x, autocast), run(swapped, x, autocast)]
-    times = [[measure.once(call)] for call in calls]
+    ours = measure.once(calls[1])
+    try:
+        with at_most(LIMIT):
+            times = [[measure.once(calls[0])], [ours]]
+    except TimeoutError:
+        return {"torch_ms": LIMIT * 1e3, "ai3_ms": ours * 1e3, "ratio": LIMIT / ours, "turns": 1, "above": True}
     if times[0][0] + times[1][0] < LONG:
         for call in calls:
             call()
@@ -170,7 +195,8 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield 'Written by `python -m benchmarks.ways`. How many times as long PyTorch\'s own model takes as `swap(model, "default")`,'
     yield "run the same way (dtype, memory format of the input, mode, batch), 224x224 images, medians of turns that alternate;"
-    yield 'below 0.97 in bold. "autocast" is to bfloat16.'
+    yield 'below 0.97 in bold. "autocast" is to bfloat16. Empty: not measured on this machine.'
+    yield f'">": the call of the model from which it came was ended after {LIMIT:.0f} s.'
     yield ""
     yield from measure.table(("machine", ""), data.get("machine", {}).items())
     yield ""
@@ -183,7 +209,7 @@ def page(data: dict[str, Any]) -> Iterator[str]:
             row = [name]
             for dtype, layout, batch in columns:
                 found = data["cells"].get(f"{name} {dtype} {layout} {mode} {batch}")
-                row.append("" if found is None else _ratio(found["ratio"]))
+                row.append("" if found is None else (">" if found.get("above") else "") + _ratio(found["ratio"]))
             rows.append(row)
         head = ["network", *(f"{d} {short[layout]} {b}" for d, layout, b in columns)]
         yield from measure.table(head, rows, " " + "r" * len(columns))

@@ -53,6 +53,25 @@ def test_nchw_images_become_channels_last_at_the_first_convolution():
         assert torch.equal(swapped.state_dict()[name], value)
 
 
+def test_large_weights_behind_the_first_convolution_keep_their_format():
+    model = nn.Sequential(
+        *(
+            nn.Conv2d(c, 64, k, padding=k // 2, groups=g)
+            for c, k, g in ((64, 3, 1), (64, 3, 1), (64, 1, 1), (64, 3, 64))
+        )
+    )
+    swapped = ai3_ops.swap(model, "default")
+    assert [is_channels_last(layer.weight) for layer in swapped] == [True, False, True, True]
+    x = torch.randn(2, 64, 9, 9, requires_grad=True)
+    y = swapped(x)
+    assert is_channels_last(y)
+    y.square().sum().backward()
+    expected = torch.autograd.grad(model.double()(x.double()).square().sum(), [m.weight for m in model])
+    for layer, grad in zip(swapped, expected, strict=True):
+        assert layer.weight.grad.stride() == layer.weight.stride()
+        torch.testing.assert_close(layer.weight.grad.double(), grad, rtol=1e-4, atol=1e-3 * grad.abs().max().item())
+
+
 @pytest.mark.parametrize("examples", [None, X])
 def test_code_that_views_activations_goes_on_working(examples):
     model = Views(None)

@@ -18,6 +18,8 @@ from ai3_ops.operations.base import is_channels_last
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}  # by the words of plans
 
+_LARGE = 1 << 16  # bytes of a weight
+
 # Methods that raise for a tensor in channels_last where they work for the same one in NCHW, and those that never raise: they
 # take elements as they lie in memory, so that on the same tensor in channels_last they give others.
 VIEWS = frozenset({"view", "view_as"})
@@ -58,6 +60,18 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+def is_costly(module: nn.Module) -> bool:
+    """Whether the weight is so large that kernels would spend much of a training step on reading it in channels_last.
+
+    They read weights in NCHW: one in channels_last is copied in the forward and in the backward pass, its gradient once more,
+    unless both formats are the same memory.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 4 or weight.shape[1] == 1 or weight.shape[2:] == (1, 1):
+        return False
+    return weight.nbytes > _LARGE
 
 
 def _is_in(weight: Tensor, format: torch.memory_format) -> bool:

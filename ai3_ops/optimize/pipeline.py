@@ -28,8 +28,8 @@ from ai3_ops.optimize.search import search
 from ai3_ops.optimize.timing import COSTS, paired
 from ai3_ops.steps.discover import Inputs
 from ai3_ops.swap import swap
-from ai3_ops.tune import OBJECTIVES, tune_alone
 from ai3_ops.tune import Settings as TuneSettings
+from ai3_ops.tune import check_limits, tune_alone
 
 DEFAULT_SECONDS = 60.0  # that search and measuring may take where the user gives no budget
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
@@ -61,12 +61,7 @@ class Settings:
     def __post_init__(self) -> None:
         if not isinstance(self.alpha, (int, float)) or not self.alpha >= 1 or math.isinf(self.alpha):
             raise ValueError(f"ai3_ops.optimize: alpha needs a number of at least 1, got {self.alpha!r}")
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f"ai3_ops.optimize: objective is 'latency', 'p99' or 'memory', got {self.objective!r}")
-        for name in ("budget_seconds", "memory_limit", "tolerance"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
-                raise ValueError(f"ai3_ops.optimize: {name} needs a number of at least 0, or None, got {value!r}")
+        check_limits("optimize", self)
 
 
 @dataclass

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "../algos/core/level.h"
+#include "passes.h"
 #include "scratch.h"
 
 namespace ai3::ops {
@@ -57,6 +58,26 @@ Tensor empty_as(const Tensor& t) {
   if (!t.is_cpu() || !gapless) return torch::stable::empty_like(t);
   return empty_strided(sizes_of(t), Sizes(t.strides().begin(), t.strides().end()), t.scalar_type(),
                        t.numel() * static_cast<int64_t>(t.element_size()));
+}
+
+// Between NCHW and NHWC by the pass of programs, which turns squares of elements in registers: ATen's copy of a 3x3 kernel's
+// gradients took longer than the kernel that computed them.
+Tensor relaid(const Tensor& t, bool channels_last) {
+  const std::optional<DType> dtype = known_dtype(t);
+  if (!t.is_cpu() || !dtype || !is_dense(t, !channels_last))
+    return torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
+  Tensor to = empty(sizes_of(t), t.scalar_type(), t, channels_last);
+  CopyProblem p{*dtype,
+                threads(t.numel()),
+                t.size(0),
+                t.size(1),
+                t.size(2),
+                t.size(3),
+                dense_strides(t.size(1), t.size(2), t.size(3), !channels_last),
+                dense_strides(t.size(1), t.size(2), t.size(3), channels_last)};
+  join_rows(p);
+  passes().copy(p, {t.const_data_ptr(), nullptr, nullptr, nullptr, to.mutable_data_ptr()});
+  return to;
 }
 
 char* LentWorkspace::lend(Workspace& workspace, int64_t bytes) {

@@ -135,16 +135,20 @@ inline void check_inference(const Entry& entry) {
   check(!aoti_torch_grad_mode_is_enabled(), entry, "_infer is for inference: call it without gradients");
 }
 
-inline DType dtype_of(const Entry& entry, const Tensor& t) {
-  check(t.defined(), entry, "needs a tensor, got None");
+// The dtype of kernels, if they compute in it.
+inline std::optional<DType> known_dtype(const Tensor& t) {
   switch (t.scalar_type()) {
     case ScalarType::Double: return DType::f64;
     case ScalarType::Float: return DType::f32;
     case ScalarType::BFloat16: return DType::bf16;
     case ScalarType::Half: return DType::f16;
-    default:
-      fail(entry, "needs float64, float32, bfloat16 or float16 tensors, got ", torch::headeronly::toString(t.scalar_type()));
+    default: return std::nullopt;
   }
+}
+inline DType dtype_of(const Entry& entry, const Tensor& t) {
+  check(t.defined(), entry, "needs a tensor, got None");
+  if (const auto dtype = known_dtype(t)) return *dtype;
+  fail(entry, "needs float64, float32, bfloat16 or float16 tensors, got ", torch::headeronly::toString(t.scalar_type()));
 }
 inline Device device_of(const Entry& entry, const Tensor& t) {
   if (t.is_cpu()) return Device::cpu;
@@ -237,12 +241,10 @@ inline bool takes_channels_last(const Tensor& out) {
   Strides4 ignored;
   return slice_strides(out, true, ignored) && !slice_strides(out, false, ignored);
 }
+// A copy of a 4-D t, dense in NCHW or NHWC.
+Tensor relaid(const Tensor& t, bool channels_last);
 // t itself or a copy, dense in NCHW or NHWC.
-inline Tensor dense(const Tensor& t, bool channels_last) {
-  return is_dense(t, channels_last)
-             ? t
-             : torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
-}
+inline Tensor dense(const Tensor& t, bool channels_last) { return is_dense(t, channels_last) ? t : relaid(t, channels_last); }
 inline bool is_contiguous(const Tensor& t) {
   int64_t want = 1;
   for (int64_t d = t.dim() - 1; d >= 0; d--) {
@@ -251,7 +253,9 @@ inline bool is_contiguous(const Tensor& t) {
   }
   return true;
 }
-inline Tensor as_contiguous(const Tensor& t) { return is_contiguous(t) ? t : torch::stable::contiguous(t); }
+inline Tensor as_contiguous(const Tensor& t) {
+  return is_contiguous(t) ? t : t.dim() == 4 ? relaid(t, false) : torch::stable::contiguous(t);
+}
 
 // On the device of `like`.
 Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last = false);

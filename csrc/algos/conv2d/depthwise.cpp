@@ -3,6 +3,7 @@
 // of them. NCHW: lanes are neighbouring columns of a plane. Weights are read as [multiplier][R][S][C], where channels are
 // contiguous.
 #include <limits>
+#include <type_traits>
 
 #include "../core/algorithm.h"
 #include "../core/epilogue.h"
@@ -320,7 +321,8 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   const Fused fused = fused_of(call);
   auto form = [&]<int rows, int pixels>() {
     if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
-    if constexpr (pixels == kPixels) {  // the rest of a row is too little for code of its own
+    // The rest of a row is too little for code of its own, the other types too rare.
+    if constexpr (pixels == kPixels && (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>)) {
       if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
       if (fused == Fused::hardswish) return form_for<T, rows, pixels, Fused::hardswish>(p);
       if (fused == Fused::silu) return form_for<T, rows, pixels, Fused::silu>(p);

@@ -8,23 +8,10 @@
 #include "../../algos/core/level.h"
 #include "../conv2d.h"
 #include "../linear.h"
+#include "../passes.h"
 #include "../pool2d.h"
 
-extern "C" {
-extern const ai3::ProgramKernels* const __start_ai3_program_kernels[];
-extern const ai3::ProgramKernels* const __stop_ai3_program_kernels[];
-}
-
 namespace ai3::ops::program {
-
-const ProgramKernels& kernels() {
-  static const ProgramKernels& found = []() -> const ProgramKernels& {
-    for (auto k = __start_ai3_program_kernels; k != __stop_ai3_program_kernels; k++)
-      if (level() == (*k)->level) return **k;
-    throw std::runtime_error("ai3::_program: no kernels for level " + level());
-  }();
-  return found;
-}
 
 uint64_t mix_seal(uint64_t seal, int64_t bytes, uint64_t tag) {
   for (const uint64_t part : {static_cast<uint64_t>(bytes), tag}) {
@@ -481,10 +468,7 @@ struct Planner {
     CopyProblem p{
         v.dtype,          threads(),     image ? v.sizes[0] : v.rows, v.channels, image ? v.sizes[2] : 1, image ? v.sizes[3] : 1,
         strides_of(from), strides_of(to)};
-    // Lines that follow each other are one; few threads need long ones no more than short ones.
-    constexpr int64_t kShort = 64;
-    if (p.width < kShort && p.x_stride.h == p.width * p.x_stride.w && p.y_stride.h == p.width * p.y_stride.w)
-      p.width *= p.height, p.height = 1;
+    join_rows(p);
     Draft d;
     d.step.call = p, d.input = from, d.output = to;
     emit(std::move(d), line);

@@ -65,7 +65,4 @@ std::shared_ptr<const Plan> make_plan(const std::string& text, const std::vector
 // JSON, for people and for Python.
 std::string describe(const Plan& plan);
 
-// The kernels of the level that runs.
-const ProgramKernels& kernels();
-
 }  // namespace ai3::ops::program

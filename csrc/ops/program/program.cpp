@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "../fork.h"
+#include "../passes.h"
 #include "../slots.h"
 #include "plan.h"
 
@@ -15,13 +16,8 @@ using Tensors = std::vector<Tensor>;
 [[noreturn]] void refuse_call(const std::string& reason) { throw std::runtime_error("ai3::_program: " + reason); }
 
 DType dtype_of_tensor(const Tensor& t, const std::string& what) {
-  switch (t.scalar_type()) {
-    case ScalarType::Double: return DType::f64;
-    case ScalarType::Float: return DType::f32;
-    case ScalarType::BFloat16: return DType::bf16;
-    case ScalarType::Half: return DType::f16;
-    default: refuse_call("needs float64, float32, bfloat16 or float16 tensors, got another dtype as " + what);
-  }
+  if (const auto dtype = known_dtype(t)) return *dtype;
+  refuse_call("needs float64, float32, bfloat16 or float16 tensors, got another dtype as " + what);
 }
 ScalarType scalar_type(DType dtype) {
   switch (dtype) {
@@ -137,7 +133,7 @@ struct Call {
   void run(const After& after) {
     const Scratch arena(plan->arena_bytes);
     bases[0] = arena.data();
-    const ProgramKernels& passes = kernels();
+    const ProgramKernels& passes = ops::passes();
     for (size_t i = 0; i < plan->steps.size(); i++) {
       const Step& step = plan->steps[i];
       const Buffers buffers{at(step.input),  at(step.weight), at(step.bias),  at(step.residual),
