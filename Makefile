@@ -35,7 +35,7 @@ build: $(BUILD)/build.ninja
 test: cpp-test .venv/.wheel-test
 	$(call say,Python tests)
 	.venv/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
-	$(MAKE) sanitize SANITIZERS=address LEVELS=portable CTEST_ARGS="-E Guards"
+	$(MAKE) sanitize SANITIZERS=address LEVELS=portable ONLY_FLOAT32=ON CTEST_ARGS="-E Guards"
 	$(call say,the wheel on each torch and Python: short tests)
 	.venv/bin/python .ci/wheels.py --reduced
 
@@ -55,6 +55,7 @@ test-full: test
 # The C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer, and under ThreadSanitizer; docs/decisions/sanitizers.md.
 SANITIZERS := address thread
 LEVELS :=
+ONLY_FLOAT32 := OFF
 FLAGS_address := -fsanitize=address;-fsanitize=undefined;-fno-sanitize-recover=all;-fno-sanitize-address-use-after-scope
 FLAGS_thread := -fsanitize=thread
 sanitize: .venv/.torch
@@ -62,7 +63,8 @@ sanitize: .venv/.torch
 	  $(call say,C++ tests under sanitizers: $$sanitizer); \
 	  case $$sanitizer in address) flags='$(FLAGS_address)' tests=;; thread) flags='$(FLAGS_thread)' tests='-R Threads';; esac; \
 	  cmake -S . -B build/$$sanitizer -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -DAI3_BUILD_LIBRARIES=OFF \
-	    -DAI3_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Debug $(CMAKE_ARGS) "-DAI3_SANITIZE=$$flags" "-DAI3_ONLY_LEVELS=$(LEVELS)" > /dev/null; \
+	    -DAI3_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Debug $(CMAKE_ARGS) "-DAI3_SANITIZE=$$flags" "-DAI3_ONLY_LEVELS=$(LEVELS)" \
+	    -DAI3_ONLY_FLOAT32=$(ONLY_FLOAT32) > /dev/null; \
 	  cmake --build build/$$sanitizer --parallel $(JOBS); \
 	  $(CTEST) build/$$sanitizer $$tests $(CTEST_ARGS); \
 	done
