@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import os
 import re
@@ -108,8 +107,6 @@ def training(layers: Iterable[Layer]) -> Callable[[Settings], Iterator[Sample]]:
             run.tick(str(layer))
             module, x = layer.module(), layer.input()
             modules, _ = _swapped(layer, module, x, measure.own_algorithms(layer, module, x))
-            for parameter in itertools.chain(*(m.parameters() for m in modules.values())):
-                parameter.data = parameter.data.contiguous()  # as behind the first layer of a network
             torch.manual_seed(0)
             upstream = torch.randn_like(module(x))
             steps = {name: _step(m, x, upstream) for name, m in modules.items()}

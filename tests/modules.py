@@ -11,7 +11,7 @@ from tester import ALGORITHMS, DEVICES
 from torch import Tensor, nn
 
 from ai3_ops import Algorithm, _cases, _library, explain, registry, swap
-from ai3_ops._cases import Call
+from ai3_ops._cases import DTYPES, Call
 from ai3_ops.registry import AlgorithmInfo
 
 EVERY = {
@@ -19,6 +19,10 @@ EVERY = {
     "adaptive_avg_pool2d": "direct", "relu": "direct", "flatten": "direct",
 }  # fmt: skip
 each_device = pytest.mark.parametrize("device", DEVICES)
+# What does not depend on the dtype, but for its kernels, which other tests call.
+each_dtype = pytest.mark.parametrize(
+    "dtype", [pytest.param(d, marks=() if d == "float32" else pytest.mark.full) for d in DTYPES]
+)
 
 
 def layers(model):

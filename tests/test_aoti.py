@@ -5,12 +5,11 @@ import subprocess
 
 import pytest
 import torch
-from modules import EveryOperator, each_device, swapped_net
+from modules import EveryOperator, each_device, each_dtype, swapped_net
 from torch.export import Dim
 
 import ai3_ops
 from ai3_ops import _models, bench
-from ai3_ops._cases import DTYPES
 
 PACKAGE = pathlib.Path(ai3_ops.__file__).parent
 TORCH = pathlib.Path(torch.__file__).parent
@@ -46,7 +45,7 @@ def package(model, path, *inputs):
 
 
 @each_device
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 def test_every_operator(device, dtype, runner, tmp_path):
     model = EveryOperator(device, dtype)
     path = package(model, tmp_path / "model.pt2", *model.inputs(31))

@@ -2,12 +2,9 @@
 
 import io
 
-import pytest
 import torch
-from modules import EveryOperator, assert_equal, each_device, swapped_net
+from modules import EveryOperator, assert_equal, each_device, each_dtype, swapped_net
 from torch.export import Dim
-
-from ai3_ops._cases import DTYPES
 
 
 def reloaded(program):
@@ -23,7 +20,7 @@ def operators(program):
 
 
 @each_device
-@pytest.mark.parametrize("dtype", DTYPES)
+@each_dtype
 def test_every_operator(device, dtype):
     model = EveryOperator(device, dtype)
     program = torch.export.export(model, model.inputs())

@@ -53,24 +53,21 @@ def test_nchw_images_become_channels_last_at_the_first_convolution():
         assert torch.equal(swapped.state_dict()[name], value)
 
 
-def test_large_weights_behind_the_first_convolution_keep_their_format():
-    model = nn.Sequential(
-        *(
-            nn.Conv2d(c, 64, k, padding=k // 2, groups=g)
-            for c, k, g in ((64, 3, 1), (64, 3, 1), (64, 1, 1), (64, 3, 64))
-        )
+@pytest.mark.parametrize("training", [True, False])
+def test_large_weights_keep_their_format_in_training_mode(training):
+    layers = (
+        nn.Conv2d(c, 64, k, padding=k // 2, groups=g) for c, k, g in ((3, 3, 1), (64, 3, 1), (64, 1, 1), (64, 3, 64))
     )
+    model = nn.Sequential(*layers).train(training)
     swapped = ai3_ops.swap(model, "default")
-    assert [is_channels_last(layer.weight) for layer in swapped] == [True, False, True, True]
-    x = torch.randn(2, 64, 9, 9, requires_grad=True)
-    y = swapped(x)
+    assert [is_channels_last(layer.weight) for layer in swapped] == [True, not training, True, True]
+    y = swapped(torch.randn(2, 3, 9, 9))
     assert is_channels_last(y)
     y.square().sum().backward()
-    expected = torch.autograd.grad(model.double()(x.double()).square().sum(), [m.weight for m in model])
-    for layer, grad in zip(swapped, expected, strict=True):
-        format = torch.channels_last if layer is not swapped[1] else torch.contiguous_format
-        assert layer.weight.grad.is_contiguous(memory_format=format)
-        torch.testing.assert_close(layer.weight.grad.double(), grad, rtol=1e-4, atol=1e-3 * grad.abs().max().item())
+    for layer in swapped:
+        assert layer.weight.grad.is_contiguous(
+            memory_format=torch.channels_last if layer is not swapped[1] or not training else torch.contiguous_format
+        )
 
 
 @pytest.mark.parametrize("examples", [None, X])

@@ -47,15 +47,15 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
 def lay_out(model: nn.Module, calls: list[Described], run: Callable[[], Any] | None) -> None:
     """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
 
-    Large weights behind the first convolution, whose input is channels_last anyway, stay as they are unless a plan names them
-    (`layout.is_costly`). Where the model's code reads memory by strides of its own weights never become channels_last. Where it
-    views activations, only if `run`, which runs the model once and returns its output, then gives the same; without `run`, only
-    if a plan says so.
+    In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`). Where the model's
+    code reads memory by strides of its own weights never become channels_last. Where it views activations, only if `run`, which
+    runs the model once and returns its output, then gives the same; without `run`, only if a plan says so.
     """
     convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
     planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
     free = [d.module for d in convolutions if d.layout is None and d.call.algorithm is not None]
-    free = free[:1] + [module for module in free[1:] if not layout.is_costly(module)]
+    if model.training:
+        free = [module for module in free if not layout.is_costly(module)]
     layout.convert(planned["contiguous"], to=layout.FORMATS["contiguous"])
     last = planned["channels_last"] + free
     if not last or layout.naming(model, layout.MEMORY):

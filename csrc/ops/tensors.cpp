@@ -64,7 +64,7 @@ Tensor empty_as(const Tensor& t) {
 // gradients took longer than the kernel that computed them.
 Tensor relaid(const Tensor& t, bool channels_last) {
   const std::optional<DType> dtype = known_dtype(t);
-  if (!t.is_cpu() || !dtype || !is_dense(t, !channels_last))
+  if (!t.is_cpu() || !dtype || t.numel() == 0 || !is_dense(t, !channels_last))
     return torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
   Tensor to = empty(sizes_of(t), t.scalar_type(), t, channels_last);
   CopyProblem p{*dtype,
@@ -75,7 +75,7 @@ Tensor relaid(const Tensor& t, bool channels_last) {
                 t.size(3),
                 dense_strides(t.size(1), t.size(2), t.size(3), !channels_last),
                 dense_strides(t.size(1), t.size(2), t.size(3), channels_last)};
-  join_rows(p);
+  if (p.batch >= p.threads) join_rows(p);  // the rows of few images are what threads share
   passes().copy(p, {t.const_data_ptr(), nullptr, nullptr, nullptr, to.mutable_data_ptr()});
   return to;
 }

@@ -13,11 +13,6 @@ using namespace ai3;
 constexpr double unit_roundoff(DType t) {
   return t == DType::f64 ? 0x1p-53 : t == DType::f32 ? 0x1p-24 : t == DType::bf16 ? 0x1p-8 : 0x1p-11;
 }
-#ifdef AI3_ONLY_FLOAT32
-constexpr bool kOnlyFloat32 = true;
-#else
-constexpr bool kOnlyFloat32 = false;
-#endif
 constexpr DType accumulator(DType t) { return t == DType::f64 ? DType::f64 : DType::f32; }
 
 double rounded(DType t, double v) {
@@ -85,7 +80,7 @@ class Kernel : public testing::Test {
     int done = 0;
     for (P p : problems::all(static_cast<P*>(nullptr), a_.info.operation))
       for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
-        if (dtype != DType::f32 && (kOnlyFloat32 || std::string(a_.info.level) == "counting")) break;
+        if (!is_compiled(a_.info.level, dtype)) continue;
         p.dtype = dtype;
         Reason reason{};
         if (!supported(a_, p, reason)) {

@@ -13,6 +13,11 @@
 
 namespace ai3 {
 
+// Whether the kernels of a level were compiled for a dtype.
+inline bool is_compiled(const std::string& level, DType dtype) {
+  return dtype == DType::f32 || level == "cuda" || (level != "counting" && !AI3_KERNELS_OF_FLOAT32);
+}
+
 inline void put(DType t, void* data, int64_t i, double v) {
   with_type(t, [&]<class T>() { static_cast<T*>(data)[i] = narrowed<T>(static_cast<Acc<T>>(v)); });
 }

@@ -65,7 +65,7 @@ class Threads : public testing::Test {
     }
     for (P p : layers(static_cast<P*>(nullptr), a_.info.operation)) {
       Reason reason;
-      if (!supported(a_, p, reason) || !usable_layout(a_, p)) continue;
+      if (!is_compiled(a_.info.level, p.dtype) || !supported(a_, p, reason) || !usable_layout(a_, p)) continue;
       const Inputs<P> in(p, {Flush::end, Values::reals});
       const int64_t count = extent(p).output;
       p.threads = 1;

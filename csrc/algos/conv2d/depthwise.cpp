@@ -2,7 +2,6 @@
 // lanes are channels; a few neighbouring output pixels stay in registers over the window, and each vector of weights serves all
 // of them. NCHW: lanes are neighbouring columns of a plane. Weights are read as [multiplier][R][S][C], where channels are
 // contiguous.
-#include <limits>
 #include <type_traits>
 
 #include "../core/algorithm.h"
@@ -124,7 +123,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
   const int64_t w_row = p.kernel_width * p.in_channels, multiplier = fused == Fused::any ? call.multiplier : 1;
   const Range rows = inside(top, p.dilation_h, p.in_height, (height - 1) * p.stride_h + p.kernel_height);
   const A* panel = call.w + m * p.kernel_height * w_row;
-  const Vec<A> most = p.activation == Activation::relu6 ? A(6) : std::numeric_limits<A>::infinity();  // of Fused::bounded
+  const Vec<A> most = p.activation == Activation::relu6 ? A(6) : static_cast<A>(__builtin_inf());  // of Fused::bounded
   for (; tile < tiles_end; tile += pixels) {
     const int64_t column = smaller(tile, p.out_width - pixels);  // the row's last tile reaches back over the one before it
     const int64_t left = column * p.stride_w - p.pad_w;
@@ -321,7 +320,7 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   const Fused fused = fused_of(call);
   auto form = [&]<int rows, int pixels>() {
     if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
-    // The rest of a row is too little for code of its own, the other types too rare.
+    // Few pixels have no code of their own for activations, nor have the other types: both are rare.
     if constexpr (pixels == kPixels && (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>)) {
       if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
       if (fused == Fused::hardswish) return form_for<T, rows, pixels, Fused::hardswish>(p);
@@ -337,8 +336,12 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
   const bool apart = call.residual == call.y;
   const bool reach_back = bands_form && !apart && p.out_width > kPixels && rest > kFewPixels;
   const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
-  if (!bands_form) bands_form = row_form = rows_of<T, 1, kPixels, 0, 0, Fused::any>, rest_form = nullptr;
-  if (!rest_form || apart) rest_form = rows_of<T, 1, 1, 0, 0, Fused::any>;
+  const bool nothing = fused == Fused::nothing;
+  if (!bands_form) {
+    bands_form = row_form = nothing ? rows_of<T, 1, kPixels, 0, 0, Fused::nothing> : rows_of<T, 1, kPixels, 0, 0, Fused::any>;
+    rest_form = nullptr;
+  }
+  if (!rest_form || apart) rest_form = nothing ? rows_of<T, 1, 1, 0, 0, Fused::nothing> : rows_of<T, 1, 1, 0, 0, Fused::any>;
   const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
   const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, planes * bands);
   const int64_t blocks = nhwc ? channel_blocks.count : 1;
