@@ -172,7 +172,8 @@ using relu = ElementwiseProblem;
 using flatten = ElementwiseProblem;
 }  // namespace problem_of
 
-// body.operator()<T>() for the storage type that `dtype` names. Kernels that only tests of float32 run are compiled for nothing else.
+// body.operator()<T>() for the storage type that `dtype` names. Kernels that only tests of float32 run are compiled for nothing
+// else.
 template <class Body>
 AI3_INLINE auto with_type([[maybe_unused]] DType dtype, const Body& body) {
 #ifdef AI3_ONLY_FLOAT32
