@@ -236,7 +236,7 @@ def page(data: dict[str, Any]) -> Iterator[str]:
 
 def _nchw(cells: dict[str, Any], name: str, dtype: str, batch: int) -> str:
     nchw, last = (cells.get(f"{name} {dtype} {layout} inference {batch}") for layout in LAYOUTS)
-    if nchw is None or last is None or nchw.get("above") or last.get("above"):  # one cold call each
+    if nchw is None or last is None or nchw.get("above") or last.get("above"):  # of one call
         return ""
     ratio = nchw["ai3_ms"] / last["ai3_ms"]
     return f"{ratio:.2f}" if ratio <= 1.1 / REACHED else f"**{ratio:.2f}**"

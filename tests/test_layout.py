@@ -61,13 +61,16 @@ def test_large_weights_keep_their_format_in_training_mode(training):
     model = nn.Sequential(*layers).train(training)
     swapped = ai3_ops.swap(model, "default")
     assert [is_channels_last(layer.weight) for layer in swapped] == [True, not training, True, True]
-    y = swapped(torch.randn(2, 3, 9, 9))
+    x = torch.randn(2, 3, 9, 9)
+    y = swapped(x)
     assert is_channels_last(y)
     y.square().sum().backward()
-    for layer in swapped:
-        assert layer.weight.grad.is_contiguous(
-            memory_format=torch.channels_last if layer is not swapped[1] or not training else torch.contiguous_format
-        )
+    expected = torch.autograd.grad(model.double()(x.double()).square().sum(), [layer.weight for layer in model])
+    for layer, exact in zip(swapped, expected, strict=True):
+        kept = training and layer is swapped[1]
+        grad = layer.weight.grad
+        assert grad.is_contiguous(memory_format=torch.contiguous_format if kept else torch.channels_last)
+        torch.testing.assert_close(grad.double(), exact, rtol=1e-4, atol=1e-3 * exact.abs().max().item())
 
 
 @pytest.mark.parametrize("examples", [None, X])

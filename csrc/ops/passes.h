@@ -5,7 +5,8 @@
 namespace ai3::ops {
 
 const ProgramKernels& passes();
-// Makes rows of an image that follow each other in both orders one row, where they are short.
+// Makes rows of an image that follow each other in both orders one row, where they are short: squares of
+// registers are then full.
 void join_rows(CopyProblem& p);
 
 }  // namespace ai3::ops
