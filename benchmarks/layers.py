@@ -22,7 +22,11 @@ import torch
 from rich.console import Console
 from torch import nn
 
+import ai3_ops
+from ai3_ops import _models
+
 SLOW = 3.0  # times the fastest: measured well only below it
+WHOLE_SECONDS = 3.0  # of turns of a whole network
 
 
 @dataclass
@@ -93,9 +97,18 @@ def _call(module: nn.Module, x: torch.Tensor) -> Function:
     return lambda: module(x)
 
 
+def optimized(name: str, batch: int, seconds: float) -> float:
+    """Seconds of a whole network as `optimize` makes it, of NCHW images."""
+    named = _models.named({"unet": "benchmarks.networks:unet"}.get(name, name), batch=batch)
+    _models.settle(named.model, named.inputs)
+    fast = ai3_ops.optimize(named.model, named.inputs)
+    with torch.inference_mode():
+        return measure.interleaved([_call(fast, named.inputs)], seconds)[0]
+
+
 SUMMARY = (
     "network", "eager NCHW", "eager channels_last", "PyTorch's fastest", "best own", "default",
-    "PyTorch's fastest / default", "regret of default",
+    "PyTorch's fastest / default", "regret of default", "optimized network", "optimized / best own",
 )  # fmt: skip
 HEAD = (
     "layer", "times", "PyTorch's fastest", "ms", "error", "best own", "ms", "error", "of the limit", "ratio",
@@ -104,7 +117,11 @@ HEAD = (
 
 
 def document(
-    machine: dict[str, str], results: dict[Layer, Result], networks: dict[str, dict[Layer, int]], seconds: float
+    machine: dict[str, str],
+    results: dict[Layer, Result],
+    networks: dict[str, dict[Layer, int]],
+    whole: dict[str, float],
+    seconds: float,
 ) -> Iterator[str]:
     """The Markdown page."""
     yield "# Layers of the benchmark networks\n"
@@ -120,8 +137,10 @@ def document(
         "own. `flatten` is left out: PyTorch's is a view.\n",
     )
     yield from measure.table(("machine", ""), machine.items())
-    yield "\nSums over all layers, in milliseconds:\n"
-    yield from measure.table(SUMMARY, (_sums(name, layers, results) for name, layers in networks.items()), "lrrrrrrr")
+    yield "\nSums over all layers, in milliseconds, and the whole network as `optimize` makes it, of NCHW images: at most 1 where"
+    yield "fusion pays for what stands between the layers (attention and other operations without a line below are in it, too):\n"
+    rows = (_sums(name, layers, results, whole[name]) for name, layers in networks.items())
+    yield from measure.table(SUMMARY, rows, "l" + "r" * len(SUMMARY))
     for name, layers in networks.items():
         yield f"\n## {name}\n"
         yield from measure.table(
@@ -129,7 +148,7 @@ def document(
         )
 
 
-def _sums(name: str, layers: dict[Layer, int], results: dict[Layer, Result]) -> tuple[str, ...]:
+def _sums(name: str, layers: dict[Layer, int], results: dict[Layer, Result], whole: float) -> tuple[str, ...]:
     def total(time: Callable[[Result], float]) -> float:
         return sum(count * time(results[layer]) for layer, count in layers.items())
 
@@ -139,7 +158,8 @@ def _sums(name: str, layers: dict[Layer, int], results: dict[Layer, Result]) -> 
     best = total(lambda r: r.own[r.best].seconds)
     default = total(lambda r: r.chosen.seconds)
     times = (measure.milliseconds(t) for t in (nchw, eager, fastest, best, default))
-    return name, *times, f"{fastest / default:.2f}x", f"{default / best:.2f}x"
+    ratios = f"{fastest / default:.2f}x", f"{default / best:.2f}x"
+    return name, *times, *ratios, measure.milliseconds(whole), f"{whole / best:.2f}x"
 
 
 def _cells(layer: Layer, count: int, r: Result) -> tuple[str, ...]:
@@ -180,14 +200,18 @@ def main() -> int:
     layers = dict.fromkeys(layer for counts in networks.values() for layer in counts)
     load = measure.Load()
     console = Console() if sys.stdout.isatty() else Console(width=180)
-    results = {}
+    results, whole = {}, {}
     with measure.progress(console) as bar:
-        task = bar.add_task("", total=len(layers))
+        task = bar.add_task("", total=len(layers) + len(networks))
         for layer in layers:
             bar.update(task, description=f"{layer.operation} {layer}")
             results[layer] = compare(layer, options.seconds)
             bar.advance(task)
-    for line in measure.table(SUMMARY, (_sums(name, counts, results) for name, counts in networks.items())):
+        for name in networks:
+            bar.update(task, description=f"{name}, optimized")
+            whole[name] = optimized(name, options.batch, WHOLE_SECONDS)
+            bar.advance(task)
+    for line in measure.table(SUMMARY, (_sums(name, counts, results, whole[name]) for name, counts in networks.items())):
         console.print(line, highlight=False, soft_wrap=True)
     machine = measure.machine(options.threads, load)
     console.print(f"other processes took {load}", highlight=False)
@@ -196,8 +220,9 @@ def main() -> int:
             "machine": machine,
             "networks": {name: {layer.line: n for layer, n in counts.items()} for name, counts in networks.items()},
             "layers": {layer.line: asdict(result) for layer, result in results.items()},
+            "optimized": whole,
         }
-        measure.write(output, document(machine, results, networks, options.seconds), data)
+        measure.write(output, document(machine, results, networks, whole, options.seconds), data)
         console.print(f"written: {output} and {output.with_suffix('.json').name}", highlight=False, soft_wrap=True)
     return 0
 

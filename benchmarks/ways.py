@@ -4,7 +4,7 @@
                               [--batches 1,8] [--forms] [--missing] [--seconds 2]
 
 Every cell runs both models the same way (dtype, memory format of the input, inference or a training step, batch), in turns that
-alternate in one process, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and AOTInductor
+alternate in a process of its own, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and AOTInductor
 forms of the swapped model, and models swapped or made under `inference_mode`, with the swapped model run eagerly. Cells that were
 measured before stay in the table (docs/benchmarks/ways.json) until they are measured again. A call of PyTorch's that takes more
 than `LIMIT` seconds (float16, mostly) is ended, and the cell shows what the ratio is above.
@@ -15,13 +15,13 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import signal
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -103,48 +103,47 @@ def training(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
     return step
 
 
-@contextmanager
-def at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError after that time, once the PyTorch operator (or the whole backward pass) under way has ended."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def cell(name: str, dtype: str, layout: str, mode: str, batch: int, seconds: float) -> dict[str, Any]:
-    """One cell of the table: milliseconds of both, and the ratio; "above" where it is a bound."""
+    """One cell of the table: milliseconds of both, and the ratio; "above" where it is a bound.
+
+    Measured by a process of its own, which can be ended: a backward pass in float16 may take many minutes.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure, args=(sender, name, dtype, layout, mode, batch, seconds))
+    process.start()
+    sender.close()
+    try:
+        ours = receiver.recv()
+        if not receiver.poll(LIMIT):
+            return {"torch_ms": LIMIT * 1e3, "ai3_ms": ours * 1e3, "ratio": LIMIT / ours, "turns": 1, "above": True}
+        theirs = receiver.recv()
+        times = [[theirs], [ours]] if theirs + ours >= LONG else receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"{name} {dtype} {layout} {mode} {batch}: its process ended without a result") from None
+    finally:
+        process.kill()
+        process.join()
+    theirs, ours = (statistics.median(t) for t in times)
+    return {"torch_ms": theirs * 1e3, "ai3_ms": ours * 1e3, "ratio": theirs / ours, "turns": len(times[0])}
+
+
+def _measure(to: Connection, name: str, dtype: str, layout: str, mode: str, batch: int, seconds: float) -> None:
+    """Sends seconds of our second call (the first packs), of PyTorch's first, and of both in turns."""
     autocast = dtype == "autocast"
     kind = torch.float32 if autocast else getattr(torch, dtype)
     model = build(name).to(kind)
     if layout == "channels_last":
         model = model.to(memory_format=torch.channels_last)
     x = image(batch, kind, layout)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        swapped = ai3_ops.swap(model, "default")
+    warnings.simplefilter("ignore")
+    swapped = ai3_ops.swap(model, "default")
     run = inference if mode == "inference" else training
     calls = [run(model, x, autocast), run(swapped, x, autocast)]
-    ours = measure.once(calls[1])
-    try:
-        with at_most(LIMIT):
-            times = [[measure.once(calls[0])], [ours]]
-    except TimeoutError:
-        ours = measure.once(calls[1])  # the first call packed
-        return {"torch_ms": LIMIT * 1e3, "ai3_ms": ours * 1e3, "ratio": LIMIT / ours, "turns": 1, "above": True}
-    if times[0][0] + times[1][0] < LONG:
-        for call in calls:
-            call()
-        times = measure.turns(calls, seconds)
-    plain, ours = (statistics.median(t) for t in times)
-    return {"torch_ms": plain * 1e3, "ai3_ms": ours * 1e3, "ratio": plain / ours, "turns": len(times[0])}
+    measure.once(calls[1])
+    to.send(measure.once(calls[1]))
+    to.send(measure.once(calls[0]))
+    to.send(measure.turns(calls, seconds))
 
 
 def form(name: str, which: str, seconds: float) -> dict[str, Any]:

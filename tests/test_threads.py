@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tester import ALGORITHMS, each_algorithm
+from tester import ALGORITHMS, PROFILE, each_algorithm
 from torch import nn
 
 import ai3_ops
@@ -19,7 +19,7 @@ from ai3_ops import swap
 from ai3_ops._cases import Call, few_calls, same_bits, search
 from ai3_ops.registry import DTYPE_NAMES
 
-THREADS, ROUNDS = 8, 3
+THREADS, ROUNDS = 8, 1 if PROFILE == "quick" else 5
 
 
 def at_once(function, items):

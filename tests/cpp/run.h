@@ -27,18 +27,36 @@ inline double get(DType t, const void* data, int64_t i) {
 
 enum class Values { integers, reals };
 
-// Elements of a tensor, as stored and in float64. None when `count` is 0: then the kernel gets a null pointer.
-struct Data {
-  Data(DType t, int64_t count, Flush flush, Values values, unsigned seed) : doubles(count) {
-    if (count == 0) return;
-    memory = std::make_unique<Guarded>(count * size_of(t), flush);
-    std::mt19937 random(seed);
+// Values drawn once, of which each tensor takes a stretch: drawing them anew took longer than most kernels. A prime number of
+// them, so that no size of a problem repeats them in step.
+inline const std::vector<double>& drawn(Values values) {
+  static const auto draw = [](Values which) {
+    std::mt19937 random(1);
     std::uniform_int_distribution<int> integer(-3, 3);
     std::normal_distribution<double> real;
-    for (int64_t i = 0; i < count; i++) {
-      put(t, memory->as<char>(), i, values == Values::integers ? integer(random) : real(random));
-      doubles[i] = get(t, memory->as<char>(), i);
-    }
+    std::vector<double> result(65521);
+    for (double& v : result) v = which == Values::integers ? integer(random) : real(random);
+    return result;
+  };
+  static const std::vector<double> integers = draw(Values::integers), reals = draw(Values::reals);
+  return values == Values::integers ? integers : reals;
+}
+
+// Elements of a tensor, as stored and in float64. None when `count` is 0: then the kernel gets a null pointer.
+struct Data {
+  Data(DType t, int64_t count, Flush flush, Values values, size_t seed) : doubles(count) {
+    if (count == 0) return;
+    memory = std::make_unique<Guarded>(count * size_of(t), flush);
+    const std::vector<double>& from = drawn(values);
+    size_t next = seed * 7919 % from.size();
+    with_type(t, [&]<class T>() {
+      T* stored = memory->as<T>();
+      for (int64_t i = 0; i < count; i++) {
+        stored[i] = narrowed<T>(static_cast<Acc<T>>(from[next]));
+        doubles[i] = static_cast<double>(widen(stored[i]));
+        if (++next == from.size()) next = 0;
+      }
+    });
     memory->protect();
   }
   const void* stored() const { return memory ? memory->as<char>() : nullptr; }
