@@ -211,7 +211,9 @@ def main() -> int:
             bar.update(task, description=f"{name}, optimized")
             whole[name] = optimized(name, options.batch, WHOLE_SECONDS)
             bar.advance(task)
-    for line in measure.table(SUMMARY, (_sums(name, counts, results, whole[name]) for name, counts in networks.items())):
+    for line in measure.table(
+        SUMMARY, (_sums(name, counts, results, whole[name]) for name, counts in networks.items())
+    ):
         console.print(line, highlight=False, soft_wrap=True)
     machine = measure.machine(options.threads, load)
     console.print(f"other processes took {load}", highlight=False)

@@ -4,10 +4,10 @@
                               [--batches 1,8] [--forms] [--missing] [--seconds 2]
 
 Every cell runs both models the same way (dtype, memory format of the input, inference or a training step, batch), in turns that
-alternate in a process of its own, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and AOTInductor
-forms of the swapped model, and models swapped or made under `inference_mode`, with the swapped model run eagerly. Cells that were
-measured before stay in the table (docs/benchmarks/ways.json) until they are measured again. A call of PyTorch's that takes more
-than `LIMIT` seconds (float16, mostly) is ended, and the cell shows what the ratio is above.
+alternate in a process of its own, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and
+AOTInductor forms of the swapped model, and models swapped or made under `inference_mode`, with the swapped model run eagerly.
+Cells that were measured before stay in the table (docs/benchmarks/ways.json) until they are measured again. A call of PyTorch's
+that takes more than `LIMIT` seconds (float16, mostly) is ended, and the cell shows what the ratio is above.
 """
 
 from __future__ import annotations
