@@ -130,7 +130,7 @@ def cell(name: str, dtype: str, layout: str, mode: str, batch: int, seconds: flo
 
 
 def _measure(to: Connection, name: str, dtype: str, layout: str, mode: str, batch: int, seconds: float) -> None:
-    """Sends seconds of our second call (the first packs; a long one is the only one), of PyTorch's first, and of both in turns."""
+    """Sends seconds of our second call (the first packs, unless it is long), of PyTorch's first, and of both in turns."""
     autocast = dtype == "autocast"
     kind = torch.float32 if autocast else getattr(torch, dtype)
     model = build(name).to(kind)
