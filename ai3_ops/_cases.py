@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops import registry
+from ai3_ops.operations.base import Problem
 from ai3_ops.operations.case import Case, Draw
 from ai3_ops.operations.conv2d import conv as conv
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
@@ -97,14 +98,19 @@ def terms(operation: str, case: Case) -> int:
 
 def arranged(operation: str, tensors: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
     """Tensors and other arguments of a call in the order of the operation's schema, as far as they are given."""
-    schema = next(a.operator for a in registry.registered() if a.operation == operation)._schema.arguments
     kinds, made = {True: [*tensors], False: [*arguments]}, []
-    for a in schema:
+    for a in _parameters(operation):
         if not any(kinds.values()) or a.kwarg_only:
             break
         given = kinds["Tensor" in str(a.type)]
         made.append(given.pop(0) if given else a.default_value)
     return made
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(operation: str) -> list[Any]:
+    """Those of an operation's schema, which all of its algorithms have."""
+    return next(a.operator for a in registry.registered() if a.operation == operation)._schema.arguments
 
 
 def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: Tensor, magnitude: Tensor) -> Tensor:
@@ -156,22 +162,15 @@ class Call:
 
     def supported(self) -> bool:
         """As the registry says."""
-        rules = OPERATIONS[self.info.operation]
-        meta = tensors(self.case, self.dtype, "meta", "nothing")
         try:
-            problem = rules.problem("", *arranged(self.info.operation, meta, self.case.arguments))
-        except RuntimeError:
+            return _supported(self.info, _problem(self.info.operation, self.case, self.dtype))
+        except RuntimeError:  # the kernel does not fit
             return False
-        return registry.supports_problem(
-            self.info.operation, self.info.name, problem._replace(device=self.info.device)
-        )[0]
 
     @property
     def products(self) -> int:
         """How many multiplications (or, where there are none, elements) the direct method takes."""
-        meta = arranged(self.info.operation, _meta(self.case), self.case.arguments)
-        shape = OPERATIONS[self.info.operation].problem("", *meta).shape
-        return math.prod(shape) * terms(self.info.operation, self.case)
+        return _products(self.info.operation, self.case, _problem(self.info.operation, self.case, self.dtype))
 
     def operator(self, *tensors: Tensor | None) -> Tensor:
         """The operator with the case's arguments."""
@@ -276,22 +275,13 @@ def search(info: AlgorithmInfo, dtype: str) -> Search:
 
 @functools.lru_cache(maxsize=256)
 def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
-    generator = random.Random(0)
-    rules = OPERATIONS[info.operation]
-    layers = rules.layers
-    tried = supported = 0
+    supported = 0
     small: list[Case] = []
     realistic: list[Case] = []
     left = PRODUCTS if dtype == "float32" or "float32" not in info.dtypes else OTHER_PRODUCTS
-    for i in range(_TRIED):
-        case = layers[i] if i < len(layers) else rules.made_up(Draw(generator))
-        call = Call(info, case, DTYPES[dtype])
-        try:
-            products = call.products
-        except RuntimeError:  # the kernel does not fit
-            continue
-        tried += 1
-        if products == 0 or not call.supported():
+    drawn = _drawn(info.operation, dtype)
+    for case, problem, products in drawn:
+        if products == 0 or not _supported(info, problem):
             continue
         supported += 1
         elements = sum(math.prod(shape) for shape in case.shapes if shape is not None)
@@ -301,11 +291,35 @@ def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
         elif products <= min(left, _LARGE) and elements <= _MOST_ELEMENTS and len(realistic) < MOST_REALISTIC:
             realistic.append(case)
             left -= products
-    return Search(tried, supported, tuple(small), tuple(realistic))
+    return Search(len(drawn), supported, tuple(small), tuple(realistic))
 
 
-def _meta(case: Case) -> list[Tensor | None]:
-    return tensors(case, torch.float32, "meta", "nothing")
+@functools.lru_cache(maxsize=64)  # most of a search's time, and the same for all algorithms of an operation
+def _drawn(operation: str, dtype: str) -> list[tuple[Case, Problem, int]]:
+    """Layers of networks, then made-up shapes, as far as the kernel fits; with their products."""
+    rules, generator, found = OPERATIONS[operation], random.Random(0), []
+    for i in range(_TRIED):
+        case = rules.layers[i] if i < len(rules.layers) else rules.made_up(Draw(generator))
+        try:
+            problem = _problem(operation, case, DTYPES[dtype])
+        except RuntimeError:
+            continue
+        found.append((case, problem, _products(operation, case, problem)))
+    return found
+
+
+def _products(operation: str, case: Case, problem: Problem) -> int:
+    return math.prod(problem.shape) * terms(operation, case)
+
+
+def _problem(operation: str, case: Case, dtype: torch.dtype) -> Problem:
+    """RuntimeError for what does not fit."""
+    meta = tensors(case, dtype, "meta", "nothing")
+    return OPERATIONS[operation].problem("", *arranged(operation, meta, case.arguments))
+
+
+def _supported(info: AlgorithmInfo, problem: Problem) -> bool:
+    return registry.supports_problem(info.operation, info.name, problem._replace(device=info.device))[0]
 
 
 @dataclasses.dataclass
