@@ -34,7 +34,7 @@ build: $(BUILD)/build.ninja
 # Everything that is promised, the longest at a reduced size: C++ and Python tests, sanitizers, the wheel on its torches and Pythons.
 test: cpp-test .venv/.wheel-test
 	$(call say,Python tests)
-	.venv/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	$(MAKE) sanitize SANITIZERS=address LEVELS=portable ONLY_FLOAT32=ON CTEST_ARGS="-E Guards"
 	$(call say,the wheel on each torch and Python: short tests)
 	.venv/bin/python .ci/wheels.py --reduced
