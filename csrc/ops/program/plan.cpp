@@ -10,6 +10,7 @@
 #include "../linear.h"
 #include "../passes.h"
 #include "../pool2d.h"
+#include "arena.h"
 
 namespace ai3::ops::program {
 
@@ -610,14 +611,6 @@ struct Planner {
 
   // ---- Memory -----------------------------------------------------------------------------------------------------------------
 
-  struct Block {
-    int64_t bytes;
-    int first, last;  // steps that need it
-    int64_t* offset;
-    int64_t placed = -1;
-  };
-  // Each block in the smallest gap that it fits, among those that are needed at the same time; the largest first (Pisarchyk &
-  // Lee, "Efficient memory management for deep neural net inference", 2020, greedy by size).
   void place_in_arena() {
     std::vector<Block> blocks;
     for (size_t s = 0; s < drafts.size(); s++) {
@@ -643,28 +636,8 @@ struct Planner {
         blocks.push_back({round_up(step.workspace_bytes, 64), static_cast<int>(s), static_cast<int>(s), &step.workspace.offset});
       }
     }
-    for (size_t s = 0; s < drafts.size(); s++) {
-      int64_t live = 0;
-      for (const Block& b : blocks)
-        if (b.first <= static_cast<int>(s) && static_cast<int>(s) <= b.last) live = checked_add(live, b.bytes);
-      plan.live_bytes = std::max(plan.live_bytes, live);
-    }
-    std::stable_sort(blocks.begin(), blocks.end(), [](const Block& a, const Block& b) { return a.bytes > b.bytes; });
-    for (size_t i = 0; i < blocks.size(); i++) {
-      Block& b = blocks[i];
-      std::vector<const Block*> beside;
-      for (size_t j = 0; j < i; j++)
-        if (blocks[j].first <= b.last && b.first <= blocks[j].last) beside.push_back(&blocks[j]);
-      std::sort(beside.begin(), beside.end(), [](const Block* a, const Block* c) { return a->placed < c->placed; });
-      int64_t end = 0, best = -1, smallest = kOverflow;
-      for (const Block* other : beside) {
-        if (const int64_t gap = other->placed - end; gap >= b.bytes && gap < smallest) best = end, smallest = gap;
-        end = std::max(end, checked_add(other->placed, other->bytes));
-      }
-      b.placed = *b.offset = best >= 0 ? best : end;
-      plan.arena_bytes = std::max(plan.arena_bytes, checked_add(b.placed, b.bytes));
-    }
-    if (plan.arena_bytes >= int64_t{1} << 62) throw std::runtime_error("ai3::_program: needs more memory than can be addressed");
+    plan.live_bytes = most_at_once(blocks);
+    plan.arena_bytes = place(blocks);
   }
   Place place_of(int value) {
     if (value < 0) return {};
@@ -682,39 +655,7 @@ struct Planner {
   }
 };
 
-std::string quoted(const std::string& text) {
-  std::string out = "\"";
-  for (char c : text) (c == '"' || c == '\\' ? out += '\\' : out) += c;
-  return out + '"';
-}
-
 }  // namespace
-
-std::string describe(const Plan& plan) {
-  const auto inputs = plan.program.inputs;
-  auto where = [&](const Place& place) -> std::string {
-    if (place.base < 0) return "null";
-    const int32_t i = place.base - 1;
-    const std::string base = place.base == 0 ? "arena"
-                             : i < inputs    ? "input " + std::to_string(i)
-                             : i == inputs   ? "constants"
-                                             : "output " + std::to_string(i - inputs - 1);
-    return std::string("[\"") + base + "\"," + std::to_string(place.offset) + "]";
-  };
-  std::string json = "{\"arena_bytes\":" + std::to_string(plan.arena_bytes) +
-                     ",\"live_bytes\":" + std::to_string(plan.live_bytes) + ",\"steps\":[";
-  for (const Step& step : plan.steps) {
-    if (json.back() != '[') json += ',';
-    const bool copies = std::holds_alternative<CopyProblem>(step.call);
-    json += "{\"line\":" + std::to_string(step.line->number) + ",\"text\":" + quoted(step.line->text) +
-            ",\"operation\":" + quoted(copies ? "copy" : step.line->operation) + ",\"sizes\":[";
-    for (size_t d = 0; d < step.sizes.size(); d++) json.append(d ? "," : "").append(std::to_string(step.sizes[d]));
-    json += "],\"row\":" + std::to_string(step.output_row) + ",\"workspace_bytes\":" + std::to_string(step.workspace_bytes) +
-            ",\"workspace\":" + where(step.workspace) + ",\"input\":" + where(step.input) + ",\"output\":" + where(step.output) +
-            "}";
-  }
-  return json + "]}";
-}
 
 std::shared_ptr<const Plan> make_plan(const std::string& text, const std::vector<InputLayout>& inputs) {
   auto plan = std::make_shared<Plan>();
