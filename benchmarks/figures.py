@@ -503,7 +503,7 @@ def document(machine: dict[str, str], results: list[tuple[Row, list[Sample]]]) -
         "the one with the median ratio. A layer such as 10x 64 -> 128 56² 3x3 s2 p1 g2: a batch of 10, 64 channels, 128 filters,",
         "a map of 56x56, a kernel of 3x3, stride 2, padding 1, 2 groups. Best own: the fastest of our methods not marked",
         "approximate. Of the fastest turns: the opponent's fastest turn in all passes over ours, which others on the machine",
-        "disturb least. Above 100 % of the read bandwidth: the weight stays in a cache, or is asked for ahead, which the probe",
+        "disturb least. Above 100 % of the read bandwidth: the weight stays in a cache, or is prefetched, which the probe",
         "does not do. Why targets are missed: [limits](../decisions/limits.md).\n",
     )
     yield from measure.table(("machine", ""), machine.items())

@@ -332,7 +332,7 @@ def test_gemm_is_the_vendors():
 
 @pytest.mark.parametrize("channels", [16, 24])  # whole lines, which go past the caches, and lines that are shared
 def test_pools_write_large_outputs(channels):
-    """10 and 15 MB of output, from an input that is asked for ahead."""
+    """10 and 15 MB of output, from an input that is prefetched."""
     x = torch.randn(2, channels, 600, 520, generator=torch.Generator().manual_seed(0)).contiguous(
         memory_format=torch.channels_last
     )

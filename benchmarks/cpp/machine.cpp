@@ -26,7 +26,7 @@ namespace {
 
 typedef float Wide __attribute__((vector_size(64)));
 constexpr int kLanes = sizeof(Wide) / sizeof(float), kChains = 12;
-constexpr int64_t kAhead = 4096, kMoved = 256 << 20;  // bytes: asked for ahead; of a thread in one team, at least
+constexpr int64_t kAhead = 4096, kMoved = 256 << 20;  // bytes: prefetched; of a thread in one team, at least
 
 // Multiply-adds in registers, nothing else; with AVX-512.
 AI3_BEST_LEVEL void multiply_add(int64_t steps) {
