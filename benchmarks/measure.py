@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 import ai3_ops
 from ai3_ops import _library, doctor, registry
+from ai3_ops._steady import Steady
 from ai3_ops.nn import leaf_class
 from ai3_ops.operations.calls import Call
 
@@ -253,23 +254,44 @@ def of_limit(layer: Layer, seconds: float, work: int = 1) -> float:
 
 
 def turns(functions: Sequence[Function], seconds: float = 1.0) -> list[list[float]]:
-    """Seconds of each in each of its turns, which change direction, for about `seconds` altogether."""
+    """Seconds of each in each of its turns, which change direction, for about `seconds` altogether.
+
+    A round begins when the processors are steady (`ai3_ops._steady`), and is taken again, once, where they were not at its end.
+    """
+    steady = _steady()
+    steady.wait()
     guesses = [first(f) for f in functions]
     repeats = [max(1, round(TURN_SECONDS / max(g, 1e-7))) for g in guesses]
     of_a_round = sum(r * g for r, g in zip(repeats, guesses, strict=True))
     rounds = min(max(int(seconds / of_a_round), ROUNDS[0]), ROUNDS[1])
     times: list[list[float]] = [[] for _ in functions]
     for i in range(rounds):
-        order = range(len(functions))
-        for turn in order if i % 2 else reversed(order):
-            function, count = functions[turn], repeats[turn]
-            if count > 1:
-                function()  # its own weights and code in the cache again
-            start = time.perf_counter()
-            for _ in range(count):
-                function()
-            times[turn].append((time.perf_counter() - start) / count)
+        found = _round(functions, repeats, i % 2 == 1)
+        if not steady.now():
+            steady.wait()
+            found = _round(functions, repeats, i % 2 == 1)
+        for turn, one in found.items():
+            times[turn].append(one)
     return times
+
+
+@functools.cache
+def _steady() -> Steady:
+    return Steady()
+
+
+def _round(functions: Sequence[Function], repeats: Sequence[int], forwards: bool) -> dict[int, float]:
+    found = {}
+    order = range(len(functions))
+    for turn in order if forwards else reversed(order):
+        function, count = functions[turn], repeats[turn]
+        if count > 1:
+            function()  # its own weights and code in the cache again
+        start = time.perf_counter()
+        for _ in range(count):
+            function()
+        found[turn] = (time.perf_counter() - start) / count
+    return found
 
 
 def interleaved(functions: Sequence[Function], seconds: float = 1.0) -> list[float]:

@@ -12,7 +12,7 @@ from rich.progress import Progress
 from torch import nn
 
 import ai3_ops
-from ai3_ops import _models, _peers, bench, doctor
+from ai3_ops import _models, _peers, _steady, bench, doctor
 from ai3_ops.__main__ import main, selectors
 from ai3_ops.bench import Engine, Result
 
@@ -239,3 +239,19 @@ def test_a_table_for_the_terminal(capsys):
     bench.show(results()["small batch 1"], Console(width=160))
     shown = capsys.readouterr().out
     assert "2.00x (onnxruntime / swap auto)" in shown
+
+
+def test_turns_wait_while_processors_are_slower_than_at_best(monkeypatch):
+    steady = _steady.Steady()
+    assert 0 < steady.best < 1
+    monkeypatch.setattr(_steady.time, "sleep", lambda seconds: None)
+    times = iter([1.5, 1.3, 1.1])
+    monkeypatch.setattr(steady, "_seconds", lambda: next(times))
+    steady.best = 1.0
+    assert steady.wait()
+    assert next(times, None) is None
+    monkeypatch.setattr(_steady, "WAIT", 0.0)
+    monkeypatch.setattr(steady, "_seconds", lambda: 9.0)
+    assert not steady.now()
+    assert not steady.wait()
+    assert steady.wait(), "a machine that always is so is waited for once"
