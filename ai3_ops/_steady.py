@@ -19,8 +19,9 @@ class Steady:
     """Of a number of threads, PyTorch's of the process that asks."""
 
     def __init__(self) -> None:
-        self._matrix = torch.rand(SIZE, SIZE)
-        self._product = torch.empty(SIZE, SIZE)
+        with torch.inference_mode(False):
+            self._matrix = torch.rand(SIZE, SIZE)
+            self._product = torch.empty(SIZE, SIZE)
         self.best = self._seconds()
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

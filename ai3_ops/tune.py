@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops import _cache, _pbqp, _timing, registry
@@ -188,7 +189,10 @@ class Network:
         self._nodes: dict[Call, list[int]] = {}
         self._parameters: dict[Call, tuple[bool, ...]] = {}
         self._counts: dict[Call, int] = {}
-        model = unswap(copy.deepcopy(model))
+        # Parameters are shared in evaluation mode, where no forward writes to them but the first of a lazy module: their copy
+        # took longer than the run.
+        shared = {} if model.training else {id(p): p for p in model.parameters() if not is_lazy(p)}
+        model = unswap(copy.deepcopy(model, shared))
         for site in survey(model, example_inputs, self._record):
             call, example = site.call, site.call.example
             assert example is not None
@@ -575,6 +579,9 @@ def _planned(site: _Site, name: str, layout: str, why: str, times: Times) -> Pla
 
 
 # Verifying ------------------------------------------------------------------------------------------------------------
+_Case = tuple[Layer, str, str]  # layout and algorithm in the plan
+
+
 def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, progress: bool) -> Plan:
     """Each layer in the layout that the plan has for it."""
     known = Settings.__dataclass_fields__
@@ -582,7 +589,7 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
     network = Network(model, example_inputs)
     meter = Meter(network.bytes, settings, cache)
     sites = {site.name: site for site in network.sites}
-    cases: dict[tuple[Layer, str, str], list[str]] = {}
+    cases: dict[_Case, list[str]] = {}
     for name, planned in plan.layers.items():
         site = sites.get(name)
         if site is None or site.layer.operation != planned.operation:
@@ -600,24 +607,40 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
                 f"plan: layer {name!r}: {planned.operation} {planned.algorithm!r} does not support this layer"
             )
         cases.setdefault((site.layer, layout, planned.algorithm), []).append(name)
-    layers = dict(plan.layers)
-    cases_of = list(cases.items())
-    for _, ((layer, layout, algorithm), names) in zip(
-        _shown([layer for (layer, _, _), _ in cases_of], progress), cases_of, strict=True
-    ):
-        rivals = [layer.default(layout), "torch", *_rivals(plan.layers[names[0]], layer, layout)]
+    price = BYTE if settings.objective == "memory" else 0.0
+    times: dict[_Case, dict[str, Measured]] = {}
+    failed = set()
+    for case, _ in zip(cases, _shown([layer for layer, _, _ in cases], progress), strict=True):
+        layer, layout, algorithm = case
+        rivals = [layer.default(layout), "torch", *_rivals(plan.layers[cases[case][0]], layer, layout)]
         found = _timing.measure(layer, layout, list(dict.fromkeys([algorithm, *rivals])), meter.surroundings, meter.p99)
         meter.tell(layer, found)
-        failed = found[algorithm].failed
-        chosen, _, why = select(layer, found, settings)
-        if chosen == algorithm:
-            why = "verified"
-        else:
-            found = meter.measured(layer)[layout]
-            chosen, _, why = select(layer, found, settings)
-            why = f"{algorithm} {'fails' if failed else 'is not the best'} here: {why}"
-        for name in names:
-            layers[name] = _planned(sites[name], chosen, layout, why, {(layer, layout): found})
+        if found[algorithm].failed:
+            failed.add(case)
+        times[case] = found
+        if select(layer, found, settings, price)[0] != algorithm:
+            times[case] = meter.measured(layer)[layout]
+
+    def at(price: float) -> dict[_Case, tuple[str, str]]:
+        chosen = {}
+        for case, found in times.items():
+            name, _, why = select(case[0], found, settings, price)
+            chosen[case] = name, why
+        return chosen
+
+    def size(chosen: dict[_Case, tuple[str, str]]) -> int:
+        needed = [(times[case][name], len(cases[case])) for case, (name, _) in chosen.items()]
+        return sum(m.packed_bytes * count for m, count in needed) + max(
+            (m.workspace_bytes for m, _ in needed), default=0
+        )
+
+    layers = dict(plan.layers)
+    for case, (chosen, why) in within(settings, at, size).items():
+        layer, layout, algorithm = case
+        lost = f"{algorithm} {'fails' if case in failed else 'is not the best'} here: {why}"
+        why = "verified" if chosen == algorithm else lost
+        for name in cases[case]:
+            layers[name] = _planned(sites[name], chosen, layout, why, {(layer, layout): times[case]})
     return Plan(layers, _cache.machine(), plan.settings)
 
 

@@ -15,6 +15,7 @@ import torch
 from modules import close, layers
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 
 import ai3_ops
 from ai3_ops import Plan, _cache, _library, _timing, registry
@@ -484,6 +485,23 @@ def test_verify(model, x, given):
     for name, entry in (("frist", PlannedLayer("conv2d", "direct")), ("first", PlannedLayer("conv2d", "dierct"))):
         with pytest.raises(ValueError, match=f"(?s){name}.*{entry.algorithm}"):
             Plan({name: entry}).verify(model, x, progress=False)
+
+
+@pytest.mark.parametrize(("settings", "most"), [({"objective": "memory"}, 0), ({"memory_limit": 200_000}, 200_000)])
+def test_verify_keeps_to_the_plans_memory(settings, most, monkeypatch):
+    monkeypatch.setattr(_timing, "SECONDS", 0.01)
+    model, x = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(2))), torch.randn(1, 64, 28, 28)
+    plan = ai3_ops.tune(model, x, progress=False, cache=False, **settings)
+    for one in (plan, plan.verify(model, x, progress=False, cache=False)):
+        layers = one.layers.values()
+        assert sum(p.packed_bytes for p in layers) + max(p.workspace_bytes for p in layers) <= most
+
+
+def test_a_lazy_model_is_not_changed(monkeypatch):
+    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    model = nn.Sequential(nn.LazyConv2d(4, 3)).eval()
+    ai3_ops.tune(model, torch.randn(1, 3, 8, 8), progress=False, cache=False)
+    assert is_lazy(model[0].weight)
 
 
 # The cache ------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,19 +108,26 @@ def optimize(
 def _by_parts(
     original: nn.Module, settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, show: Any
 ) -> Any:
-    """Replaces the largest submodules that can be captured, in place."""
+    """Replaces the largest submodules that can be captured, in place, as long as the model computes what it did."""
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
     from ai3_ops.optimize.pipeline import unthorough
 
-    calls: dict[nn.Module, tuple[Any, Any]] = {}
+    calls: dict[nn.Module, tuple[Any, Any]] = {}  # the first of each module
+    sizes: dict[nn.Module, set[Any]] = {}
+
+    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(module, (args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        sizes.setdefault(module, set()).add(tuple(x.shape if isinstance(x, Tensor) else repr(x) for x in leaves))
+
     handles = [
-        module.register_forward_pre_hook(lambda m, a, k: calls.setdefault(m, (a, k)) and None, with_kwargs=True)
+        module.register_forward_pre_hook(record, with_kwargs=True)
         for module in original.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
     try:
-        original(*args, **kwargs)
+        expected = pytree.tree_flatten(original(*args, **kwargs))
     finally:
         for handle in handles:
             handle.remove()
@@ -142,6 +150,7 @@ def _by_parts(
                 except Uncapturable as error:
                     left[path] = str(error)
                 else:
+                    optimized._ai3_most = max(optimized._ai3_most, len(sizes[child]))
                     done[child] = optimized
                     parts.append(optimized._ai3_report.parts[0])
                     before.append((parent, name, child))
@@ -150,16 +159,40 @@ def _by_parts(
             descend(child, f"{path}.")
 
     descend(original, "")
-    try:
-        original(*args, **kwargs)
-    except Exception as error:  # the model uses a part of it as what only the part itself is, such as a list
+    if wrong := _changes(lambda: original(*args, **kwargs), expected, settings.allow_approximate):
         for parent, name, child in before:
             setattr(parent, name, child)
-        left[""] += f"; and with {len(done)} parts optimized the model fails: {type(error).__name__}: {error}"
+        left[""] += f"; and with {len(done)} parts optimized {wrong}"
         parts = []
     whole = Optimized(original, unthorough(settings, {}))
     whole._ai3_report.parts, whole._ai3_report.left = parts, left
     return whole
+
+
+def _changes(run: Callable[[], Any], expected: tuple[list[Any], Any], approximate: bool) -> str:
+    """What is wrong with a model whose parts were replaced, "" where nothing is.
+
+    It may use a part as only the part itself can be: as a list, or by its class. Each part kept its bounds; what differs here
+    differs by much more.
+    """
+    from ai3_ops.optimize.network import difference
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*: planned anew")  # of a part that is called with several sizes
+            leaves, spec = pytree.tree_flatten(run())
+    except Exception as failure:
+        return f"the model fails: {type(failure).__name__}: {failure}"
+    if spec != expected[1]:
+        return "the model returns another structure"
+    for ours, theirs in zip(leaves, expected[0], strict=True):
+        if not isinstance(theirs, Tensor):
+            continue
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"an output is {tuple(ours.shape)} {ours.dtype}, not {tuple(theirs.shape)} {theirs.dtype}"
+        if theirs.is_floating_point() and (error := difference(ours, theirs)) > (0.2 if approximate else 1e-2):
+            return f"an output differs by {error:.2g} of its largest value"
+    return ""
 
 
 def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

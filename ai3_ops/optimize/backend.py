@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops import _library, _torch
+from ai3_ops._torch import pytree
 from ai3_ops.optimize.report import Optimization
 
 Compiled = Callable[..., Any]
@@ -138,10 +139,27 @@ def _left(graph: fx.GraphModule, inputs: Sequence[Any]) -> str:
         return "needs gradients: call it under torch.inference_mode() or torch.no_grad()"
     if any(not isinstance(x, Tensor) for x in inputs):
         return "has sizes that are not known: torch.compile(..., dynamic=False)"
+    if _has_views(graph):
+        return "returns views of its inputs or of another output, which may be written to after it"
     if not any(map(_has_layers, graph.graph.nodes)):
         own = any(str(node.target).startswith("ai3.") for node in graph.graph.nodes)
         return "its convolutions and linear layers are swapped ones" if own else "has no convolution or linear layer"
     return ""
+
+
+def _has_views(graph: fx.GraphModule) -> bool:
+    """Whether outputs share memory with an input or each other, as Dynamo's example values do."""
+    outputs = [
+        node for node in pytree.tree_leaves(graph.graph.find_nodes(op="output")[0].args) if isinstance(node, fx.Node)
+    ]
+    given, returned = ([*map(_storage, nodes)] for nodes in (graph.graph.find_nodes(op="placeholder"), outputs))
+    known = [storage for storage in returned if storage is not None]
+    return len(set(known)) < len(known) or not set(known).isdisjoint(given)
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("example_value")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) and value.layout == torch.strided else None
 
 
 class _Seen:

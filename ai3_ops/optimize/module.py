@@ -18,7 +18,7 @@ from ai3_ops.optimize.capture import Uncapturable
 from ai3_ops.optimize.pipeline import Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
 
-PLANS = 4  # for so many sizes a module keeps plans; the oldest goes
+PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 _planning = threading.RLock()
 
 
@@ -34,6 +34,7 @@ class Optimized(nn.Module):
         self._ai3_settings = settings
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
+        self._ai3_most = PLANS
         self._ai3_first: Plan | None = None
         self._ai3_shown: list[Any] = []  # the first example's sizes,
         self._ai3_types: list[torch.dtype] = []
@@ -122,7 +123,7 @@ class Optimized(nn.Module):
                 warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
                 plan = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
             plans = dict(self._ai3_plans)
-            for old in list(plans)[1 : len(plans) - PLANS + 2]:  # the first stays
+            for old in list(plans)[1 : max(1, len(plans) - self._ai3_most + 2)]:  # the first stays
                 del plans[old]
             self._ai3_plans = {**plans, key: plan}
             return plan
@@ -198,9 +199,11 @@ class Optimized(nn.Module):
             )
         start = 1 if first.dynamic else 0
         types = iter(self._ai3_types)
+        batch = next((x.shape[0] for x in leaves if isinstance(x, Tensor)), None) if first.dynamic else None
         for x, shown in zip(leaves, self._ai3_shown, strict=True):
             if isinstance(x, Tensor):
                 fits = tuple(x.shape[start:]) == shown[start:] and x.dtype == next(types)
+                fits = fits and (batch is None or x.shape[0] == batch)
             else:  # a constant of the plan
                 fits = type(x) is type(shown) and x == shown
             if not fits:

@@ -55,6 +55,30 @@ def test_backend_sees_changes_of_inference_tensors(compiler, faster):
         torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
 
 
+def test_backend_leaves_views_to_inductor(compiler, faster):
+    """What is written to after a graph break is seen in what shares its memory."""
+    conv, x = nn.Conv2d(3, 8, 3), torch.randn(1, 3, 6, 6)
+
+    def of_output(x):
+        y = torch.relu(conv(x))
+        part = y[:, :4]
+        torch._dynamo.graph_break()
+        part.add_(100)
+        return y
+
+    def of_input(x):
+        part, y = x[:, :2], conv(x)
+        torch._dynamo.graph_break()
+        part.add_(100)
+        return x, y
+
+    for function in (of_output, of_input):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend=backend.ai3, options={"budget_seconds": 0.1})
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x.clone()), function(x.clone()), rtol=1e-4, atol=1e-4)
+
+
 class Sorts(nn.Module):
     """A layer, and a step that PyTorch computes."""
 

@@ -302,6 +302,72 @@ def test_a_type_of_one_module_that_is_captured_alone():
         assert difference(fast(x), model(x)) <= 1e-12
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+
+    def forward(self, x, more=None):
+        return torch.relu(self.conv(x) if more is None else self.conv(x) + more)
+
+
+def test_parts_that_a_model_tells_by_their_class_stay():
+    class Classes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = Block(), nn.Conv2d(3, 3, 1)
+
+        def forward(self, x):
+            if x.sum() > 1e9:
+                return x
+            for layer in self.children():
+                x = layer(x, 5 * torch.ones_like(x)) if isinstance(layer, Block) else layer(x)
+            return x
+
+    model, x = Classes().eval(), torch.randn(1, 3, 8, 8)
+    fast = optimized(model, x)
+    assert "parts optimized an output differs by" in fast._ai3_report.left[""]
+    with torch.no_grad():
+        assert torch.equal(fast(x), model(x))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_part_keeps_plans_for_all_sizes_of_one_call(keep):
+    class Pyramid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU())
+
+        def forward(self, x):
+            return [self.head(x[..., : 4 + i]) for i in range(6)] if x.sum() < 1e9 else x
+
+    model, x = Pyramid().eval(), torch.randn(1, 3, 9, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = optimized(model, x, keep_original=keep)
+        plans = dict(fast.head._ai3_plans)
+        with torch.no_grad():
+            for ours, theirs in zip(fast(x), model(x), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert fast.head._ai3_plans == plans
+    assert len(plans) == 6
+
+
+def test_compiled_calls_of_unequal_batches_are_the_originals():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 8, 3), nn.Conv2d(3, 8, 3)
+
+        def forward(self, x, y):
+            return torch.relu(self.a(x) + self.b(y))
+
+    model, x, y = Sum().eval(), torch.randn(2, 3, 8, 8), torch.randn(1, 3, 8, 8)
+    fast = optimized(model, x, x + 1)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(fast, backend="eager")(x, y), model(x, y), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_norms_of_other_types_are_folded_where_nothing_else_reads_them(twice):
     class Norms(nn.Module):
