@@ -9,7 +9,9 @@ tables show, is called a few times only. How times are taken is documented in me
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,7 +28,7 @@ import ai3_ops
 from ai3_ops import _models
 
 SLOW = 3.0  # times the fastest: measured well only below it
-WHOLE_SECONDS = 3.0  # of turns of a whole network
+WARM_SECONDS, WHOLE_SECONDS = 0.4, 3.0  # of calls of a whole network
 
 
 @dataclass
@@ -97,13 +99,17 @@ def _call(module: nn.Module, x: torch.Tensor) -> Function:
     return lambda: module(x)
 
 
-def optimized(name: str, batch: int, seconds: float) -> float:
-    """Seconds of a whole network as `optimize` makes it, of NCHW images."""
+def optimized(name: str, batch: int) -> float:
+    """Seconds of a whole network as `optimize` makes it, of NCHW images: the median of calls for some seconds, once warm."""
     named = _models.named({"unet": "benchmarks.networks:unet"}.get(name, name), batch=batch)
     _models.settle(named.model, named.inputs)
     fast = ai3_ops.optimize(named.model, named.inputs)
     with torch.inference_mode():
-        return measure.interleaved([_call(fast, named.inputs)], seconds)[0]
+        for seconds in WARM_SECONDS, WHOLE_SECONDS:
+            end, times = time.perf_counter() + seconds, []
+            while time.perf_counter() < end:
+                times.append(measure.once(_call(fast, named.inputs)))
+    return statistics.median(times)
 
 
 SUMMARY = (
@@ -209,7 +215,7 @@ def main() -> int:
             bar.advance(task)
         for name in networks:
             bar.update(task, description=f"{name}, optimized")
-            whole[name] = optimized(name, options.batch, WHOLE_SECONDS)
+            whole[name] = optimized(name, options.batch)
             bar.advance(task)
     for line in measure.table(
         SUMMARY, (_sums(name, counts, results, whole[name]) for name, counts in networks.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -157,10 +158,20 @@ def follow(
             answers = selectors.assign(selector, every, modules, {})
         else:
             answers = selectors.assigned(selector, every, modules, {})
+        refused: dict[str, list[str]] = {}  # by the reason
         chosen = {
-            place.names[0]: _first(nodes, place, answers[i]) if i in answers and nodes else "default"
+            place.names[0]: _first(nodes, place, answers[i], refused) if i in answers and nodes else "default"
             for i, (place, nodes) in enumerate(places)
         }
+        if refused:
+            count = sum(map(len, refused.values()))
+            warnings.warn(
+                f"ai3_ops.optimize: {count} of {len(places)} layers keep PyTorch's implementation: the algorithm cannot do "
+                "them; ai3_ops.explain gives each reason",
+                stacklevel=2,
+            )
+        if notes is not None:
+            notes += [f"PyTorch computes {', '.join(names)}: {reason}" for reason, names in refused.items()]
         unheard = [p.names[0] for i, (p, nodes) in enumerate(places) if not nodes and _names_own(answers.get(i))]
         if unheard and notes is not None:
             notes.append(
@@ -207,8 +218,8 @@ def _write(node: fx.Node, algorithm: str) -> None:
         node.meta["torch"] = True
 
 
-def _first(nodes: list[fx.Node], place: Place, choice: selectors.Choice) -> str:
-    """The first of the candidates that supports the steps; PyTorch where none does."""
+def _first(nodes: list[fx.Node], place: Place, choice: selectors.Choice, refused: dict[str, list[str]]) -> str:
+    """The first of the candidates that supports the steps; PyTorch where none does, which `refused` is told by the reason."""
     if choice.requested == AUTO:
         return AUTO
     reasons = []
@@ -221,6 +232,7 @@ def _first(nodes: list[fx.Node], place: Place, choice: selectors.Choice) -> str:
         reasons.append(f"{candidate.name} {reason}")
     if choice.single:
         raise ValueError(f"ai3_ops.optimize: {place.names[0]} ({place.operation}): {'; '.join(reasons)}")
+    refused.setdefault("; ".join(reasons), []).append(place.names[0])
     return "torch"
 
 

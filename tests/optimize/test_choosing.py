@@ -352,3 +352,13 @@ def test_calls_of_a_module_have_selectors_names_in_the_report():
     model, x = Twice(), torch.randn(1, 3, 8, 8)
     rows = [step.layers[0] for step in check(model, x)._ai3_report.parts[0].steps if step.operation == "conv2d"]
     assert rows == [":conv2d_1", ":conv2d_0", ":conv2d_2", ":conv2d_2"]
+
+
+def test_layers_that_an_algorithm_cannot_do_are_said():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3)).eval()
+    with pytest.warns(UserWarning, match=r"1 of 3 layers keep PyTorch's implementation: the algorithm cannot do them"):
+        fast = optimized(model, torch.randn(1, 3, 12, 12), selectors="winograd")
+    (note,) = [
+        n for n in ai3_ops.explain(fast).optimization.parts[0].notes if n.startswith("PyTorch computes 1: winograd ")
+    ]
+    assert "needs" in note
