@@ -156,7 +156,7 @@ def test_physical_cores_are_counted_once(monkeypatch):
     assert doctor.physical_cores() is None
 
 
-def test_self_test_covers_every_operation():
+def test_self_test_covers_every_operation(built_in_only):
     """A wrong operator would be seen: each operation has a case."""
     assert doctor.self_test() == []
     missing = set(registry.operations()) - set(doctor.CASES)
