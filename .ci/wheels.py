@@ -10,6 +10,7 @@ python .ci/wheels.py --reduced    # what is built here; every operator run on ea
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 import shutil
@@ -37,6 +38,7 @@ def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = Non
         sys.exit(status)
 
 
+@functools.cache
 def interpreter(version: str) -> str | None:
     """A Python of this version: on PATH, or pyenv's."""
     pyenv = sorted((Path.home() / ".pyenv/versions").glob(f"{version}.*/bin/python"))
@@ -45,6 +47,11 @@ def interpreter(version: str) -> str | None:
         if shutil.which(candidate) and subprocess.run(check, capture_output=True).returncode == 0:
             return candidate
     return None
+
+
+def first_version() -> str:
+    """The oldest Python that is there."""
+    return next(v for v in PYTHONS if interpreter(v))
 
 
 def environment(python: str, version: str, torch: str) -> Path:
@@ -99,8 +106,7 @@ def test_wheel(temporary: Path, reduced: bool) -> None:
         run(venv_python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
         show = "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__)"
         run(venv_python, "-c", show, cwd=tests)
-        first = version == next(v for v in PYTHONS if interpreter(v))
-        chosen = [] if not reduced else VALUES if first else PACKAGE
+        chosen = [] if not reduced else VALUES if version == first_version() else PACKAGE
         workers = ["-n", str(len(os.sched_getaffinity(0)))] if chosen is not PACKAGE else []
         run(venv_python, "-m", "pytest", "-p", "no:cacheprovider", *workers, *chosen, cwd=tests)
         run(venv_python, "-m", "ai3_ops", "doctor", cwd=tests)
@@ -113,7 +119,7 @@ def test_wheel(temporary: Path, reduced: bool) -> None:
 
 def test_installs(temporary: Path, reduced: bool) -> None:
     """`pip install` from source, each way, into an environment with the newest torch; `doctor` runs every operator."""
-    version = next(v for v in PYTHONS if interpreter(v))
+    version = first_version()
     python = environment(str(interpreter(version)), version, "newest") / "bin/python"
     build_tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     ways = {

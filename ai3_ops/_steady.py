@@ -22,13 +22,12 @@ class Steady:
         with torch.inference_mode(False):
             self._matrix = torch.rand(SIZE, SIZE)
             self._product = torch.empty(SIZE, SIZE)
-        self.best = self._seconds()
-        threads = torch.get_num_threads()
+        threads, together = torch.get_num_threads(), self._seconds()
         torch.set_num_threads(1)
         alone = self._seconds()
         torch.set_num_threads(threads)
         # Disturbed from the start, maybe: then half of what threads gain over one is aimed at, until something better is seen.
-        self.best = min(self.best, alone / (1 + (threads - 1) * 0.5)) if threads > 1 else self.best
+        self.best = min(together, alone / (1 + (threads - 1) * 0.5))
 
     def _seconds(self) -> float:
         def once() -> float:

@@ -152,9 +152,9 @@ def _has_views(graph: fx.GraphModule) -> bool:
     outputs = [
         node for node in pytree.tree_leaves(graph.graph.find_nodes(op="output")[0].args) if isinstance(node, fx.Node)
     ]
-    given, returned = ([*map(_storage, nodes)] for nodes in (graph.graph.find_nodes(op="placeholder"), outputs))
-    known = [storage for storage in returned if storage is not None]
-    return len(set(known)) < len(known) or not set(known).isdisjoint(given)
+    given = {_storage(node) for node in graph.graph.find_nodes(op="placeholder")}
+    returned = [storage for node in outputs if (storage := _storage(node)) is not None]
+    return len(set(returned)) < len(returned) or not given.isdisjoint(returned)
 
 
 def _storage(node: fx.Node) -> int | None:
