@@ -22,7 +22,8 @@ const ProgramKernels& passes() {
 
 void join_rows(CopyProblem& p) {
   constexpr int64_t kShort = 64;
-  if (p.width < kShort && p.x_stride.h == p.width * p.x_stride.w && p.y_stride.h == p.width * p.y_stride.w)
+  if (p.batch >= p.threads && p.width < kShort && p.x_stride.h == p.width * p.x_stride.w &&
+      p.y_stride.h == p.width * p.y_stride.w)
     p.width *= p.height, p.height = 1;
 }
 

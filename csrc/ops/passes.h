@@ -5,8 +5,8 @@
 namespace ai3::ops {
 
 const ProgramKernels& passes();
-// Makes rows of an image that follow each other in both orders one row, where they are short: squares of
-// registers are then full.
+// Makes rows of an image that follow each other in both orders one row, where they are short: squares of registers are then full.
+// Not where images are fewer than threads, which then share rows.
 void join_rows(CopyProblem& p);
 
 }  // namespace ai3::ops

@@ -62,7 +62,7 @@ Tensor empty_as(const Tensor& t) {
 
 // Between NCHW and NHWC by the pass of programs, which turns squares of elements in registers: ATen's copy of a 3x3 kernel's
 // gradients took longer than the kernel that computed them.
-Tensor relaid(const Tensor& t, bool channels_last) {
+Tensor copied_to(const Tensor& t, bool channels_last) {
   const std::optional<DType> dtype = known_dtype(t);
   if (!t.is_cpu() || !dtype || t.numel() == 0 || !is_dense(t, !channels_last))
     return torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
@@ -75,7 +75,7 @@ Tensor relaid(const Tensor& t, bool channels_last) {
                 t.size(3),
                 dense_strides(t.size(1), t.size(2), t.size(3), !channels_last),
                 dense_strides(t.size(1), t.size(2), t.size(3), channels_last)};
-  if (p.batch >= p.threads) join_rows(p);  // the rows of few images are what threads share
+  join_rows(p);
   passes().copy(p, {t.const_data_ptr(), nullptr, nullptr, nullptr, to.mutable_data_ptr()});
   return to;
 }

@@ -242,9 +242,9 @@ inline bool takes_channels_last(const Tensor& out) {
   return slice_strides(out, true, ignored) && !slice_strides(out, false, ignored);
 }
 // A copy of a 4-D t, dense in NCHW or NHWC.
-Tensor relaid(const Tensor& t, bool channels_last);
+Tensor copied_to(const Tensor& t, bool channels_last);
 // t itself or a copy, dense in NCHW or NHWC.
-inline Tensor dense(const Tensor& t, bool channels_last) { return is_dense(t, channels_last) ? t : relaid(t, channels_last); }
+inline Tensor dense(const Tensor& t, bool channels_last) { return is_dense(t, channels_last) ? t : copied_to(t, channels_last); }
 inline bool is_contiguous(const Tensor& t) {
   int64_t want = 1;
   for (int64_t d = t.dim() - 1; d >= 0; d--) {
@@ -254,7 +254,7 @@ inline bool is_contiguous(const Tensor& t) {
   return true;
 }
 inline Tensor as_contiguous(const Tensor& t) {
-  return is_contiguous(t) ? t : t.dim() == 4 ? relaid(t, false) : torch::stable::contiguous(t);
+  return is_contiguous(t) ? t : t.dim() == 4 ? copied_to(t, false) : torch::stable::contiguous(t);
 }
 
 // On the device of `like`.

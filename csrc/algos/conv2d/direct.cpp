@@ -148,7 +148,7 @@ void gemm_block(const PrologueRows<T>& a, int64_t rows, const T* panels, int64_t
   }
 }
 
-// The same as packed products, one for each group: rows_of(group) are the pixels, `steps` the elements or pairs of their
+// A 1x1 convolution as packed products, one for each group: rows_of(group) are the pixels, `steps` the elements or pairs of their
 // channels, `preparation` what a prologue costs (as gemm_grid counts it).
 template <class T, class RowsOf>
 void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m, const Acc<T>* panels, int64_t steps,
@@ -267,11 +267,11 @@ class DirectConvolution {
     AI3_INLINE Filters from(int64_t elements) const { return {weights + elements, of}; }
   };
 
-  // How the work is split: a task has the rows of one of `chunks` parts of an image, of one group's channels, and up to `blocks`
-  // blocks of output channels, of which `pass` at a time pass over the rows.
+  // How the work is split: a task has the rows of one of `chunks` parts of an image, of one group's channels, and one of `splits`
+  // parts of the output channels, up to `blocks` blocks, of which `pass` at a time pass over the rows.
   struct Tasks {
     int64_t chunks, blocks, splits, pass, count;
-    AI3_INLINE int64_t image(int64_t i) const { return i / splits / chunks; }
+    AI3_INLINE int64_t image_and_group(int64_t i) const { return i / splits / chunks; }
     AI3_INLINE Share rows(const Conv2dProblem& p, int64_t i) const { return share(p.out_height, chunks, i / splits % chunks); }
     AI3_INLINE Share filters(const Blocking& b, int64_t i) const {
       const int64_t first = i % splits * blocks;
@@ -475,7 +475,7 @@ class DirectConvolution {
 
   void take(int64_t i) const {
     const Share rows = tasks.rows(p, i), of = tasks.filters(b, i);
-    const int64_t n = tasks.image(i) / groups, group = tasks.image(i) % groups;
+    const int64_t n = tasks.image_and_group(i) / groups, group = tasks.image_and_group(i) % groups;
     const Operands image = operands.from(n * p.x_stride.n + group * channels * p.x_stride.c, n * p.y_stride.n);
     const Range edge_rows =
         edges_alike ? Range{larger(rows.begin, whole_rows.begin), smaller(rows.end, whole_rows.end)} : Range{0, 0};

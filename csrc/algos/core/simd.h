@@ -124,6 +124,31 @@ AI3_INLINE Words round_to_bfloat16(Words u) {
   const Words rounded = (u + 0x7fffu + (u >> 16 & 1u)) >> 16;
   return (u & 0x7fffffffu) > 0x7f800000u ? u >> 16 | 0x40u : rounded;
 }
+// 16 bits in each lane of 32. By intrinsics: GCC 12 makes two halves of a __builtin_convertvector, three instructions too many in
+// every loop over bfloat16.
+AI3_INLINE Words load_halves(const void* p) {
+#if AI3_VECTOR_BYTES == 64
+  const auto words = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(static_cast<const __m256i*>(p)));
+#elif AI3_VECTOR_BYTES == 32
+  const auto words = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#else
+  Halves h;
+  __builtin_memcpy(&h, p, sizeof(h));
+  const auto words = __builtin_convertvector(h, Words);
+#endif
+  return bit_cast<Words>(words);
+}
+AI3_INLINE void store_halves(void* p, Words words) {
+#if AI3_VECTOR_BYTES == 64
+  const auto h = _mm512_maskz_cvtepi32_epi16(0xffff, bit_cast<__m512i>(words));
+#elif AI3_VECTOR_BYTES == 32
+  const auto both = bit_cast<__m256i>(words);
+  const auto h = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(both, both), 0b1000));
+#else
+  const auto h = __builtin_convertvector(words, Halves);
+#endif
+  __builtin_memcpy(p, &h, sizeof(h));
+}
 }  // namespace detail
 
 template <class A>
@@ -136,30 +161,9 @@ template <class A>
 AI3_INLINE void store(A* p, Vec<A> v) {
   __builtin_memcpy(p, &v.raw, sizeof(v.raw));
 }
-// By intrinsics: GCC 12 makes two halves of a __builtin_convertvector, three instructions too many in every loop over bfloat16.
-AI3_INLINE Vec<float> load(const bfloat16* p) {
-#if AI3_VECTOR_BYTES == 64
-  const auto words = _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif AI3_VECTOR_BYTES == 32
-  const auto words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-#else
-  detail::Halves h;
-  __builtin_memcpy(&h, p, sizeof(h));
-  const auto words = __builtin_convertvector(h, detail::Words);
-#endif
-  return detail::bit_cast<Vec<float>::Raw>(detail::bit_cast<detail::Words>(words) << 16);
-}
+AI3_INLINE Vec<float> load(const bfloat16* p) { return detail::bit_cast<Vec<float>::Raw>(detail::load_halves(p) << 16); }
 AI3_INLINE void store(bfloat16* p, Vec<float> v) {
-  const detail::Words words = detail::round_to_bfloat16(detail::bit_cast<detail::Words>(v.raw));
-#if AI3_VECTOR_BYTES == 64
-  const auto h = _mm512_maskz_cvtepi32_epi16(0xffff, detail::bit_cast<__m512i>(words));
-#elif AI3_VECTOR_BYTES == 32
-  const auto both = detail::bit_cast<__m256i>(words);
-  const auto h = _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(both, both), 0b1000));
-#else
-  const auto h = __builtin_convertvector(words, detail::Halves);
-#endif
-  __builtin_memcpy(p, &h, sizeof(h));
+  detail::store_halves(p, detail::round_to_bfloat16(detail::bit_cast<detail::Words>(v.raw)));
 }
 AI3_INLINE Vec<float> load(const float16* p) {
 #if AI3_VECTOR_BYTES == 64

@@ -1,5 +1,7 @@
 #include "kernels.h"
 
+#include <type_traits>
+
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
 
@@ -104,6 +106,13 @@ void map(const MapProblem& p, const Buffers& m) {
   });
 }
 
+// 16 bits of whatever type, in the lower half of a lane: as floats signalling NaN would come out quiet.
+struct Bits16 {
+  uint16_t bits;
+};
+AI3_INLINE Vec<float> load(const Bits16* p) { return detail::bit_cast<Vec<float>::Raw>(detail::load_halves(p)); }
+AI3_INLINE void store(Bits16* p, Vec<float> v) { detail::store_halves(p, detail::bit_cast<detail::Words>(v.raw)); }
+
 // `rows` x `columns` elements, contiguous along columns in `from` and along rows in `to`: squares turn in registers.
 template <class T>
 void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to, int64_t to_column) {
@@ -136,6 +145,9 @@ void copy_of(const CopyProblem& p, const T* x, T* y) {
           __builtin_memcpy(yi, xi, bytes * static_cast<size_t>(p.width));
         else
           for (int64_t w = 0; w < p.width; w++) __builtin_memcpy(yi + w * to.w, xi + w * from.w, bytes);
+      } else if (from.w == 1 && to.w == 1) {
+        for (int64_t c = 0; c < p.channels; c++)
+          __builtin_memcpy(yi + c * to.c, xi + c * from.c, static_cast<size_t>(p.width) * sizeof(T));
       } else if (from.w == 1 && to.c == 1) {
         turn(xi, from.c, p.channels, p.width, yi, to.w);
       } else if (from.c == 1 && to.w == 1) {
@@ -148,7 +160,10 @@ void copy_of(const CopyProblem& p, const T* x, T* y) {
   });
 }
 void copy(const CopyProblem& p, const Buffers& m) {
-  with_type(p.dtype, [&]<class T>() { copy_of(p, static_cast<const T*>(m.input), static_cast<T*>(m.output)); });
+  with_type(p.dtype, [&]<class T>() {
+    using Copied = std::conditional_t<sizeof(T) == 2, Bits16, T>;
+    copy_of(p, static_cast<const Copied*>(m.input), static_cast<Copied*>(m.output));
+  });
 }
 
 constinit const ProgramKernels kernels = {AI3_STRINGIZE(AI3_LEVEL), map, copy};

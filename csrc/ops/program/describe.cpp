@@ -5,7 +5,11 @@ namespace {
 
 std::string quoted(const std::string& text) {
   std::string out = "\"";
-  for (char c : text) (c == '"' || c == '\\' ? out += '\\' : out) += c;
+  for (char c : text)
+    if (c == '"' || c == '\\')
+      out += '\\', out += c;
+    else
+      out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;  // a tab, or the end of a line of two characters
   return out + '"';
 }
 

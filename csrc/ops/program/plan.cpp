@@ -562,11 +562,13 @@ struct Planner {
   }
   void emit_flatten(int y) {
     const Line& line = program.lines[static_cast<size_t>(y)];
-    const int x = as_rows(line.operands[0], line);
-    const int64_t pixels = at(x).sizes[2] * at(x).sizes[3];
+    const int64_t pixels = at(line.operands[0]).sizes[2] * at(line.operands[0]).sizes[3];
+    const bool by_rows = pixels == 1 || line.word("order", "contiguous") == "channels_last";
+    const int planes_of = at(line.operands[0]).converted_from;  // an NCHW input needs no rows for the order of NCHW
+    const int x = !by_rows && planes_of >= 0 ? planes_of : as_rows(line.operands[0], line);
     if (pixels == 1) {
       at(y).parent = x;
-    } else if (line.word("order", "contiguous") == "channels_last") {
+    } else if (by_rows) {
       at(y).parent = as_dense_rows(x, line), at(y).reshaped = true;
     } else {
       Value planes = value_of(at(x).sizes, at(x).dtype);  // the same memory, seen as NCHW planes
