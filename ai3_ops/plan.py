@@ -220,6 +220,16 @@ def _layer(name: str, value: Any) -> PlannedLayer:
     for key in ("time_us", "error", "workspace_bytes", "packed_bytes"):
         if not isinstance(value.get(key), _OPTIONAL):
             _refuse(f"layer {name!r} needs a number or null as {key!r}", value[key])
+    candidates = value.get("candidates", {})
+    if not isinstance(candidates, Mapping) or not all(
+        isinstance(k, str) and k.split() and isinstance(m, Mapping) and isinstance(m.get("time_us"), _OPTIONAL)
+        for k, m in candidates.items()
+    ):
+        _refuse(f"layer {name!r} needs {{algorithm: {{\"time_us\": …, …}}}} as 'candidates'", candidates)
+    if not isinstance(value.get("shapes", []), list):
+        _refuse(f"layer {name!r} needs a list as 'shapes'", value["shapes"])
+    if not isinstance(value.get("reason", ""), str):
+        _refuse(f"layer {name!r} needs a string as 'reason'", value["reason"])
     return PlannedLayer(**value)
 
 

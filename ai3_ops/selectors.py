@@ -171,7 +171,7 @@ class Place:
 
 
 Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Mapping | Plan: see swap
-Tuner = Callable[[], Plan]  # measures the model whose places are asked about
+Tuner = Callable[[set[str]], Plan]  # measures calls, by name, of the model whose places are asked about
 
 
 _SHOWN = 12  # names in a message
@@ -206,9 +206,43 @@ def assign(
     if automatic:
         if tune is None:
             raise ValueError('"auto" measures, and needs example inputs')
-        plan = _planned(tune(), places)
+        plan = _planned(tune({places[i].names[0] for i in automatic}), places)
         chosen |= {i: replace(plan[i], requested="auto", single=False) for i in automatic if i in plan}
     return chosen
+
+
+def check_words(selectors: Selector, model: nn.Module) -> None:
+    """Errors as `assign` raises, for what can be told of the model's names alone: calls are not looked at.
+
+    ValueError for keys that are no operation and no module, regular expressions that are none, and names of no algorithm;
+    TypeError for other forms.
+    """
+    if isinstance(selectors, Plan):
+        for name, layer in selectors.layers.items():
+            check_algorithm(name, layer.operation, layer.algorithm)
+        return
+    if not isinstance(selectors, Mapping):
+        _check_form(selectors, "")
+        selectors = {"*": selectors}
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for key, value in selectors.items():
+        _check_form(value, f"selector {key!r}: ")
+        if not isinstance(key, str) or ":" not in key:  # else perhaps a call's name
+            _matches(key, [], modules, {})
+        elif key.startswith("re:"):
+            _pattern(key)
+        if isinstance(value, (str, Algorithm, Preference)):
+            _check_names(value, key)
+
+
+def check_algorithm(name: str, operation: str, algorithm: str) -> None:
+    """ValueError, which names both, where a plan's layer has an algorithm that does not exist."""
+    if algorithm == "torch":
+        return
+    try:
+        registry.algorithm(operation, algorithm)
+    except ValueError as error:
+        raise ValueError(f"plan: layer {name!r}: {error}") from None
 
 
 def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
@@ -222,6 +256,7 @@ def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
         place = places[indices[name]]
         if place.operation != layer.operation:
             raise ValueError(f"plan: {what}: is a {place.operation} in this model, a {layer.operation} in the plan")
+        check_algorithm(name, layer.operation, layer.algorithm)
         try:
             candidates = _candidates(layer.algorithm, layer.operation, exact=True)
         except ValueError as error:
@@ -282,10 +317,7 @@ def _matches(
     if key == "*":
         return dict.fromkeys(range(len(places)), (_ALL, 0))
     if key.startswith("re:"):
-        try:
-            pattern = re.compile(key.removeprefix("re:"))
-        except re.error as error:
-            raise ValueError(f"selector {key!r} is not a regular expression: {error}") from None
+        pattern = _pattern(key)
         found = {i: (_REGEX, 0) for i, p in enumerate(places) if any(map(pattern.fullmatch, p.names + p.modules))}
         if not found and not any(map(pattern.fullmatch, module_names)):
             raise ValueError(
@@ -306,6 +338,14 @@ def _matches(
         words = [*operations, *module_names, *(name for p in places for name in p.names)]
         raise ValueError(f"selector {key!r} is no operation and no name in this model{near(key, words)}")
     return found
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """Of a key that begins with "re:"."""
+    try:
+        return re.compile(key.removeprefix("re:"))
+    except re.error as error:
+        raise ValueError(f"selector {key!r} is not a regular expression: {error}") from None
 
 
 def _check_reached(key: str, modules: Mapping[str, nn.Module], lost: Mapping[str, str]) -> None:

@@ -99,9 +99,9 @@ def _tuner(model: nn.Module, example_inputs: Any, approximate: bool) -> Tuner | 
     """What "auto" stands for."""
     if example_inputs is None:
         return None
-    from ai3_ops.tune import tune  # which needs this file
+    from ai3_ops.tune import tune_calls  # which needs this file
 
-    return lambda: tune(model, example_inputs, allow_approximate=approximate)
+    return lambda names: tune_calls(model, example_inputs, names, allow_approximate=approximate)
 
 
 def _warn(outcome: Outcome) -> None:

@@ -23,6 +23,7 @@ from ai3_ops.operations import base
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.registry import near
+from ai3_ops.selectors import check_algorithm
 from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.discover import refuse_optimized, survey
 
@@ -125,6 +126,12 @@ def tune(
     refuse_optimized(model, "ai3_ops.tune", "tune the original model")
     settings = Settings(objective, budget_seconds, memory_limit, tolerance, deterministic, allow_approximate)
     return _on_rank_0(lambda: tune_alone(model, example_inputs, settings, cache, progress))
+
+
+def tune_calls(model: nn.Module, example_inputs: Any, names: Collection[str], *, allow_approximate: bool) -> Plan:
+    """As `tune`, but only calls of these names are measured; the others keep `default`."""
+    settings = Settings(allow_approximate=allow_approximate)
+    return _on_rank_0(lambda: tune_alone(model, example_inputs, settings, cache=True, progress=True, names=names))
 
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, cache: bool = True, progress: bool = True) -> Plan:
@@ -329,11 +336,19 @@ class Meter:
         return known
 
 
-def tune_alone(model: nn.Module, example_inputs: Any, settings: Settings, cache: bool, progress: bool) -> Plan:
-    """The plan that this process makes, whatever other ranks do."""
+def tune_alone(
+    model: nn.Module,
+    example_inputs: Any,
+    settings: Settings,
+    cache: bool,
+    progress: bool,
+    names: Collection[str] | None = None,
+) -> Plan:
+    """The plan that this process makes, whatever other ranks do; `names` are of those calls that are measured, or all."""
     network = Network(model, example_inputs)
     meter = Meter(network.bytes, settings, cache)
-    layers = network.layers
+    wanted = {site.layer for site in network.sites if names is None or site.name in names}
+    layers = [layer for layer in network.layers if layer in wanted]
     times: Times = {}
     for layer in layers:
         times |= {(layer, layout): found for layout, found in (meter.known(layer) or {}).items()}
@@ -658,13 +673,3 @@ def _rivals(planned: PlannedLayer, layer: Layer, layout: str) -> list[str]:
         ):
             times[name] = m["time_us"]
     return sorted(times, key=times.__getitem__)[:1]
-
-
-def check_algorithm(name: str, operation: str, algorithm: str) -> None:
-    """ValueError, which names both, where a plan's layer has an algorithm that does not exist."""
-    if algorithm == "torch":
-        return
-    try:
-        registry.algorithm(operation, algorithm)
-    except ValueError as error:
-        raise ValueError(f"plan: layer {name!r}: {error}") from None

@@ -431,7 +431,7 @@ def test_what_is_no_plan(data, message, tmp_path):
             layer(),
             "layer 'frist' (algorithm 'direct'): there is no such layer in this model; did you mean 'first'",
         ),
-        ("first", layer(algorithm="dierct"), "layer 'first' (algorithm 'dierct'): no conv2d algorithm 'dierct'"),
+        ("first", layer(algorithm="dierct"), "layer 'first': no conv2d algorithm 'dierct'"),
         ("fc", layer(), "layer 'fc' (algorithm 'direct'): is a linear in this model, a conv2d in the plan"),
         ("side", layer(algorithm="winograd_f4"), "side (conv2d): winograd_f4"),
     ],
@@ -811,3 +811,33 @@ def test_all_ranks_take_rank_0s_choices(tmp_path):
 
 def test_names_of_layouts():
     assert set(plans.LAYOUTS) == set(_timing.FORMATS)
+
+
+def test_auto_measures_what_it_is_asked_for(model, x, given):
+    given["winograd_f4"] = 10.0
+    swapped = ai3_ops.swap(model, {"first": "auto", "*": "default"}, x)
+    assert layers(swapped)["first"].used == "winograd_f4"
+    assert {layer.operation for layer, _, _ in given["asked"]} == {"conv2d"}
+    assert len({layer for layer, _, _ in given["asked"]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"candidates": None}, "'candidates'"),
+        ({"candidates": {"": {}}}, "'candidates'"),
+        ({"candidates": {"torch": {"time_us": "fast"}}}, "'candidates'"),
+        ({"shapes": None}, "'shapes'"),
+        ({"reason": 3}, "'reason'"),
+    ],
+)
+def test_what_is_no_measurement_in_a_plan(more, words):
+    layer = {"operation": "conv2d", "algorithm": "direct"} | more
+    with pytest.raises(ValueError, match=words):
+        ai3_ops.Plan.from_dict({"version": 1, "layers": {"0": layer}})
+
+
+def test_a_plan_names_algorithms_not_rules_to_measure():
+    plan = ai3_ops.Plan.from_dict({"version": 1, "layers": {"0": {"operation": "conv2d", "algorithm": "auto"}}})
+    with pytest.raises(ValueError, match=r"layer '0'.*no conv2d algorithm 'auto'"):
+        ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 8, 3)), plan)

@@ -45,7 +45,7 @@ def optimize(
             run at once, other sizes are planned when they first come, with a warning.
         selectors: "auto" measures algorithms; else as in `swap`: a name, a dict, a list, a function, a Plan.
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
-        budget_seconds: for search and measuring; None: up to a minute.
+        budget_seconds: for search and measuring, of all parts together where the model is captured in parts; None: a minute.
         objective: "latency", "p99" or "memory": what substitutions and algorithms are chosen for.
         memory_limit: bytes that all packed weights and the largest workspace of a layer may take together, in each part of a
             model that is captured in parts; with "auto".
@@ -70,6 +70,7 @@ def optimize(
     from ai3_ops.optimize.module import Optimized
     from ai3_ops.optimize.pipeline import Settings
     from ai3_ops.plan import Plan
+    from ai3_ops.selectors import check_words
     from ai3_ops.steps.discover import refuse_optimized
     from ai3_ops.swap import unswap
 
@@ -82,6 +83,7 @@ def optimize(
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate
     )
+    check_words(selectors, model)
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     args, kwargs = _arguments(example_inputs)
@@ -111,7 +113,7 @@ def _by_parts(
     """Replaces the largest submodules that can be captured, in place, as long as the model computes what it did."""
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
-    from ai3_ops.optimize.pipeline import unthorough
+    from ai3_ops.optimize.pipeline import Budget, unthorough
 
     calls: dict[nn.Module, tuple[Any, Any]] = {}  # the first of each module
     sizes: dict[nn.Module, set[Any]] = {}
@@ -131,7 +133,7 @@ def _by_parts(
     finally:
         for handle in handles:
             handle.remove()
-    left = {"": reason}
+    left, budget = {"": reason}, Budget(settings.budget_seconds)
     done: dict[nn.Module, Any] = {}
     before: list[tuple[nn.Module, str, nn.Module]] = []
     parts = []
@@ -143,18 +145,18 @@ def _by_parts(
                 before.append((parent, name, child))
                 setattr(parent, name, done[child])
                 continue
-            if child in calls and any(isinstance(m, (nn.Conv2d, nn.Linear)) for m in child.modules()):
+            if child in calls and any(p.ndim > 1 for p in child.parameters()):
                 optimized = Optimized(child, settings)
                 try:
-                    optimized.plan(*calls[child], path, show, original)
+                    optimized.plan(*calls[child], path, show, original, budget)
                 except Uncapturable as error:
                     left[path] = str(error)
                 else:
                     optimized._ai3_most = max(optimized._ai3_most, len(sizes[child]))
-                    done[child] = optimized
                     parts.append(optimized._ai3_report.parts[0])
+                    done[child] = optimized if optimized.changed else child
                     before.append((parent, name, child))
-                    setattr(parent, name, optimized)
+                    setattr(parent, name, done[child])
                     continue
             descend(child, f"{path}.")
 
@@ -162,7 +164,7 @@ def _by_parts(
     if wrong := _changes(lambda: original(*args, **kwargs), expected, settings.allow_approximate):
         for parent, name, child in before:
             setattr(parent, name, child)
-        left[""] += f"; and with {len(done)} parts optimized {wrong}"
+        left[""] += f"; and with {len(parts)} parts optimized {wrong}"
         parts = []
     whole = Optimized(original, unthorough(settings, {}))
     whole._ai3_report.parts, whole._ai3_report.left = parts, left

@@ -28,6 +28,7 @@ from ai3_ops.tune import Meter, ineligible, select, unmeasured, within
 from ai3_ops.tune import Settings as TuneSettings
 
 AUTO = "auto"
+MEASURED = (steps.conv2d, steps.linear)  # other steps keep what programs do, or the algorithm that selectors name
 _NO_SITES: dict[tuple[str, str], list[str]] = {}
 _OPERATIONS: dict[Any, str] = {
     steps.conv2d: "conv2d",
@@ -171,7 +172,7 @@ def follow(
                 stacklevel=2,
             )
         if notes is not None:
-            notes += [f"PyTorch computes {', '.join(names)}: {reason}" for reason, names in refused.items()]
+            notes += [f"PyTorch computes {selectors.listed(names)}: {reason}" for reason, names in refused.items()]
         unheard = [p.names[0] for i, (p, nodes) in enumerate(places) if not nodes and _names_own(answers.get(i))]
         if unheard and notes is not None:
             notes.append(
@@ -179,7 +180,10 @@ def follow(
             )
     for place, nodes in places:
         for node in nodes:
-            _write(node, chosen.get(place.names[0], "default"))
+            algorithm = chosen.get(place.names[0], "default")
+            if resolved is not None and algorithm not in steps.RULES and refusal(node, Algorithm(algorithm)):
+                algorithm = AUTO  # chosen for other sizes
+            _write(node, algorithm)
             own, *others = node.meta["layers"]
             node.meta["layers"] = (own + place.suffix, *others)  # as selectors name it
     return chosen
@@ -212,10 +216,8 @@ def _names_own(choice: selectors.Choice | None) -> bool:
 
 
 def _write(node: fx.Node, algorithm: str) -> None:
-    if node.target in (steps.conv2d, steps.linear):
+    if node.target in MEASURED or algorithm not in ("default", AUTO):
         node.kwargs = {**node.kwargs, "algorithm": algorithm}
-    elif algorithm == "torch":
-        node.meta["torch"] = True
 
 
 def _first(nodes: list[fx.Node], place: Place, choice: selectors.Choice, refused: dict[str, list[str]]) -> str:
@@ -268,15 +270,25 @@ def _asked(operation: str, problem: Problem, algorithm: Algorithm) -> Problem:
 
 
 def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
-    """A convolution's or linear layer's problem, on channels_last tensors."""
-    if node.target not in (steps.conv2d, steps.linear):
+    """The problem of a step that selectors can choose for, on channels_last tensors; None for others, and odd dtypes."""
+    operation = operation_of(node)
+    if operation is None:
         return None
     a = arguments(node)
-    tensors = [_meta(a[name]) for name in ("input", "weight", "bias")]
-    window = [a[name] for name in ("stride", "padding", "dilation", "groups") if name in a]
-    operation = _OPERATIONS[node.target]
-    rules = registry.OPERATIONS[operation]
-    return operation, rules.problem(f"ai3::{operation}", *tensors, *window)._replace(device="cpu")
+    tensors = [_meta(a[name]) for name in ("input", "weight", "bias") if name in a]
+    if operation in ("conv2d", "linear"):
+        window = [a[name] for name in ("stride", "padding", "dilation", "groups") if name in a]
+    elif operation in ("relu", "flatten"):
+        window = [1] if operation == "flatten" else []
+    else:
+        window = [value for name, value in a.items() if name not in ("input", "algorithm")]
+    try:
+        problem = registry.OPERATIONS[operation].problem(f"ai3::{operation}", *tensors, *window)
+    except RuntimeError:
+        if operation in ("conv2d", "linear"):
+            raise
+        return None
+    return operation, problem._replace(device="cpu")
 
 
 def _meta(node: fx.Node | None) -> torch.Tensor | None:
@@ -290,9 +302,21 @@ def approximates(network: Network) -> bool:
     """Whether a step's algorithm is one that approximates."""
     return any(
         (name := node.kwargs.get("algorithm", "")) not in ("", *steps.RULES)
-        and registry.algorithm(_OPERATIONS[node.target], name, "cpu").accuracy == "approximate"
-        for node in network.calls(steps.conv2d, steps.linear)
+        and registry.algorithm(operation, name, "cpu").accuracy == "approximate"
+        for node in network.graph.nodes
+        if (operation := operation_of(node)) is not None
     )
+
+
+def learned(network: Network, resolved: dict[str, str]) -> dict[str, str]:
+    """The choices for further sizes: what was measured for "auto" stays, where it is an algorithm that can be named."""
+    found = dict(resolved)
+    for node in network.calls(*MEASURED):
+        name = node.kwargs.get("algorithm", "default")
+        if node.meta.get("choice") == AUTO and name not in ("default", AUTO):
+            own = node.meta["layers"][:1]  # later come those that are fused into it
+            found |= {layer: name for layer in own if found.get(layer) == AUTO}
+    return found
 
 
 def measured(
@@ -308,11 +332,7 @@ def measured(
     `largest_error` is of those whose layer's error is at most that, for a network that was measured before; `notes` is told how
     many were not measured. Whether any changed.
     """
-    todo = [
-        n
-        for n in network.calls(steps.conv2d, steps.linear)
-        if AUTO in (n.kwargs.get("algorithm"), n.meta.get("choice"))
-    ]
+    todo = [n for n in network.calls(*MEASURED) if AUTO in (n.kwargs.get("algorithm"), n.meta.get("choice"))]
     before = [node.kwargs["algorithm"] for node in todo]
     size = sum(value.numel() * value.element_size() for value in network.constants.values())
     asked = TuneSettings(

@@ -46,6 +46,14 @@ def only_user(node: Any, user: Any) -> bool:
     return len(node.users) == 1 and user in node.users
 
 
+def apart(node: Node) -> bool:
+    """Whether a step that is no product has an algorithm which programs do not run: nothing takes it over or moves it.
+
+    Programs compute ReLUs, pools and flattening as their `direct` does.
+    """
+    return node.target not in _PRODUCTS and node.kwargs.get("algorithm", "default") not in ("default", "direct")
+
+
 def _bare(node: Any) -> bool:
     """A product to which nothing has been fused after the bias."""
     if not isinstance(node, fx.Node) or node.target not in _PRODUCTS:
@@ -155,7 +163,7 @@ def fuse_activation(network: Network) -> bool:
     found = False
     for node in network.calls(steps.unary):
         x, name, parameter = node.args
-        if not only_user(x, node):
+        if apart(node) or not only_user(x, node):
             continue
         if x.target not in (*_PRODUCTS, steps.binary, steps.affine) or x.kwargs.get("activation", "none") != "none":
             continue
@@ -172,7 +180,7 @@ def activation_before_pool(network: Network) -> bool:
         pool, name = node.args[:2]
         if name not in ("relu", "relu6") or not only_user(pool, node) or pool.target is not steps.max_pool2d:
             continue
-        if not only_user(pool.args[0], pool) or not _bare(pool.args[0]):
+        if apart(node) or apart(pool) or not only_user(pool.args[0], pool) or not _bare(pool.args[0]):
             continue
         first = network.step(node, steps.unary, pool.args[0], name, layers=node.meta["layers"])
         new = changed(network, pool, node, (), input=first)

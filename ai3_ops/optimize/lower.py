@@ -14,7 +14,7 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.fx.passes.tools_common import legalize_graph
 
 from ai3_ops.optimize import steps
-from ai3_ops.optimize.fusion import arguments
+from ai3_ops.optimize.fusion import apart, arguments
 from ai3_ops.optimize.network import Network, call, extract, is_constant, is_step
 from ai3_ops.optimize.program import Builder
 
@@ -66,6 +66,7 @@ def kind_of(node: fx.Node) -> str | None:
         not is_step(node)
         or node.kwargs.get("algorithm") == "torch"
         or node.meta.get("torch")
+        or apart(node)
         or node.meta["dtype"] not in DTYPES
         or not node.meta["batched"]
     ):
@@ -176,7 +177,7 @@ _AFTER = ("activation", "parameter")
 
 def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
     def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
-        positional = [of(v) for k, v in a.items() if k not in _AFTER]
+        positional = [of(v) for k, v in a.items() if k not in (*_AFTER, "algorithm")]
         return getattr(b, name)(*positional, **{k: of(v) for k, v in a.items() if k in _AFTER})
 
     return emit

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ai3_ops._torch import any_autocast, pytree
 from ai3_ops.optimize.capture import Uncapturable
-from ai3_ops.optimize.pipeline import Plan, Settings, Swapped, make_plan, unthorough
+from ai3_ops.optimize.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
@@ -66,10 +66,11 @@ class Optimized(nn.Module):
         name: str = "",
         progress: Callable[[str], None] = lambda _: None,
         whole: nn.Module | None = None,
+        budget: Budget | None = None,
     ) -> None:
         """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part."""
         original = self._ai3_original[0]
-        plan = make_plan(original, args, kwargs, self._ai3_settings, name, progress, whole)
+        plan = make_plan(original, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget)
         # The choices stay, not the selectors, which may be functions that no file holds.
         self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
         self._ai3_signature = _bare(inspect.signature(original.forward))
@@ -82,9 +83,14 @@ class Optimized(nn.Module):
         self._ai3_plans[_key(leaves, plan.dynamic)] = plan
         self._ai3_report.parts.append(plan.report)
 
+    @property
+    def changed(self) -> bool:
+        """Whether something else than the original computes the example."""
+        return self._ai3_first is not None and self._ai3_first.body is not None
+
     def forget_original(self) -> None:
-        """Frees the original where it computes nothing any more."""
-        if self._ai3_first is not None and self._ai3_first.body is not None:
+        """Frees the original where it computes nothing any more, for no size that was planned."""
+        if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original = ()
             for store in (self._modules, self._parameters, self._buffers):
                 store.clear()

@@ -8,7 +8,7 @@ import operator
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,21 @@ class Settings:
         check_limits("optimize", self)
 
 
+class Budget:
+    """The seconds for search and measuring, of all parts of a model together; they begin with the first search."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = DEFAULT_SECONDS if seconds is None else seconds
+        self._end: float | None = None
+
+    @property
+    def deadline(self) -> float:
+        """When they end, by time.monotonic()."""
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
+        return self._end
+
+
 @dataclass
 class Plan:
     """What computes a module for inputs of certain sizes."""
@@ -84,14 +99,14 @@ def make_plan(
     progress: Callable[[str], None] = lambda _: None,
     whole: nn.Module | None = None,
     swapping: bool = True,
+    budget: Budget | None = None,
 ) -> Plan:
     """Uncapturable where the module has no graph; ValueError for selectors that do not fit.
 
     `name` is the module's within `whole`, the model that the selectors are for. `swapping`: where no step can run in a
-    program, the module's layers are swapped instead.
+    program, the module's layers are swapped instead. `budget` is the model's, where this is a part of one.
     """
-    report = Optimization(name)
-    deadline = time.monotonic() + (DEFAULT_SECONDS if settings.budget_seconds is None else settings.budget_seconds)
+    report, budget = Optimization(name), budget or Budget(settings.budget_seconds)
     progress("capture")
     network = capture(module, args, kwargs)
     inputs, captured = flat(args, kwargs), network.copy()
@@ -102,7 +117,7 @@ def make_plan(
     progress("rewrites")
     fusion.simplify(network)
     if swapping and settings.thorough and not parts(network):
-        return _swapped(module, args, kwargs, settings, deadline, captured, plain, resolved, report)
+        return _swapped(module, args, kwargs, settings, budget.deadline, captured, plain, resolved, report)
     expected = _exact(captured, inputs)
     error = _error(_exact(network, inputs), expected)
     if not error <= _bound(captured, inputs, error, expected):
@@ -112,11 +127,14 @@ def make_plan(
         cost = COSTS["memory" if settings.objective == "memory" else "latency"]
         other = network.copy()
         checker = _checker(other, inputs)
+        deadline = budget.deadline
         changed = search(other, cost, settings.alpha, deadline, checker, progress=progress, notes=report.notes)
         choose.measured(network, settings, deadline, progress, notes=report.notes)
         if changed:
             choose.measured(other, settings, deadline, progress)
             network = _cheaper(network, other, inputs, settings, report, cost)
+    else:  # what the choices made before leave open: nothing is measured
+        choose.measured(network, settings, -math.inf, progress)
     _fresh_outputs(network)
     progress("programs")
 
@@ -134,6 +152,7 @@ def make_plan(
             continue
         report.notes.append(f"an error of {report.error:.2g}: chosen again, layers with at most {largest:.0e}")
         regions, body, accurate = programs()
+    resolved = choose.learned(network, resolved)
     report.steps = _steps(network, regions)
     report.rewrites = network.log
     report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
@@ -185,6 +204,9 @@ def _swapped(
 ) -> Plan:
     """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
+    if not _own_names(resolved, report.name):
+        report.notes.append("stays as it was: it makes no call that ai3_ops swaps")
+        return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
     folded = _without_norms(module, plain, report)
     expected = _exact(captured, inputs)
@@ -218,11 +240,7 @@ def _selectors(
     path: str,
 ) -> dict[str, str | None]:
     """What was chosen for the calls of the module at `path`, by their names in it; "auto" measured."""
-    names = {name: name for name in resolved}
-    if path:  # the module's own calls and those inside of it
-        inside = [n for n in resolved if n == path or n.startswith((f"{path}.", f"{path}:"))]
-        names = {name.removeprefix(path).removeprefix("."): name for name in inside}
-    chosen: dict[str, str | None] = {own: resolved[name] for own, name in names.items()}
+    chosen: dict[str, str | None] = {own: resolved[name] for own, name in _own_names(resolved, path).items()}
     if choose.AUTO in chosen.values():
         asked = {name: getattr(settings, name) for name in _TUNED}
         asked["budget_seconds"] = max(deadline - time.monotonic(), 1.0)
@@ -231,6 +249,14 @@ def _selectors(
         chosen = {name: measured.get(name, "default") if a == choose.AUTO else a for name, a in chosen.items()}
     reached = {layer.name for layer in explain(swap(module, "default")).layers}
     return {"*": "default"} | {n: None if a == "torch" else a for n, a in chosen.items() if n in reached}
+
+
+def _own_names(resolved: dict[str, str], path: str) -> dict[str, str]:
+    """The names of calls of the module at `path` and of those inside of it, by their names in it."""
+    if not path:
+        return {name: name for name in resolved}
+    inside = [n for n in resolved if n == path or n.startswith((f"{path}.", f"{path}:"))]
+    return {name.removeprefix(path).removeprefix("."): name for name in inside}
 
 
 def _without_norms(module: nn.Module, plain: Network, report: Optimization) -> nn.Module:
@@ -282,7 +308,7 @@ def lowered(
             kept.append((part, region))
         else:
             slower = f"a program of them took {1 / _compared[key]:.2f} times as long"
-            report.notes.append(f"PyTorch computes {_shown(part.layers)}: {slower}")
+            report.notes.append(f"{_computed(part.nodes, part.layers)}: {slower}")
     return kept
 
 
@@ -295,6 +321,12 @@ def _shown(layers: list[str]) -> str:
     return ", ".join([*named, *(["…"] if len(layers) > 3 else [])]) or "some steps"
 
 
+def _computed(nodes: Sequence[fx.Node], layers: list[str]) -> str:
+    """For a note: what computes steps outside of programs."""
+    asked = {node.kwargs.get("algorithm", "default") for node in nodes}
+    return f"{'PyTorch computes' if asked <= {*steps.RULES} else 'operators compute'} {_shown(layers)}"
+
+
 def _leave(network: Network, part: Part, reason: str, report: Optimization) -> None:
     """Leaves to PyTorch those steps of a part that alone cannot be built either, or all of them where there are none."""
     left = False
@@ -304,11 +336,11 @@ def _leave(network: Network, part: Part, reason: str, report: Optimization) -> N
             build(network, Part(part.kind, (node,), values, (node,)))
         except ValueError as error:
             node.meta["torch"] = left = True
-            report.notes.append(f"PyTorch computes {_shown(list(node.meta['layers']))}: {error}")
+            report.notes.append(f"{_computed([node], list(node.meta['layers']))}: {error}")
     if not left:
         for node in part.nodes:
             node.meta["torch"] = True
-        report.notes.append(f"PyTorch computes {_shown(part.layers)}: {reason}")
+        report.notes.append(f"{_computed(part.nodes, part.layers)}: {reason}")
 
 
 def body_of(network: Network, regions: list[tuple[Part, Region]]) -> nn.Module:
@@ -429,7 +461,7 @@ def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
         words = {"scale": "normalization of the input", "input_relu": "ReLU of the input"}
         detail = [a["activation"]] if a.get("activation", "none") != "none" else []
         detail = [*(words.get(k, k) for k in fused), *detail]
-        asked = a.get("algorithm", "")
+        asked = "" if node.target not in choose.MEASURED and not fusion.apart(node) else a.get("algorithm", "")
         algorithm = computed.get(node, "torch" if not asked or asked in steps.RULES else asked)
         measured = "measured" if node.meta.get("choice") == choose.AUTO else "named"
         reason = "" if not asked or algorithm == "torch" else asked if asked in steps.RULES else measured

@@ -40,8 +40,10 @@ UNARY: dict[str, Callable[[Tensor, Any], Tensor]] = {
 }
 
 
-def unary(input: Tensor, name: str, parameter: float | Tensor | None = None) -> Tensor:
-    """Element by element: one of UNARY."""
+def unary(input: Tensor, name: str, parameter: float | Tensor | None = None, *, algorithm: str = "default") -> Tensor:
+    """Element by element: one of UNARY. `algorithm` is relu's."""
+    if name == "relu":
+        return _computes("relu", algorithm, input)(input)
     return UNARY[name](input, parameter)
 
 
@@ -67,13 +69,23 @@ def affine(
 
 
 RULES = ("default", "auto", "torch")  # which outside programs are PyTorch's
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "conv2d": F.conv2d,
+    "linear": F.linear,
+    "max_pool2d": F.max_pool2d,
+    "avg_pool2d": F.avg_pool2d,
+    "adaptive_avg_pool2d": F.adaptive_avg_pool2d,
+    "relu": F.relu,
+    "flatten": torch.flatten,
+}
 
 
 def _computes(operation: str, algorithm: str, input: Tensor) -> Callable[..., Tensor]:
     """PyTorch's function, or the operator of an algorithm that was asked for by name; references in float64 are PyTorch's."""
     if algorithm in RULES or input.dtype == torch.float64:
-        return F.conv2d if operation == "conv2d" else F.linear
-    return getattr(torch.ops.ai3, f"{operation}_{algorithm}").default
+        return _FUNCTIONS[operation]
+    operator: Callable[..., Tensor] = getattr(torch.ops.ai3, f"{operation}_{algorithm}").default
+    return operator
 
 
 def conv2d(
@@ -118,10 +130,17 @@ def linear(
 
 
 def max_pool2d(
-    input: Tensor, kernel_size: Pair, stride: Pair, padding: Pair, dilation: Pair = (1, 1), ceil_mode: bool = False
+    input: Tensor,
+    kernel_size: Pair,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair = (1, 1),
+    ceil_mode: bool = False,
+    *,
+    algorithm: str = "default",
 ) -> Tensor:
     """As torch.nn.functional.max_pool2d."""
-    return F.max_pool2d(input, kernel_size, stride, padding, dilation, ceil_mode)
+    return _computes("max_pool2d", algorithm, input)(input, kernel_size, stride, padding, dilation, ceil_mode)
 
 
 def avg_pool2d(
@@ -132,14 +151,17 @@ def avg_pool2d(
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
+    *,
+    algorithm: str = "default",
 ) -> Tensor:
     """As torch.nn.functional.avg_pool2d."""
-    return F.avg_pool2d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    window = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    return _computes("avg_pool2d", algorithm, input)(input, *window)
 
 
-def adaptive_avg_pool2d(input: Tensor, output_size: Pair) -> Tensor:
+def adaptive_avg_pool2d(input: Tensor, output_size: Pair, *, algorithm: str = "default") -> Tensor:
     """As torch.nn.functional.adaptive_avg_pool2d."""
-    return F.adaptive_avg_pool2d(input, output_size)
+    return _computes("adaptive_avg_pool2d", algorithm, input)(input, output_size)
 
 
 def concat(inputs: Sequence[Tensor]) -> Tensor:
@@ -152,9 +174,9 @@ def slice_channels(input: Tensor, start: int, stop: int) -> Tensor:
     return input[:, start:stop]
 
 
-def flatten(input: Tensor) -> Tensor:
+def flatten(input: Tensor, *, algorithm: str = "default") -> Tensor:
     """(N, C, H, W) to (N, C * H * W)."""
-    return input.flatten(1)
+    return _computes("flatten", algorithm, input)(input, 1)
 
 
 STEPS: tuple[Callable[..., Tensor], ...] = (

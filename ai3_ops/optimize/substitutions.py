@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from ai3_ops.optimize import steps
-from ai3_ops.optimize.fusion import arguments, changed, only_user
+from ai3_ops.optimize.fusion import apart, arguments, changed, only_user
 from ai3_ops.optimize.network import Network, Node, is_constant
 
 Place = tuple[str, Callable[[], None]]  # where, and how
@@ -131,7 +131,7 @@ def pool_first(network: Network) -> Iterator[Place]:
     """An average of a 1x1 convolution is the 1x1 convolution of averages, of which there are fewer."""
     for pool in network.calls(steps.avg_pool2d, steps.adaptive_avg_pool2d):
         conv = pool.args[0]
-        if not only_user(conv, pool) or conv.target is not steps.conv2d:
+        if apart(pool) or not only_user(conv, pool) or conv.target is not steps.conv2d:
             continue
         a = arguments(conv)
         plain = a["activation"] == "none" and a["residual"] is None and tuple(a["padding"]) == (0, 0)

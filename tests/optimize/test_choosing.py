@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -362,3 +363,136 @@ def test_layers_that_an_algorithm_cannot_do_are_said():
         n for n in ai3_ops.explain(fast).optimization.parts[0].notes if n.startswith("PyTorch computes 1: winograd ")
     ]
     assert "needs" in note
+
+
+@pytest.mark.parametrize("operation", ["relu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "flatten"])
+def test_other_steps_run_the_algorithm_that_is_named(operation, request):
+    calls = []
+
+    def mine(*args):
+        calls.append(operation)
+        return getattr(torch.ops.aten, "_adaptive_avg_pool2d" if operation.startswith("adaptive") else operation)(*args)
+
+    ai3_ops.register(operation, f"named_{operation}", mine, replace=True)
+    pools = [nn.ReLU(), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2), nn.Flatten()]
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), *pools, nn.Linear(32, 4)).eval()
+    x = torch.randn(1, 3, 18, 18)
+    fast = check(model, x, selectors={"*": "default", operation: f"named_{operation}"})
+    calls.clear()
+    with torch.no_grad():
+        fast(x)
+    assert calls == [operation]
+    (step,) = [s for s in fast._ai3_report.parts[0].steps if s.algorithm == f"named_{operation}"]
+    assert step.reason == "named"
+    with pytest.raises(ValueError, match=r"no algorithm 'named_nothing'"):
+        optimized(model, x, selectors={operation: "named_nothing"})
+
+
+def test_a_relu_left_to_pytorch_is_not_fused(faster):
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()), torch.randn(1, 3, 9, 9)
+    steps_of = check(model, x, selectors={"*": "default", "1": None})._ai3_report.parts[0].steps
+    assert [(s.layers, s.operation, s.detail) for s in steps_of] == [
+        (["0"], "conv2d", ""), (["1"], "relu", ""), (["2", "3"], "conv2d", "relu"),
+    ]  # fmt: skip
+    assert steps_of[1].algorithm == "torch"
+
+
+def test_further_sizes_keep_what_was_measured_where_it_can_do_them(monkeypatch):
+    """As if a method for wide images were the fastest; the settings decide where it cannot do a layer."""
+    supports = registry.supports_problem
+
+    def wide(operation, algorithm, problem):
+        narrow = algorithm == "kn2row" and problem.sizes["in_width"] < 10
+        return (False, "needs wide images") if narrow else supports(operation, algorithm, problem)
+
+    def known_in(self, layer, layout):
+        if layer.arguments[0].shape[-1] != 16:
+            return None
+        return {
+            n: Measured(1.0 if n == "kn2row" else 100.0, 0.0, 1e-7, 0, 0)
+            for n in layer.candidates(layout, self.approximate)
+        }
+
+    monkeypatch.setattr(registry, "supports_problem", wide)
+    monkeypatch.setattr(Meter, "known_in", known_in)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU()).eval()
+    fast = check(model, torch.randn(1, 8, 16, 16))
+    assert algorithms_of(fast) == {"0": "kn2row"}
+    for size, expected in ((12, True), (8, False)):
+        with pytest.warns(UserWarning, match="planned anew"), torch.no_grad():
+            fast(torch.randn(1, 8, size, size))
+        (step,) = list(fast._ai3_plans.values())[-1].report.steps
+        assert (step.algorithm == "kn2row") is expected
+
+
+@pytest.mark.parametrize(
+    ("selectors", "words"),
+    [
+        ({"nothing": "direct"}, "'nothing' is no operation and no name"),
+        ({"conv2d": "winogard"}, "no algorithm 'winogard'; did you mean"),
+        ({"re:(": "direct"}, "not a regular expression"),
+    ],
+)
+def test_selectors_mistakes_are_told_where_nothing_is_captured(selectors, words):
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return x * self.scale if x.sum() > 0 else x
+
+    with pytest.raises(ValueError, match=re.escape(words)):
+        optimized(Decides(), torch.randn(1, 3), selectors=selectors)
+
+
+def test_parts_share_one_budget(monkeypatch):
+    """Time that passes while a part is searched is gone for the next one."""
+    clock = [0.0]
+    monkeypatch.setattr(pipeline.time, "monotonic", lambda: clock[0])
+    deadlines = []
+
+    def search(network, cost, alpha, deadline, *_, **__):
+        deadlines.append(deadline - clock[0])
+        clock[0] += 7
+        return False
+
+    monkeypatch.setattr(pipeline, "search", search)
+
+    class Decides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(4, 4, 3))
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.second(x) if x.sum() < 1e9 else x
+
+    optimized(Decides().eval(), torch.randn(1, 3, 9, 9), budget_seconds=10)
+    assert deadlines == [10, 3]
+
+
+def test_a_named_relu_that_approximates_is_held_to_their_bound(faster):
+    ai3_ops.register("relu", "low", lambda x: x.clamp(min=0).bfloat16().to(x.dtype), exact=False, replace=True)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(1, 3, 16, 16)
+    part = optimized(model, x, selectors={"*": "default", "relu": "low"})._ai3_report.parts[0]
+    assert "low" in [step.algorithm for step in part.steps]
+    assert part.error > BOUND
+    assert not [note for note in part.notes if "stays as it was" in note]
+
+
+def test_parts_without_calls_to_choose_for_are_not_tried(monkeypatch):
+    monkeypatch.setattr(pipeline, "_without_norms", None)  # the first that would copy
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(5, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            h = self.embedding(x)
+            return self.last(h) if h.sum() < 1e9 else h
+
+    fast = optimized(Words().eval(), torch.tensor([[1, 2]]))
+    assert type(fast.embedding) is nn.Embedding
+    assert [p.name for p in fast._ai3_report.parts] == ["embedding", "last"]
