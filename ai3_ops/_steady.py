@@ -16,26 +16,29 @@ WAIT = 20.0  # seconds at most
 
 
 class Steady:
-    """Of a number of threads, PyTorch's of the process that asks."""
+    """Of a number of threads: PyTorch's of the process that asks, when it begins to ask."""
 
     def __init__(self) -> None:
         with torch.inference_mode(False):
             self._matrix = torch.rand(SIZE, SIZE)
             self._product = torch.empty(SIZE, SIZE)
-        threads, together = torch.get_num_threads(), self._seconds()
-        torch.set_num_threads(1)
-        alone = self._seconds()
-        torch.set_num_threads(threads)
+        self._threads = torch.get_num_threads()
+        together, alone = self._seconds(), self._seconds(threads=1)
         # Disturbed from the start, maybe: then half of what threads gain over one is aimed at, until something better is seen.
-        self.best = min(together, alone / (1 + (threads - 1) * 0.5))
+        self.best = min(together, alone / (1 + (self._threads - 1) * 0.5))
 
-    def _seconds(self) -> float:
+    def _seconds(self, threads: int | None = None) -> float:
         def once() -> float:
             start = time.perf_counter()
             torch.mm(self._matrix, self._matrix, out=self._product)
             return time.perf_counter() - start
 
-        return min(once() for _ in range(REPEATS))
+        of_caller = torch.get_num_threads()  # what was measured before may have left another number
+        torch.set_num_threads(threads or self._threads)
+        try:
+            return min(once() for _ in range(REPEATS))
+        finally:
+            torch.set_num_threads(of_caller)
 
     def now(self) -> bool:
         """Whether a product takes at most `SLOWER` times as long as at best."""

@@ -319,6 +319,16 @@ def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict
         if given not in known:
             hint = near(given, known, _CUTOFF) or f"; its arguments: {', '.join(known)}"
             raise TypeError(f"ai3::{name} has no argument {given!r}{hint}")
+        if given in known[: len(args)]:
+            raise TypeError(f"ai3::{name} got {given!r} by position and by name")
+    for argument, value in [
+        *zip(schema, args, strict=False),
+        *((a, kwargs[a.name]) for a in schema if a.name in kwargs),
+    ]:
+        kind = str(argument.type)
+        wrong = kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None)
+        if wrong and not isinstance(value, Tensor):
+            raise TypeError(f"ai3::{name} needs a tensor as {argument.name}, got {type(value).__name__}")
     return OPERATIONS[operation].problem(f"ai3::{name}", *args, **kwargs)
 
 

@@ -407,3 +407,27 @@ def test_what_compilers_are_told():
     assert _torch.pytree.tree_leaves({"a": [1, (2,)]}) == [1, 2]
     with pytest.raises(RuntimeError, match="words"):
         _torch.check(False, lambda: "words")
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 0x7F81), (torch.float16, 0x7C01)])
+def test_copies_of_16_bits_keep_signalling_nan(dtype, bits):
+    x = torch.full((2, 20, 5, 7), bits, dtype=torch.int16).view(dtype).contiguous(memory_format=torch.channels_last)
+    flat = torch.ops.ai3.flatten_direct(x, 1)
+    assert flat.view(torch.int16).eq(bits).all()
+
+
+IMAGE, WEIGHT = torch.randn(1, 3, 8, 8), torch.randn(4, 3, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (((1, 3, 8, 8), WEIGHT), {}, "ai3::conv2d_direct needs a tensor as input, got tuple"),
+        ((IMAGE, WEIGHT), {"input": IMAGE}, "ai3::conv2d_direct got 'input' by position and by name"),
+        ((IMAGE, WEIGHT, 3), {}, "ai3::conv2d_direct needs a tensor as bias, got int"),
+    ],
+)
+def test_queries_name_what_they_were_given(args, kwargs, words):
+    for ask in (ai3_ops.supports, ai3_ops.workspace):
+        with pytest.raises(TypeError, match=re.escape(words)):
+            ask("conv2d", "direct", *args, **kwargs)

@@ -799,3 +799,23 @@ def test_a_built_in_algorithm_is_one_new_file(sketched):
     assert done.returncode == 0, done.stderr
     assert str(sketched) in done.stdout
     assert "ai3::relu_sketch" in done.stdout
+
+
+def test_what_a_new_version_has_in_addition_gets_its_rules(header):
+    """A pack that the first version lacked, and determinism that it had."""
+    op = register_function("conv2d", "user_grows", header(scaled("user_grows")))
+    packs = """, .packed_bytes = [](const ai3::Conv2dProblem&) -> int64_t { return 4; },
+              .pack = [](const ai3::Conv2dProblem&, const void*, void* to) { *static_cast<float*>(to) = 5; })"""
+    text = scaled("user_grows", traits=".deterministic = false, ").rstrip().removesuffix(")") + packs
+    register_function("conv2d", "user_grows", header(text), replace=True)
+    with torch._subclasses.FakeTensorMode() as mode:
+        packed = torch.ops.ai3._conv2d_user_grows_pack(mode.from_tensor(W))
+    assert packed.numel() > 0
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(RuntimeError, match="deterministic"):
+            op(X, W)
+        register_function("conv2d", "user_grows", header(scaled("user_grows")), replace=True)
+        assert torch.equal(op(X, W), 5 * X)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -260,12 +260,14 @@ def test_explain_a_rule_after_a_first_call_that_fails_or_is_pytorchs():
     with pytest.raises(RuntimeError, match="channels"):
         swapped(torch.rand(1, 5, 8, 8))
     assert explain(swapped).layers[0].shapes is None
-    swapped(torch.rand(1, 3, 8, 8))
+    swapped.requires_grad_(False)(torch.rand(1, 3, 8, 8))
     assert explain(swapped).layers[0].used == "direct"
-    numbers = swap(nn.Conv2d(3, 4, 3).eval(), "default").to(torch.complex64)
+    numbers = swap(nn.Conv2d(3, 4, 3).requires_grad_(False), "default").to(torch.complex64)
     numbers(torch.rand(1, 3, 8, 8, dtype=torch.complex64))
     assert explain(numbers).layers[0].torch_calls == 1
-    meta = swap(nn.Conv2d(3, 4, 3, device="meta").eval(), "default", torch.rand(1, 3, 8, 8, device="meta"))
+    meta = swap(
+        nn.Conv2d(3, 4, 3, device="meta").requires_grad_(False), "default", torch.rand(1, 3, 8, 8, device="meta")
+    )
     meta(torch.rand(1, 3, 8, 8, device="meta"))
     assert explain(meta).layers[0].used == "direct"
 
@@ -303,7 +305,7 @@ def test_a_nondeterministic_algorithm_in_deterministic_mode():
 
 def test_rules_approximate_only_when_allowed(monkeypatch):
     name = "winograd_f4_bf16"
-    model, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)).eval(), torch.randn(1, 8, 9, 9)
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)).eval(), torch.randn(1, 8, 32, 33)
     before = swap(model, "default")
     set_default = sys.modules["ai3_ops.register"].set_default
     set_default("conv2d", name)
@@ -773,3 +775,88 @@ def test_a_shallow_copy_has_its_own_numbers():
         other.stride = (2, 2)
         torch.testing.assert_close(other(x), F.conv2d(x, swapped.weight, swapped.bias, 2), rtol=1e-4, atol=1e-5)
         assert torch.equal(swapped(x), before)
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(1, 4, 6, 6)])
+def test_empty_containers_in_the_run_with_example_inputs(inputs):
+    """They are falsy, and a hook that returned one would replace the output by it."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.shortcut = nn.Conv2d(4, 4, 3, padding=1), nn.Sequential()
+
+        def forward(self, x):
+            return self.conv(x) + self.shortcut(x)
+
+    model = Block()
+    close(swap(model, "direct", inputs)(inputs), model(inputs))
+
+
+def test_a_run_of_a_model_with_sparse_buffers():
+    class Graph(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("edges", torch.eye(5).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.edges, self.layer(x))
+
+    model, x = Graph().train(), torch.randn(5, 4)
+    expected = model(x)
+    swap(model, {"linear": "gemm"}, x, inplace=True)
+    assert model.training
+    close(model(x), expected)
+
+
+def test_a_convolution_that_is_replaced_on_the_instance_is_reported():
+    """As is usual to make images tile."""
+    model, x = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1)), torch.randn(1, 2, 5, 5)
+
+    def tiled(self, input, weight, bias):
+        return F.conv2d(F.pad(input, (1, 1, 1, 1), mode="circular"), weight, bias)
+
+    model[0]._conv_forward = tiled.__get__(model[0])
+    expected = model(x)
+    swapped = swap(model, "direct", inplace=True)
+    assert torch.equal(swapped(x), expected)
+    (module,) = explain(swapped).unreached
+    assert "its _conv_forward was replaced on the instance" in module.reason
+
+
+def test_a_second_swap_keeps_operators_and_layouts():
+    model = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(16 * 9, 4)).eval()
+    layers = {"0": {"operation": "conv2d", "algorithm": "winograd", "layout": "contiguous"}}
+    once = swap(model, ai3_ops.Plan.from_dict({"version": 1, "layers": layers}))
+    twice = swap(once, {"linear": "gemm"})
+    assert [layer.used for layer in explain(twice).layers] == ["winograd", "torch", "torch", "gemm"]
+    assert twice[0].weight.is_contiguous()
+    x = torch.randn(1, 16, 7, 7)
+    with torch.no_grad():
+        program = torch.export.export(twice, (x,))
+    called = [str(node.target) for node in program.graph.nodes if "winograd" in str(node.target)]
+    assert called == ["ai3._conv2d_winograd_held.default"]
+
+
+def test_functional_calls_that_record_gradients_are_left_where_layers_are():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 4))
+
+        def forward(self, x):
+            return F.relu(F.linear(x, self.weight))
+
+    model, x = swap(Net(), "default"), torch.randn(2, 4)
+    model(x).sum().backward()
+    assert [layer.calls for layer in explain(model).layers] == [0, 0]
+    assert all("training steps" in layer.reason for layer in explain(model).layers)
+    with torch.no_grad():
+        model(x)
+    assert [layer.calls for layer in explain(model).layers] == [1, 1]
+    layer = swap(nn.Linear(4, 8).eval(), "default")  # who forgets no_grad
+    layer(x)
+    assert layer._ai3.calls == 0
+    layer.requires_grad_(False)(x)
+    assert layer._ai3.calls == 1

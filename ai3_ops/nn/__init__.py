@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ai3_ops.nn.rewrite import Slow, Swapped, sites_class
 from ai3_ops.operations.calls import Call
-
-_grad_enabled = torch.is_grad_enabled
-
 
 # PyTorch's class, the operation that its forward is one call of, and that call's arguments (as of PyTorch's function).
 LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
@@ -36,8 +32,6 @@ def _leaf_class(
     def forward(self: Any, input: Tensor) -> Tensor:
         call = self.__dict__.get("_ai3")
         if call is None:  # made by the user's code from type(self)
-            return original.forward(self, input)
-        if self.training and _grad_enabled() and call.leaves_training(input, self):
             return original.forward(self, input)
         return call(*arguments(self, input))
 

@@ -222,22 +222,23 @@ class Operation(Tested):
         self.register(algorithm)
 
     def register(self, algorithm: str) -> None:
-        """Gives the operators of an algorithm their rules; those that have them already keep them."""
-        if algorithm in self.registered:
-            return
+        """Gives the operators of an algorithm their rules; those that have them already keep them.
+
+        Called again where a new version of the algorithm may have further operators.
+        """
         first = not self.registered
-        self.registered.add(algorithm)
         if first and (mixed := operator_named(f"_{self.name}_mixed")):  # one for all algorithms, told their names
             self.register_forward(mixed, "mixed")
             self.rules["backward"](self, operator_named(f"_{self.name}_mixed_backward"), "mixed")
-        operators = algorithm_operators(self.name, algorithm)
-        self.register_forward(operators.pop(""), algorithm)
-        others = (operators.get(kind) for kind in ("held", "fused", "out"))
-        for op in filter(None, (operator_named(f"{self.name}_{algorithm}"), *others)):
-            register_determinism(op, self.name, algorithm)
-        for kind, op in operators.items():
-            self.rules[kind](self, op, algorithm)
-        if infer := operator_named(f"_{self.name}_{algorithm}_infer"):  # as if autograd were not there: it is off
+        infer = operator_named(f"_{self.name}_{algorithm}_infer")
+        for kind, op in algorithm_operators(self.name, algorithm).items():
+            if kind in ("", "held", "fused", "out"):
+                register_determinism(op, self.name, algorithm)
+            if op.name() not in self.registered:
+                self.registered.add(op.name())
+                self.rules[kind](self, op, algorithm) if kind else self.register_forward(op, algorithm)
+        if infer and infer.name() not in self.registered:  # as if autograd were not there: it is off
+            self.registered.add(infer.name())
             LIBRARY.impl(infer, torch.library.fallthrough_kernel, "AutogradCPU")
 
     def register_out(self, op: OpOverload, algorithm: str) -> None:
@@ -414,22 +415,29 @@ def register_flops(op: OpOverload, formula: Callable[..., int]) -> None:
         register_flop_formula(op.overloadpacket)(formula)
 
 
+_undetermined: set[str] = set()  # operators of which a version was not deterministic
+
+
 def register_determinism(op: OpOverload, operation: str, algorithm: str) -> None:
     """An algorithm that is not deterministic says so under `torch.use_deterministic_algorithms(True)`.
 
     Every eager call passes BackendSelect, also under inference_mode; only such algorithms pay for it.
     """
-    devices = {
-        a.device
-        for a in registry.registered()
-        if (a.operation, a.name) == (operation, algorithm) and not (a.deterministic or a.python)
-    }
-    if not devices:
+
+    def devices() -> set[str]:
+        return {
+            a.device
+            for a in registry.registered()
+            if (a.operation, a.name) == (operation, algorithm) and not (a.deterministic or a.python)
+        }
+
+    if op.name() in _undetermined or not devices():
         return
+    _undetermined.add(op.name())
     below = _torch.after_backend_select()
 
     def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if args[0].device.type in devices:
+        if torch.are_deterministic_algorithms_enabled() and args[0].device.type in devices():
             _torch.alert_not_deterministic(op.name())
         return op.redispatch(keys & below, *args, **options)
 

@@ -355,6 +355,8 @@ class Call:
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
         operator = self.operator
+        if _grad_enabled() and self.leaves_training(args):
+            return type(self).function(*args)
         if _is_compiling():
             if operator is None and not self.watch:
                 raise RuntimeError(self.trouble)
@@ -526,16 +528,21 @@ class Call:
         """Keyword arguments: the algorithm's parameters, and PyTorch's own switches."""
         return self.options
 
-    def leaves_training(self, input: Tensor, module: nn.Module) -> bool:
-        """Whether `default` leaves a training step of this layer to PyTorch, where that is faster."""
+    def leaves_training(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` leaves a call that records gradients to PyTorch, where that is faster."""
         if self.algorithm is None or self.algorithm.name != "default" or self.strict or _is_exporting():
             return False
-        left = not self.gains_in_training(input, module)
+        if self.operator is None or not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+            return False
+        left = not self.gains_in_training(args)
         self.left_training = left
         return left
 
-    def gains_in_training(self, input: Tensor, module: Any) -> bool:
-        """Whether `default` beats PyTorch in a training step; here: gradients by Python's rules cost more than it gains."""
+    def gains_in_training(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` beats PyTorch in a training step, by the operator's arguments.
+
+        Here: gradients by Python's rules cost more than it gains.
+        """
         return False
 
     @property

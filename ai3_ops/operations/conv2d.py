@@ -510,22 +510,27 @@ class Conv2dCall(SwitchedCall):
             input, padding = _padding_of_word(input, weight, stride, padding, dilation)
         return input, weight, bias, stride, padding, dilation, groups
 
-    def gains_in_training(self, input: Tensor, module: nn.Conv2d) -> bool:
+    def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """By the layer's shape; the measurements are in docs/decisions/backward.md."""
-        if input.device.type != "cpu" or input.ndim != 4:
+        input, weight, _, stride, _, _, groups = args
+        if input.device.type != "cpu" or input.ndim != 4 or weight.ndim != 4:
             return True
-        if module.groups == module.in_channels:  # depthwise
+        if groups == input.shape[1]:  # depthwise
             return True
+        kernel = tuple(weight.shape[2:])
+        strides = (stride, stride) if isinstance(stride, int) else tuple(stride) * (2 // len(stride))
+        if len(strides) != 2:
+            return True  # the operator says so
         pixels = input.shape[0]
-        for size, kernel, stride in zip(input.shape[2:], module.kernel_size, module.stride, strict=True):
-            pixels = pixels * ((size - 1) // stride + 1 if kernel > 1 or stride > 1 else size)
+        for size, k, s in zip(input.shape[2:], kernel, strides, strict=True):
+            pixels = pixels * ((size - 1) // s + 1 if k > 1 or s > 1 else size)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if fast_in(dtype):
-            return module.kernel_size == (3, 3) and module.stride == (1, 1) and pixels >= _PIXELS_16_BITS
+            return kernel == (3, 3) and strides == (1, 1) and pixels >= _PIXELS_16_BITS
         if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
             return True
-        if module.kernel_size == (1, 1):
-            return pixels * module.in_channels * module.out_channels // module.groups >= _PRODUCTS
+        if kernel == (1, 1):
+            return pixels * weight.shape[0] * weight.shape[1] >= _PRODUCTS
         return pixels >= _PIXELS
 
 

@@ -288,14 +288,15 @@ class LinearCall(SwitchedCall):
         """The same."""
         return input, weight, bias
 
-    def gains_in_training(self, input: Tensor, module: nn.Linear) -> bool:
+    def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """By the layer's size, as conv2d's."""
+        input, weight = args[:2]
         if input.device.type != "cpu":
             return True
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if dtype.itemsize == 2:
             return not fast_in(dtype)
-        return _GAINS_UNPACKED and input.numel() * module.out_features >= _PRODUCTS
+        return _GAINS_UNPACKED and weight.ndim == 2 and input.numel() * weight.shape[0] >= _PRODUCTS
 
     def new_plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None for a weight of one dimension, which is not packed."""

@@ -53,7 +53,7 @@ def lay_out(model: nn.Module, calls: list[Described], run: Callable[[], Any] | N
     """
     convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
     planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
-    free = [d.module for d in convolutions if d.layout is None and d.call.algorithm is not None]
+    free = [d.module for d in convolutions if d.layout is None and not d.kept and d.call.algorithm is not None]
     if model.training:
         free = [module for module in free if not layout.is_costly(module)]
     layout.convert(planned["contiguous"], to=layout.FORMATS["contiguous"])

@@ -57,9 +57,13 @@ def decide(
 
 def _keep(described: Described) -> None:
     """What a former swap decided."""
-    if described.earlier is not None:
-        for name in ("algorithm", "requested", "reason", "missing", "strict", "approximate", "operator", "options"):
-            setattr(described.call, name, getattr(described.earlier, name))
+    earlier, described.kept = described.earlier, True
+    if earlier is None:
+        return
+    if earlier.algorithm is not None and earlier.operator is not None:
+        described.call.choose(earlier.algorithm)
+    for name in ("algorithm", "requested", "reason", "missing", "strict", "approximate"):
+        setattr(described.call, name, getattr(earlier, name))
 
 
 def _choose(described: Described, choice: Choice, strict: bool, approximate: bool, stay: Counter[str]) -> None:

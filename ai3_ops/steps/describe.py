@@ -25,6 +25,7 @@ class Described(Place):
     site: Site | None = field(kw_only=True, default=None)
     earlier: Call | None = field(kw_only=True, default=None)  # what a former swap decided
     layout: str | None = field(init=False, default=None)  # of a conv2d's weight, where a plan has one
+    kept: bool = field(init=False, default=False)  # no selector matches it: it keeps what it has
 
     def __post_init__(self) -> None:
         super().__post_init__()

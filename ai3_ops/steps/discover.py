@@ -124,8 +124,9 @@ def _opaque(module: nn.Module) -> str:
     """Why nothing of a module can be replaced; "" where it can be looked at."""
     if isinstance(module, torch.jit.ScriptModule):
         return "torch.jit compiled it"
-    if "forward" in vars(module):
-        return "its forward was replaced on the instance"
+    for name in ("forward", "_conv_forward"):
+        if name in vars(module):
+            return f"its {name} was replaced on the instance"
     if is_lazy(module):
         return "its weight does not exist before its first call: swap after that, or with example inputs"
     return ""
@@ -316,12 +317,16 @@ def _is_method(qualname: str, module: nn.Module) -> bool:
 @contextmanager
 def _stack(model: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
     """Keeps the modules whose forwards run in `stack`."""
+
+    def left(*_: Any) -> None:  # a hook's result would replace the output
+        stack.pop()
+
     handles = []
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             continue
         handles.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
-        handles.append(module.register_forward_hook(lambda *_: stack.pop() and None, always_call=True))
+        handles.append(module.register_forward_hook(left, always_call=True))
     try:
         yield
     finally:
@@ -353,7 +358,7 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
             )
             hint = "; give a tensor, such as torch.randn(shape), not its shape" if args and _are_sizes(args) else ""
             raise RuntimeError(
-                f"ai3_ops.swap: running the model on the example inputs ({given}) failed: {what}{hint}"
+                f"ai3_ops: running the model on the example inputs ({given}) failed: {what}{hint}"
             ) from error
 
 
@@ -383,6 +388,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for module, flag in flags:
+            module.training = flag
         for module, before in attributes:
             for name in [name for name in vars(module) if name not in before]:
                 del module.__dict__[name]
@@ -393,10 +400,8 @@ def _restored(model: nn.Module) -> Iterator[None]:
                     (value.extend if isinstance(value, list) else value.update)(content)
         with torch.no_grad():
             for buffer, value in buffers:
-                if not torch.equal(buffer, value):
+                if buffer.layout != torch.strided or not torch.equal(buffer, value):  # sparse ones cannot be compared
                     buffer.copy_(value)
-        for module, flag in flags:
-            module.training = flag
 
 
 def _held(container: Any) -> list[Any]:
