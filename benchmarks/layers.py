@@ -9,10 +9,11 @@ tables show, is called a few times only. How times are taken is documented in me
 from __future__ import annotations
 
 import argparse
-import statistics
+import os
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-import ai3_ops
-from ai3_ops import _models
+from ai3_ops import bench
 
 SLOW = 3.0  # times the fastest: measured well only below it
-WARM_SECONDS, WHOLE_SECONDS = 0.4, 3.0  # of calls of a whole network
+TURNS = 3  # of a whole network
 
 
 @dataclass
@@ -99,17 +99,27 @@ def _call(module: nn.Module, x: torch.Tensor) -> Function:
     return lambda: module(x)
 
 
-def optimized(name: str, batch: int) -> float:
-    """Seconds of a whole network as `optimize` makes it, of NCHW images: the median of calls for some seconds, once warm."""
-    named = _models.named({"unet": "benchmarks.networks:unet"}.get(name, name), batch=batch)
-    _models.settle(named.model, named.inputs)
-    fast = ai3_ops.optimize(named.model, named.inputs)
-    with torch.inference_mode():
-        for seconds in WARM_SECONDS, WHOLE_SECONDS:
-            end, times = time.perf_counter() + seconds, []
-            while time.perf_counter() < end:
-                times.append(measure.once(_call(fast, named.inputs)))
-    return statistics.median(times)
+def optimized(name: str, layers: Iterable[Layer], batch: int, threads: int) -> float:
+    """Seconds of a whole network as `optimize` makes it, of NCHW images, in a process of its own.
+
+    Before layers are measured in this one: its OpenMP workers spin between calls, and would take a core from the other's.
+    """
+    size = next((layer.sizes["H"] for layer in layers if layer.sizes.get("C") == 3), 224)
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "networks.md"
+        asked = {"--models": {"unet": "benchmarks.networks:unet"}.get(name, name), "--peers": "optimize"}
+        asked |= {"--batch": batch, "--size": size, "--threads": threads, "--turns": TURNS, "--output": output}
+        words = [str(word) for option in asked.items() for word in option]
+        env = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+        command = [sys.executable, "-m", "ai3_ops", "bench", *words]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=measure.ROOT)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+        (found,) = bench.load(output).values()
+    engine = found.engines["optimize"]
+    if engine.absent:
+        raise RuntimeError(f"{name}: {engine.absent}")
+    return engine.median_ms / 1e3
 
 
 SUMMARY = (
@@ -143,8 +153,9 @@ def document(
         "own. `flatten` is left out: PyTorch's is a view.\n",
     )
     yield from measure.table(("machine", ""), machine.items())
-    yield "\nSums over all layers, in milliseconds, and the whole network as `optimize` makes it, of NCHW images: at most 1 where"
-    yield "fusion pays for what stands between the layers (attention and other operations without a line below are in it, too):\n"
+    yield "\nSums over all layers, in milliseconds, and the whole network as `optimize` makes it, of NCHW images, in a process of"
+    yield "its own (`python -m ai3_ops bench`): at most 1 where fusion pays for what stands between the layers (attention and"
+    yield "other operations without a line below are in it, too):\n"
     rows = (_sums(name, layers, results, whole[name]) for name, layers in networks.items())
     yield from measure.table(SUMMARY, rows, "l" + "r" * len(SUMMARY))
     for name, layers in networks.items():
@@ -209,13 +220,13 @@ def main() -> int:
     results, whole = {}, {}
     with measure.progress(console) as bar:
         task = bar.add_task("", total=len(layers) + len(networks))
+        for name, counts in networks.items():
+            bar.update(task, description=f"{name}, optimized")
+            whole[name] = optimized(name, counts, options.batch, options.threads)
+            bar.advance(task)
         for layer in layers:
             bar.update(task, description=f"{layer.operation} {layer}")
             results[layer] = compare(layer, options.seconds)
-            bar.advance(task)
-        for name in networks:
-            bar.update(task, description=f"{name}, optimized")
-            whole[name] = optimized(name, options.batch)
             bar.advance(task)
     for line in measure.table(
         SUMMARY, (_sums(name, counts, results, whole[name]) for name, counts in networks.items())

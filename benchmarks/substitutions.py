@@ -45,7 +45,7 @@ PUBLISHED = {
 }
 
 
-def compare(name: str) -> dict[str, Any]:
+def compare(name: str, cost: str) -> dict[str, Any]:
     """Of one network: milliseconds without, and for all substitutions and each alone how often and what it gained."""
     named = _models.named(name)
     _models.settle(named.model, named.inputs)
@@ -59,14 +59,14 @@ def compare(name: str) -> dict[str, Any]:
             plain.copy()
         )  # as `optimize` searches: before algorithms are chosen, which substitutions would have to share
         body = _body(plain, named.inputs, settings)
-        found: dict[str, Any] = {"gains": {}}
+        found: dict[str, Any] = {"cost": cost, "gains": {}}
         taken: Counter[str] = Counter()
         for substitutions in (SUBSTITUTIONS, *((s,) for s in SUBSTITUTIONS)):
             which = ALL if len(substitutions) > 1 else substitutions[0].__name__
             if which != ALL and which not in taken:
                 continue
             changed = start.copy()
-            counts = _search(changed, settings, substitutions)
+            counts = _search(changed, cost, settings, substitutions)
             taken |= counts if which == ALL else {}
             gain, before, after = 1.0, 0.0, 0.0
             if counts:
@@ -79,10 +79,12 @@ def compare(name: str) -> dict[str, Any]:
     return found
 
 
-def _search(network: Network, settings: pipeline.Settings, substitutions: Sequence[Substitution]) -> Counter[str]:
+def _search(
+    network: Network, cost: str, settings: pipeline.Settings, substitutions: Sequence[Substitution]
+) -> Counter[str]:
     """Applies what is found; how often each substitution was taken."""
     before = len(network.log)
-    search.search(network, COSTS["latency"], settings.alpha, time.monotonic() + SECONDS, None, substitutions)
+    search.search(network, COSTS[cost], settings.alpha, time.monotonic() + SECONDS, None, substitutions)
     return Counter(RULES[r.rule] for r in network.log[before:] if r.rule in RULES)
 
 
@@ -108,7 +110,8 @@ def page(data: dict[str, Any]) -> Iterator[str]:
         for which in columns:
             one = found["gains"].get(which)
             cells.append(_cell(one, sum(one["taken"].values())) if one else "")
-        rows.append([name, *cells, PUBLISHED.get(name, "")])
+        by = "" if found.get("cost", "latency") == "latency" else f", searched by {found['cost']}"
+        rows.append([name + by, *cells, PUBLISHED.get(name, "")])
     yield from measure.table(["network", *columns, "published"], rows, " " + "r" * len(columns))
 
 
@@ -120,12 +123,13 @@ def main() -> int:
     """Measures, and writes the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.substitutions", description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(m for m in bench.MODELS if not m.startswith(("vit", "swin"))))
+    parser.add_argument("--cost", choices=COSTS, default="latency", help="what the search follows (default: latency)")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     load = measure.Load()
     data = measure.stored(options.output, {"networks": {}})
     for name in options.models.split(","):
-        data["networks"][name] = compare(name)
+        data["networks"][name] = compare(name, options.cost)
         print(name, json.dumps(data["networks"][name]))
         data["machine"] = measure.machine(torch.get_num_threads(), load)
         measure.write(options.output, page(data), data)
