@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,9 @@ def _choice(value: Any) -> Any:
 
 def at_least_one(text: str) -> int:
     """A number of repetitions."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"needs 1 or more, got {number}")
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number of 1 or more, got {text}")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -231,6 +232,9 @@ def tune_network(arguments: argparse.Namespace, console: Console) -> int:
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
+    for path in filter(None, (arguments.output, arguments.plot)):
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{path}: there is no folder {path.parent}")
     net = _models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
     model, inputs = net.model, _laid_out(net.inputs, arguments.channels_last)
     status = 0
@@ -284,9 +288,14 @@ def main(argv: list[str] | None = None) -> int:
                 from ai3_ops import demo
 
                 return demo.main(arguments, console)
+    except BrokenPipeError:  # who reads the pipe has enough; nothing more is to be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, TypeError, ImportError, OSError) as mistake:
-        top.exit(2, f"ai3_ops {arguments.command}: {mistake}\n")
+        text = str(mistake).removeprefix(f"ai3_ops.{arguments.command}: ")
+        top.exit(2, f"ai3_ops {arguments.command}: {text}\n")
 
 
 if __name__ == "__main__":
+    warnings.showwarning = lambda message, *_, **__: print(message, file=sys.stderr)
     sys.exit(main())

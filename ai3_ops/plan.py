@@ -128,8 +128,10 @@ class Plan:
         console = Console(file=text, width=_WIDTH, color_system=None)
         console.print(table)
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
+        timed = sum(layer.time_us is not None for layer in self.layers.values())
+        of_those = "" if timed == len(self.layers) else f" of the {timed} that were measured"
         total = (
-            f"{len(self.layers)} layers, {self.time_us / 1e3:.2f} ms in total; packed weights "
+            f"{len(self.layers)} layers, {self.time_us / 1e3:.2f} ms in total{of_those}; packed weights "
             f"{_size(self.packed_bytes) or '0 B'}, largest workspace {_size(self.workspace_bytes) or '0 B'}"
         )
         return "\n".join([*lines, total])

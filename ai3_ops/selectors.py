@@ -446,7 +446,12 @@ def _candidates(value: Any, operation: str, *, exact: bool) -> tuple[Algorithm |
             continue
         algorithm = Algorithm(one) if isinstance(one, str) else one
         if exact or names.issuperset(algorithm.names):
-            algorithm.operator(operation)
+            try:
+                algorithm.operator(operation)
+            except ValueError:  # an operation without a choice of what its rule excludes, or of gradients' algorithms
+                if exact:
+                    raise
+                continue
             found.append(algorithm)
     return tuple(found)
 

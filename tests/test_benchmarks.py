@@ -195,6 +195,6 @@ def test_a_call_of_pytorchs_that_takes_too_long_is_ended(monkeypatch):
 
 def test_gains_of_substitutions(monkeypatch):
     monkeypatch.setattr(substitutions, "SECONDS", 0.5)
-    found = substitutions.compare(f"{__name__}:small")
+    found = substitutions.compare(f"{__name__}:small", "latency")
     assert substitutions.ALL in found["gains"]
     assert "| small |" in "\n".join(substitutions.page({"networks": {"small": found}}))

@@ -398,3 +398,13 @@ def test_workspace_of_a_direct_call():
         ai3_ops.workspace("conv2d", "winograd_f4", x, w, stride=2)
     with pytest.raises(ValueError, match="did you mean 'winograd'"):
         ai3_ops.workspace("conv2d", "winogrd", x, w)
+
+
+def test_what_is_excluded_under_a_module_leaves_operations_without_a_choice_alone(net):
+    """ReLUs have a `direct`, too, which their rule cannot exclude."""
+    choice = ai3_ops.Algorithm("default", exclude=("winograd*", "direct"))
+    model = nn.Sequential(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())).eval()
+    rows = ai3_ops.explain(swap(model, {"0": choice})).layers
+    assert [(row.operation, row.requested == repr(choice)) for row in rows] == [("conv2d", True), ("relu", False)]
+    with pytest.raises(ValueError, match="relu has no choice"):
+        swap(model, {"relu": choice})

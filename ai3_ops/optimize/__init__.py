@@ -94,7 +94,10 @@ def optimize(
             original(*args, **kwargs)
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"ai3_ops.optimize: running the model on the example inputs failed: {what}") from error
+            hint = "; a list is one argument, a tuple has several" if isinstance(example_inputs, list) else ""
+            raise RuntimeError(
+                f"ai3_ops.optimize: running the model on the example inputs failed{hint}: {what}"
+            ) from error
         whole = Optimized(original, settings)
         try:
             whole.plan(args, kwargs, progress=show)

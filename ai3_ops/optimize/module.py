@@ -188,7 +188,11 @@ class Optimized(nn.Module):
             return args, kwargs, ""
         example, named = pytree.tree_unflatten([None] * self._ai3_spec.num_leaves, self._ai3_spec)
         signature = self._ai3_signature
-        given, places = signature.bind(*args, **kwargs).arguments, list(signature.parameters)[: len(example)]
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"ai3_ops.optimize: the optimized module: {error}") from None
+        places = list(signature.parameters)[: len(example)]
         if given.keys() == {*places, *named}:
             args = tuple(given[name] for name in places)
             kwargs = {name: given[name] for name in named}

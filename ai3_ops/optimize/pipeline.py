@@ -307,7 +307,7 @@ def lowered(
         if _compared[key] >= 1:
             kept.append((part, region))
         else:
-            slower = f"a program of them took {1 / _compared[key]:.2f} times as long"
+            slower = f"a program of them is not faster (it took {1 / _compared[key]:.3g} times as long)"
             report.notes.append(f"{_computed(part.nodes, part.layers)}: {slower}")
     return kept
 
