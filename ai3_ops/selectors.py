@@ -242,7 +242,7 @@ def check_algorithm(name: str, operation: str, algorithm: str) -> None:
     try:
         registry.algorithm(operation, algorithm)
     except ValueError as error:
-        raise ValueError(f"plan: layer {name!r}: {error}") from None
+        raise ValueError(f"plan: layer {name!r} (algorithm {algorithm!r}): {error}") from None
 
 
 def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
@@ -257,10 +257,7 @@ def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
         if place.operation != layer.operation:
             raise ValueError(f"plan: {what}: is a {place.operation} in this model, a {layer.operation} in the plan")
         check_algorithm(name, layer.operation, layer.algorithm)
-        try:
-            candidates = _candidates(layer.algorithm, layer.operation, exact=True)
-        except ValueError as error:
-            raise ValueError(f"plan: {what}: {error}") from None
+        candidates = _candidates(layer.algorithm, layer.operation, exact=True)
         chosen[indices[name]] = Choice(candidates, layer.algorithm, single=True, layout=layer.layout)
     return chosen
 

@@ -400,7 +400,7 @@ def test_workspace_of_a_direct_call():
         ai3_ops.workspace("conv2d", "winogrd", x, w)
 
 
-def test_what_is_excluded_under_a_module_leaves_operations_without_a_choice_alone(net):
+def test_what_is_excluded_under_a_module_leaves_operations_without_a_choice_alone():
     """ReLUs have a `direct`, too, which their rule cannot exclude."""
     choice = ai3_ops.Algorithm("default", exclude=("winograd*", "direct"))
     model = nn.Sequential(nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU())).eval()

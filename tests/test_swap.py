@@ -777,8 +777,7 @@ def test_a_shallow_copy_has_its_own_numbers():
         assert torch.equal(swapped(x), before)
 
 
-@pytest.mark.parametrize("inputs", [torch.randn(1, 4, 6, 6)])
-def test_empty_containers_in_the_run_with_example_inputs(inputs):
+def test_empty_containers_in_the_run_with_example_inputs():
     """They are falsy, and a hook that returned one would replace the output by it."""
 
     class Block(nn.Module):
@@ -789,8 +788,8 @@ def test_empty_containers_in_the_run_with_example_inputs(inputs):
         def forward(self, x):
             return self.conv(x) + self.shortcut(x)
 
-    model = Block()
-    close(swap(model, "direct", inputs)(inputs), model(inputs))
+    model, x = Block(), torch.randn(1, 4, 6, 6)
+    close(swap(model, "direct", x)(x), model(x))
 
 
 def test_a_run_of_a_model_with_sparse_buffers():

@@ -431,7 +431,7 @@ def test_what_is_no_plan(data, message, tmp_path):
             layer(),
             "layer 'frist' (algorithm 'direct'): there is no such layer in this model; did you mean 'first'",
         ),
-        ("first", layer(algorithm="dierct"), "layer 'first': no conv2d algorithm 'dierct'"),
+        ("first", layer(algorithm="dierct"), "layer 'first' (algorithm 'dierct'): no conv2d algorithm 'dierct'"),
         ("fc", layer(), "layer 'fc' (algorithm 'direct'): is a linear in this model, a conv2d in the plan"),
         ("side", layer(algorithm="winograd_f4"), "side (conv2d): winograd_f4"),
     ],

@@ -366,7 +366,7 @@ def test_layers_that_an_algorithm_cannot_do_are_said():
 
 
 @pytest.mark.parametrize("operation", ["relu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "flatten"])
-def test_other_steps_run_the_algorithm_that_is_named(operation, request):
+def test_other_steps_run_the_algorithm_that_is_named(operation):
     calls = []
 
     def mine(*args):
