@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import conv_flop_count
 
-from ai3_ops import _torch
+from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
@@ -470,6 +470,7 @@ Conv2d.rules = {
 # Calls in models ------------------------------------------------------------------------------------------------------
 # A training step packs the weight of every call, which takes so many output pixels to pay.
 _PIXELS, _PIXELS_16_BITS = 1024, 4096
+_TILES = _library.registry()["matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
 
 
@@ -526,7 +527,8 @@ class Conv2dCall(SwitchedCall):
             pixels = pixels * ((size - 1) // s + 1 if k > 1 or s > 1 else size)
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if fast_in(dtype):
-            return kernel == (3, 3) and strides == (1, 1) and pixels >= _PIXELS_16_BITS
+            tiled = dtype == torch.bfloat16 and _TILES  # 16 times as many products in oneDNN as in Winograd's float32
+            return not tiled and kernel == (3, 3) and strides == (1, 1) and pixels >= _PIXELS_16_BITS
         if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
             return True
         if kernel == (1, 1):

@@ -155,8 +155,11 @@ void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
                      const RowsOf& rows_of, double preparation = 0) {
   using A = Acc<T>;
   const int64_t pixels = p.batch * p.out_height * p.out_width;
-  const Grid grid =
-      gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, preparation);
+  Grid grid;
+  if constexpr (dtype_of<T> == DType::bf16)
+    grid = pair_grid(p.threads, p.groups, pixels, b.out_channels, steps, preparation);
+  else
+    grid = gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, preparation);
   auto multiply_task = [&](int64_t g, int64_t i, int64_t j, int) {
     const Share rows = row_share(pixels, grid, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
     Output<T> y{static_cast<T*>(m.output), p.y_stride.w};

@@ -494,15 +494,17 @@ struct TransformDomain {
     return sizeof(T) == sizeof(A) && has_whole_lines<T>(p.y_stride, output) &&
            checked_product({p.batch, p.out_height, p.out_width, p.out_channels, static_cast<int64_t>(sizeof(T))}) >= least;
   }
-  // Where a whole tile's outputs go; plain: neither residual nor activation; sloped: the activations that is_called() names.
+  // Where a tile's outputs go; plain: neither residual nor activation; sloped: the activations that is_called() names; edge: a
+  // tile of which only some rows and columns lie in the output.
   enum class Finish { general, sloped, plain, plain_past_caches };
-  template <Finish finish>
+  template <Finish finish, bool edge = false>
   struct Outputs {
     const Epilogue<A>& epilogue;
     T* y;
     int64_t step_h, step_w;
     bool streaming, added;  // whether there is a residual, and
     intptr_t residual;      // how many bytes behind y
+    int64_t rows, columns;  // that lie in the output
     AI3_INLINE void put(T* to, V v) const {
       v += epilogue.bias;
       constexpr bool any = finish == Finish::general || finish == Finish::sloped;
@@ -516,10 +518,15 @@ struct TransformDomain {
     struct Row {
       const Outputs& outputs;
       Apart<T> elements;
-      AI3_INLINE void put(int j, V v) const { outputs.put(elements[j], v); }
+      int64_t columns;
+      AI3_INLINE void put(int j, V v) const {
+        if (!edge || j < columns) outputs.put(elements[j], v);
+      }
     };
-    AI3_INLINE Row row(int64_t i) const { return {*this, {y + i * step_h, step_w}}; }
-    AI3_INLINE void operator()(int64_t i, int64_t j, V v) const { put(y + i * step_h + j * step_w, v); }
+    AI3_INLINE Row row(int64_t i) const { return {*this, {y + i * step_h, step_w}, edge && i >= rows ? 0 : columns}; }
+    AI3_INLINE void operator()(int64_t i, int64_t j, V v) const {
+      if (!edge || (i < rows && j < columns)) put(y + i * step_h + j * step_w, v);
+    }
   };
   // Output channels [begin, end) of tile t from row `slot` of m, which starts with channel `first`.
   void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t first, int64_t begin, int64_t end,
@@ -528,7 +535,7 @@ struct TransformDomain {
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
                   step_w = w.phases * p.y_stride.w;
     const int64_t start = t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
-    const bool whole = p.y_stride.c == 1 && rows == h.tile && columns == w.tile;
+    const bool whole = rows == h.tile && columns == w.tile;
     const T* bias = static_cast<const T*>(buffers.bias);
     const A* slope = static_cast<const A*>(buffers.slope);
     Epilogue<A> epilogue(p.activation, V(A{0}));
@@ -539,23 +546,24 @@ struct TransformDomain {
       const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + shift : nullptr;
       T* y = static_cast<T*>(buffers.output) + shift;
       const Positions<const A> in{m + slot * row + k - first, stride};
-      auto whole_tile = [&]<Finish finish>() {
+      auto finished = [&]<Finish finish, bool edge = false>() {
         const intptr_t apart = reinterpret_cast<intptr_t>(residual) - reinterpret_cast<intptr_t>(y);
-        Transform::inverse(in, Outputs<finish>{epilogue, y, step_h, step_w, streaming, residual != nullptr, apart}, rows,
-                           columns);
+        const Outputs<finish, edge> to{epilogue, y, step_h, step_w, streaming, residual != nullptr, apart, rows, columns};
+        Transform::inverse(in, to, rows, columns);
       };
       constexpr bool kUnrolled = kPositions <= 64;  // more of a longer transform would only be more code
       constexpr bool kStreams = sizeof(T) == sizeof(A) && AI3_VECTOR_BYTES == 64;
-      if (whole && count == kWidth) {
+      if (p.y_stride.c == 1 && count == kWidth) {
         if (is_called(p.activation))
-          whole_tile.template operator()<Finish::sloped>();
+          whole ? finished.template operator()<Finish::sloped>() : finished.template operator()<Finish::sloped, true>();
+        else if (!whole)
+          finished.template operator()<Finish::general, true>();
         else if (!kUnrolled || residual || p.activation != Activation::none)
-          whole_tile.template operator()<Finish::general>();
+          finished.template operator()<Finish::general>();
         else if constexpr (kUnrolled && kStreams)
-          streaming ? whole_tile.template operator()<Finish::plain_past_caches>()
-                    : whole_tile.template operator()<Finish::plain>();
+          streaming ? finished.template operator()<Finish::plain_past_caches>() : finished.template operator()<Finish::plain>();
         else if constexpr (kUnrolled)
-          whole_tile.template operator()<Finish::plain>();
+          finished.template operator()<Finish::plain>();
       } else {
         Transform::inverse(
             in,

@@ -17,6 +17,7 @@ namespace ai3::inline AI3_LEVEL {
 // Part `i` of [0, count) in `parts` shares whose sizes differ by one at most.
 struct Share {
   int64_t begin, end;
+  AI3_INLINE int64_t size() const { return end - begin; }
 };
 AI3_INLINE Share share(int64_t count, int64_t parts, int64_t i) { return {count * i / parts, count * (i + 1) / parts}; }
 

@@ -32,10 +32,15 @@ struct PackedProduct {
   int64_t blocks =
       !kSame || p.rows <= kRows ? 1 : larger(1, ceil_div(steps, (copies ? 2560 : 3072) / static_cast<int64_t>(sizeof(A))));
   int64_t block = ceil_div(steps, blocks), stride = prepared_stride<A>(block);
-  // A block's panels are small, so its rows may have 4/3 of the part of the L2 cache that a grid's rows have.
-  Grid grid = gemm_grid<A>(p.threads, 1, ceil_div(p.rows, kRows), kRows, panel_count<A>(p.out_features), steps, copies ? .25 : 0,
-                           kSame ? block * 3 / 4 : block);
+  Grid grid = grid_of();
 
+  Grid grid_of() const {
+    const double preparation = copies ? .25 : 0;
+    if constexpr (form == Form::pairs && !kSame) return pair_grid(p.threads, 1, p.rows, p.out_features, steps, preparation);
+    // A block's panels are small, so its rows may have 4/3 of the part of the L2 cache that a grid's rows have.
+    return gemm_grid<A>(p.threads, 1, ceil_div(p.rows, kRows), kRows, panel_count<A>(p.out_features), steps, preparation,
+                        kSame ? block * 3 / 4 : block);
+  }
   // Elements of each thread's copy.
   int64_t copy_size() const {
     return copies ? round_up(checked_mul(ceil_div(ceil_div(p.rows, kRows), grid.prepared) * kRows, stride), 64) : 0;
@@ -129,7 +134,9 @@ Cost product_cost(const LinearProblem& p, const With& with) {
   return with(p, [&]<class T, Form form>() {
     constexpr bool pairs = form == Form::pairs;
     return Cost{2 * m * k * n, sizeof(T) * (m * k + m * n) + (form == Form::plain ? sizeof(Acc<T>) : 2) * k * n,
-                pairs ? 1.6 : .95};
+                !pairs               ? .95
+                : has_matrix_tiles() ? 6
+                                     : 1.6};
   });
 }
 
