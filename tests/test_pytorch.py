@@ -1,5 +1,6 @@
 """docs/pytorch.md: each line of its code shows what the page says of PyTorch. One that has become right leaves the page."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,15 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from ai3_ops import _library
+
 PAGE = Path(__file__).resolve().parent.parent / "docs/pytorch.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
 
 
-def run(number, *after):
+def run(number, *after, **environment):
     """The last line that a block of the page, and what follows it, prints; each in a process, since they set switches."""
     block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
     program = "\n".join(["import torch, torch.nn.functional as F", block, *after])
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment)
 
 
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
@@ -32,3 +35,11 @@ def test_a_bias_beside_a_weight_of_one_dimension():
 
 def test_the_old_tf32_switches():
     assert "RuntimeError" in run(2).stderr
+
+
+@pytest.mark.skipif(not _library.registry()["processor_has_matrix_tiles"], reason="seen with AMX alone")
+def test_a_bias_s_gradient_in_bfloat16():
+    """glibc's check of its heap finds what is written over the end."""
+    done = run(3, "print('alive')", MALLOC_CHECK_="3", LD_PRELOAD="libc_malloc_debug.so.0")
+    assert done.returncode
+    assert "alive" not in done.stdout

@@ -819,3 +819,20 @@ def test_what_a_new_version_has_in_addition_gets_its_rules(header):
         assert torch.equal(op(X, W), 5 * X)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.skipif(not shutil.which("clang++"), reason="no Clang")
+@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
+def test_clang_compiles_every_header(level, tmp_path):
+    """A user's compiler may be one; its names of processor features are others than GCC's."""
+    if level not in module._flags.levels():
+        pytest.skip("no level of this architecture")
+    include = module._INCLUDE / "ai3"
+    ours = {"level.h"}  # for callers of kernels, which GCC compiles
+    names = sorted(p.name for p in include.glob("*.h") if p.name not in ours)
+    source = tmp_path / "all.cpp"
+    for name in names:
+        source.write_text(f"#include <ai3/{name}>\n")
+        command = ["clang++", "-std=c++20", "-fsyntax-only", "-w", "-DAI3_LEVEL=user", f"-I{module._INCLUDE}"]
+        done = subprocess.run([*command, *module._flags.levels()[level], source], capture_output=True, text=True)
+        assert not done.returncode, f"{name}: {done.stderr}"

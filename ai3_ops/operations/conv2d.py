@@ -186,11 +186,12 @@ class Conv2d(Weighted):
             grads = ctx.operator(grad, input, weight, *window, ctx.groups, needs, **ctx.options)
         else:  # a Python callable
             lists = [base.spread(f"ai3::{self.name}", v, self.space, "size", 0) for v in window]
-            y, x, bias = self.batched(grad), self.batched(input), [weight.shape[0]]
+            y, x = self.batched(grad), self.batched(input)
             zeros = [0] * self.space
-            grads = torch.ops.aten.convolution_backward(y, x, weight, bias, *lists, False, zeros, ctx.groups, needs)
-            if needs[0]:
-                grads = (grads[0].reshape(input.shape), *grads[1:])
+            asked = [*needs[:2], False]  # a bias's gradient may end the process (docs/pytorch.md)
+            grads = torch.ops.aten.convolution_backward(y, x, weight, None, *lists, False, zeros, ctx.groups, asked)
+            of_input = grads[0].reshape(input.shape) if needs[0] else None
+            grads = of_input, grads[1], y.sum([0, *range(2, y.ndim)]) if needs[2] else None
         return tuple(g if wanted else None for g, wanted in zip(grads, needs, strict=True))
 
     def vmap(
@@ -470,7 +471,7 @@ Conv2d.rules = {
 # Calls in models ------------------------------------------------------------------------------------------------------
 # A training step packs the weight of every call, which takes so many output pixels to pay.
 _PIXELS, _PIXELS_16_BITS = 1024, 4096
-_TILES = _library.registry()["matrix_tiles"]
+_TILES = _library.registry()["processor_has_matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
 
 

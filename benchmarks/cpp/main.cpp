@@ -315,7 +315,7 @@ int run(int argc, char** argv) {
   const Machine machine = measure_machine(o.threads);
   peak_flops = machine.flops;
   auto gigas = [](double v) { return std::to_string(static_cast<int64_t>(v / 1e9)); };
-  benchmark::AddCustomContext("instruction set", level());
+  benchmark::AddCustomContext("instruction set", level() + (level_has_matrix_tiles() ? " and AMX" : ""));
   benchmark::AddCustomContext("threads", std::to_string(o.threads));
   benchmark::AddCustomContext("FMA peak, GFLOP/s", gigas(machine.flops));
   benchmark::AddCustomContext("read bandwidth, GB/s", gigas(machine.bytes));

@@ -113,7 +113,9 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
     });
   }
   if (by_aten[0] || by_aten[1]) {
-    by_aten[2] = by_aten[1] && wanted[2];
+    // oneDNN writes the bias's gradient in whole vectors of bfloat16, over the end of it (docs/pytorch.md).
+    const bool is_safe = p.dtype != DType::bf16 || p.out_channels % 16 == 0;
+    by_aten[2] = by_aten[1] && wanted[2] && is_safe;
     auto stack = call_dispatcher("aten::convolution_backward", "", grad, c.input, c.weight,
                                  std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},
                                  c.groups, torch::headeronly::HeaderOnlyArrayRef<bool>(by_aten, 3));

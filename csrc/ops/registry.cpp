@@ -234,7 +234,7 @@ struct Asked {
 const char* registry_as_json() {
   static thread_local std::string json;
   json = std::string("{\"level\":\"") + level() + "\",\"matrix_tiles\":" + (level_has_matrix_tiles() ? "true" : "false") +
-         ",\"operations\":{";
+         ",\"processor_has_matrix_tiles\":" + (processor_has_matrix_tiles() ? "true" : "false") + ",\"operations\":{";
   bool first_operation = true;
   for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++) {
     json += std::string(first_operation ? "\"" : ",\"") + (*o)->name + "\":{\"sizes\":\"" + (*o)->sizes + "\",\"algorithms\":{";
@@ -331,7 +331,8 @@ AI3_EXPORT int ai3_machine(int threads, int again, double* flops, double* bytes,
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }
-// JSON: {"level": ..., "matrix_tiles": bool, "operations": {name: {"sizes": "<names>", "algorithms": {name: {"CPU": {...},
+// JSON: {"level": ..., "matrix_tiles": bool (whether they are used),
+// "processor_has_matrix_tiles": bool, "operations": {name: {"sizes": "<names>", "algorithms": {name: {"CPU": {...},
 // "CUDA": {...}}}}}}. Valid until the next call from the same thread.
 AI3_EXPORT const char* ai3_registry(char* error, int64_t size) {
   return guarded(error, size, [] { return registry_as_json(); });

@@ -24,15 +24,16 @@ bool enough_channels(const Conv2dProblem& p) {
   const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
   return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least;
 }
-// In 16 bits the vendor multiplies pairs where the processor can, at twice the rate of float32, or 16 times with matrix tiles. Of
-// our own kernels those for 1x1 and depthwise layers do so, too; Winograd, in float32, must save more products than that
-// (docs/algorithms/conv2d/default.md).
+// In 16 bits the vendor multiplies pairs where the processor can, at twice the rate of float32; bfloat16 in matrix tiles at 16
+// times. Of our own kernels those for 1x1 and depthwise layers do so, too; Winograd, in float32, must save more than half of the
+// products, and never saves enough to beat tiles (docs/algorithms/conv2d/default.md).
 bool vendor_multiplies_pairs(const Conv2dProblem& p) {
   if (size_of(p.dtype) != 2 || is_pointwise(p)) return false;
+  if (p.dtype == DType::bf16 && processor_has_matrix_tiles()) return true;
   Reason ignored;
   if (!is_concrete(p) || !enough_channels(p) || !winograd_supports(p, ignored)) return true;
   const double f2 = work(TransformDomainTraits<Winograd<2>>::cost(p)), f4 = work(TransformDomainTraits<Winograd<4>>::cost(p));
-  return (f2 < f4 ? f2 : f4) > flops(p) / (p.dtype == DType::bf16 && has_matrix_tiles() ? 16 : 2);
+  return (f2 < f4 ? f2 : f4) > flops(p) / 2;
 }
 
 struct Row {

@@ -1,5 +1,7 @@
 // What a packed operator fuses into its store: activation(v), after bias and residual. As ATen defines each, NaN included.
 #pragma once
+#include <initializer_list>
+
 #include "problem.h"
 #include "simd.h"
 
@@ -81,7 +83,7 @@ AI3_INLINE Vec<float> normal_cdf(Vec<float> v) {
   const Vec<float> z = (v.raw < Raw{} ? -v.raw : v.raw) * 0.70710678f, t = Vec<float>(1.f) / fma(z, 0.3275911f, Vec<float>(1.f));
   Vec<float> p = 1.061405429f;
   for (float c : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f}) p = fma(p, t, Vec<float>(c));
-  const Vec<float> tail = p * t * exp(Raw{} - z.raw * z.raw) * Vec<float>(.5f);
+  const Vec<float> tail = p * t * exp(Vec<float>(Raw{} - z.raw * z.raw)) * Vec<float>(.5f);
   return v.raw > Raw{} ? 1.f - tail.raw : tail.raw;
 }
 AI3_INLINE Vec<double> normal_cdf(Vec<double> v) {

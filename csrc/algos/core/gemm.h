@@ -454,57 +454,63 @@ AI3_INLINE void store_sums(Output<T> out, float* sums, int64_t rows, int64_t col
   }
   store_block(out, sums, P, rows, columns);
 }
-// Rows of pairs, in tiles where the processor has them. A part of k at a time, so that a slab's rows and a panel of it stay in
-// the L1 cache: loads of tiles hide no latency, and from the L2 cache both operands take half as long again. Between parts the
-// sums of a group of slabs, whose rows stay in the L2 cache, lie in a buffer, where the epilogue takes them
-// (docs/decisions/tiles.md).
+// Rows of pairs, in tiles. A part of k at a time, so that a slab's rows and a panel of it stay in the L1 cache: the latency of
+// tile loads is not hidden, and from the L2 cache both operands take half as long again. Between parts the sums of a group of
+// slabs, whose rows stay in the L2 cache, lie in a buffer, where the epilogue takes them (docs/decisions/tiles.md).
 template <class T>
 void multiply_in_tiles(const PairRows& a, int64_t rows, const float* panels, int64_t panel_stride, int64_t columns, int64_t k,
-                       int64_t step, const Output<T>& out) {
-  constexpr int64_t P = kPanel<float>, kPart = 8, kGroup = 10, kGroupBytes = 960 << 10;  // steps of a part, slabs of a group
+                       const Output<T>& out) {
+  constexpr int64_t P = kPanel<Acc<T>>, kPart = 8, kGroup = 10, kGroupBytes = 960 << 10;  // steps of a part, slabs of a group
+  static_assert(P == kSlabColumns);
   alignas(64) float sums[kGroup * kSlabRows * P];
-  const int64_t parts = ceil_div(k / step, kPart), height = ceil_div(rows, ceil_div(rows, kSlabRows)),
+  const TileSteps steps(k);
+  const int64_t whole_parts = ceil_div(steps.count, kPart), parts = whole_parts + (steps.rest > 0),
+                panel_total = ceil_div(columns, P), height = ceil_div(rows, ceil_div(rows, kSlabRows)),
+                apart = parts > 1 ? height * P : 0,
                 group = height * larger(1, smaller(kGroup, kGroupBytes / (kSlabRows * k * 4)));
   const bool biased = out.bias && !out.bias_per_row;
-  int64_t configured = 0;  // rows
+  int64_t configured_rows = 0, configured_pairs = 0;
   auto multiply_panel = [&](int64_t first, int64_t last, int64_t q) {
-    const int64_t used = smaller(P, columns - q * P);
+    const int64_t used = smaller(P, columns - q * P), slabs = ceil_div(last - first, height),
+                  next_panel = q + 1 < panel_total ? q + 1 : 0;
     alignas(64) float bias[P] = {};
     if (biased)
       for (int64_t c = 0; c < used; c++) bias[c] = widen(out.bias[q * P + c]);
     for (int64_t i = 0; i < parts; i++) {
-      const Share part = share(k / step, parts, i);
-      const float* const panel = panels + q * panel_stride + part.begin * step * P;
-      float* own = sums;
+      const bool is_rest = i == whole_parts, is_last = i == parts - 1;
+      const Share part = is_rest ? Share{0, 1} : share(steps.count, whole_parts, i);
+      const int64_t step = is_rest ? steps.rest : steps.step, from = is_rest ? k - steps.rest : part.begin * step;
       // The same part of the next panel, a share of it for each slab.
-      const int64_t ahead = round_up(ceil_div(step * P * 4, ceil_div(last - first, height)), 64);
-      const char* next = reinterpret_cast<const char*>(panel + panel_stride);
-      for (int64_t row = first; row<last; row += height, own += parts> 1 ? height * P : 0, next += ahead * part.size()) {
+      const char* next = reinterpret_cast<const char*>(panels + next_panel * panel_stride + from * P);
+      const int64_t ahead = round_up(ceil_div(step * P * 4, slabs), 64);
+      float* own = sums;
+      for (int64_t row = first; row < last; row += height, own += apart, next += ahead * part.size()) {
         const int64_t count = smaller(height, last - row);
-        if (count != configured) configured = count, tile::configure(tile::Shapes(count, step));
-        multiply_tiles(count, used, a.from(row).address() + part.begin * step * 4, a.row_bytes(), panel, part.size(), step,
-                       i == 0 ? bias : own, i == 0 ? 0 : P, own, next, ahead);
-        if (i < parts - 1) continue;
+        if (count != configured_rows || step != configured_pairs) {
+          configured_rows = count, configured_pairs = step;
+          amx::configure(amx::Shapes(count, step));
+        }
+        multiply_tiles(count, used, a.from(row).address() + from * 4, a.row_bytes(), panels + q * panel_stride + from * P,
+                       part.size(), step, i == 0 ? bias : own, i == 0 ? 0 : P, own, next, ahead);
+        if (!is_last) continue;
         // The lines of the next panel's outputs come into the L2 cache: rows lie on pages of their own, where no prefetcher of
         // the hardware has them ready.
-        const Output<T> later = out.from(row, (q + 1) * P);
-        for (int64_t r = 0; r < count; r++) __builtin_prefetch(later.data + r * later.row_stride, 1, 2);
+        for (int64_t r = 0; r < count; r++)
+          __builtin_prefetch(out.data + (row + r) * out.row_stride + next_panel * P * out.column_stride, 1, 2);
         store_sums(out.from(row, q * P), own, count, used, biased);
       }
     }
   };
   for (int64_t first = 0; first < rows; first += group)
-    for (int64_t q = 0; q < ceil_div(columns, P); q++) multiply_panel(first, smaller(rows, first + group), q);
-  tile::release();
+    for (int64_t q = 0; q < panel_total; q++) multiply_panel(first, smaller(rows, first + group), q);
+  amx::release();
 }
 template <class T>
 void gemm_block(const PairRows& a, int64_t rows, const float* panels, int64_t panel_stride, int64_t columns, int64_t k,
                 const Output<T>& out) {
-  constexpr int64_t kFewRows = 4;
-  if (const int64_t step = has_matrix_tiles() && rows > kFewRows ? tile_step(k) : 0; step > 0)
-    multiply_in_tiles<T>(a, rows, panels, panel_stride, columns, k, step, out);
-  else
-    gemm_block<T, PairRows, float>(a, rows, panels, panel_stride, columns, k, out);
+  if constexpr (AI3_VECTOR_BYTES == 64)
+    if (fills_tiles(rows, k)) return multiply_in_tiles<T>(a, rows, panels, panel_stride, columns, k, out);
+  gemm_block<T, PairRows, float>(a, rows, panels, panel_stride, columns, k, out);
 }
 template <class T, class Rows>
 AI3_INLINE void gemm_block(const Rows& a, int64_t rows, const Acc<T>* panels, int64_t columns, int64_t k, const Output<T>& out) {
@@ -623,10 +629,11 @@ Grid gemm_grid(int threads, int64_t products, int64_t units, int64_t unit_size, 
 // The same for rows of pairs. In tiles their groups stay in the L2 cache whatever a task has, and where there are many, each
 // thread takes a share of the rows: what comes next shares them alike.
 inline Grid pair_grid(int threads, int64_t products, int64_t rows, int64_t columns, int64_t k, double preparation) {
-  constexpr int64_t kManyRows = 256;
-  const int64_t panels = panel_count<float>(columns);
-  if (has_matrix_tiles() && products == 1 && rows >= kManyRows * threads) return {threads, 1, threads > 2};
-  return gemm_grid<float>(threads, products, ceil_div(rows, kRows), kRows, panels, k, preparation, has_matrix_tiles() ? 1 : k);
+  constexpr int64_t kManyRows = 256;  // of a thread
+  const bool tiles = fills_tiles(rows, k);
+  if (tiles && products == 1 && rows >= kManyRows * threads) return {threads, 1, threads > 2};
+  return gemm_grid<float>(threads, products, ceil_div(rows, kRows), kRows, panel_count<float>(columns), k, preparation,
+                          tiles ? 1 : k);
 }
 // body(product, prepared share, streamed share, thread) for every task. Neighbours in time use the same part of the weight.
 // size(prepared share, streamed share) as in parallel_for.

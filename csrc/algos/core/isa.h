@@ -3,10 +3,6 @@
 // keeps one copy of an inline function, and an AVX-512 copy must never be what the portable level calls.
 #pragma once
 #include <cstdlib>
-#if defined(__x86_64__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #ifndef AI3_LEVEL
 #define AI3_LEVEL portable
@@ -35,21 +31,6 @@ inline bool is_switched_off(const char* variable) {
 inline bool uses_bf16_instructions() {
 #if defined(__x86_64__)
   static const bool used = __builtin_cpu_supports("avx512bf16") && !is_switched_off("AI3_OPS_BF16");
-  return used;
-#else
-  return false;
-#endif
-}
-
-// Whether AMX's tiles of bfloat16 are used: where the processor has them and the system lets the process have their registers,
-// which are too large to be saved for all; unless AI3_OPS_AMX is 0, or AI3_OPS_BF16.
-inline bool uses_matrix_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
-  static const bool used = [] {
-    constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return uses_bf16_instructions() && !is_switched_off("AI3_OPS_AMX") && __builtin_cpu_supports("amx-tile") &&
-           __builtin_cpu_supports("amx-bf16") && syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  }();
   return used;
 #else
   return false;

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "amx.h"
 #include "machine.h"
 
 extern "C" {

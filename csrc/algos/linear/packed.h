@@ -31,9 +31,15 @@ struct PackedProduct {
   // Rows that are copied come through the same cache. Sums of a narrower type must not be stored in between.
   int64_t blocks =
       !kSame || p.rows <= kRows ? 1 : larger(1, ceil_div(steps, (copies ? 2560 : 3072) / static_cast<int64_t>(sizeof(A))));
-  int64_t block = ceil_div(steps, blocks), stride = prepared_stride<A>(block);
+  static constexpr int64_t kUnit = form == Form::pairs ? kTilePairs : 1;  // of a block: pairs that fill tiles
+  int64_t units = ceil_div(steps, kUnit), block = smaller(steps, ceil_div(units, blocks) * kUnit),
+          stride = prepared_stride<A>(block);
   Grid grid = grid_of();
 
+  Share part(int64_t b) const {
+    const Share of = share(units, blocks, b);
+    return {of.begin * kUnit, smaller(steps, of.end * kUnit)};
+  }
   Grid grid_of() const {
     const double preparation = copies ? .25 : 0;
     if constexpr (form == Form::pairs && !kSame) return pair_grid(p.threads, 1, p.rows, p.out_features, steps, preparation);
@@ -89,14 +95,13 @@ struct PackedProduct {
     auto multiply_task = [&](int64_t, int64_t i, int64_t j, int thread) {
       const Share rows = row_share(p.rows, grid, i), columns = column_share<A>(p.out_features, grid.streamed, j);
       for (int64_t b = 0; b < blocks; b++) {
-        const Share part = share(steps, blocks, b);
-        const int64_t first = part.begin * kPerStep, count = smaller(k, part.end * kPerStep) - first;
+        const Share of = part(b);
+        const int64_t first = of.begin * kPerStep, count = smaller(k, of.end * kPerStep) - first;
         A* to = copied + thread * size;
         for (int64_t r = rows.begin; copies && r < rows.end; r++)
           copy(x + r * p.x_row + first, count, to + (r - rows.begin) * stride);
         const auto a = copies ? rows_at(to, stride * kPerStep) : rows_at(x + rows.begin * p.x_row + first, p.x_row);
-        gemm_block<T>(a, rows.end - rows.begin, w + columns.begin * steps + part.begin * P, steps * P,
-                      columns.end - columns.begin, part.end - part.begin,
+        gemm_block<T>(a, rows.end - rows.begin, w + columns.begin * steps + of.begin * P, steps * P, columns.size(), of.size(),
                       y.from(rows.begin, columns.begin).part(b == 0, b == blocks - 1));
       }
     };
