@@ -90,11 +90,14 @@ struct MicroTile {
   // After a residual, which lies as c does, and the activation.
   AI3_INLINE void store(A* c, int64_t ldc, const A* residual, Activation activation) const {
     with_registers(activation, residual, [&]<Activation constant, bool added>() {
+      // Each case by itself: GCC would compute the addresses of all before it knows which one it is, on the stack.
+      int64_t apart = ldc;
+      asm volatile("" : "+r"(apart));
 #pragma GCC unroll 16
       for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
         for (int q = 0; q < (half ? 1 : 2); q++) {
-          const int64_t at = r * ldc + q * V::width;
+          const int64_t at = r * apart + q * V::width;
           V v = q ? right[r] : left[r];
           if constexpr (added) v += AI3_LEVEL::load(residual + at);
           AI3_LEVEL::store(c + at, activate_inline(constant, v));
