@@ -53,7 +53,8 @@ def gpu_names() -> list[str]:
 
 def machine() -> dict[str, str]:
     """What a measurement needs to be told with: processor, level, threads, GPU, versions."""
-    level = _library.registry()["level"] + (" and AMX" if _library.registry()["matrix_tiles"] else "")
+    known = _library.registry()
+    level = known["level"] + (" and AMX" if known["matrix_tiles"] else "")
     forced = " (AI3_OPS_ISA)" if os.environ.get("AI3_OPS_ISA") else ""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {

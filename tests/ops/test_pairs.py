@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,13 +15,6 @@ ops = torch.ops.ai3
 # rest of 1, an odd feature; several parts and blocks of k; outputs in half a panel, in a whole one, in both.
 ROWS = (1, 4, 5, 14, 15, 16, 17, 32, 33, 65, 331, 700, 1000, 1025)
 FEATURES = ((32, 16), (72, 40), (22, 33), (8, 64), (34, 96), (63, 31), (1228, 48), (1536, 17), (8192, 65))
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def integers(*shape: int, most: int = 1) -> Tensor:
@@ -94,7 +85,6 @@ def test_pixels_are_exact_on_integers(channels: int, filters: int, size: int, gr
     assert torch.equal(y, expected.bfloat16())
 
 
-@pytest.mark.usefixtures("threads")
 def test_threads_change_nothing() -> None:
     g = torch.Generator().manual_seed(0)
     for rows, features, outputs in ((5, 64, 96), (29, 256, 160), (331, 96, 33), (1100, 72, 64)):
