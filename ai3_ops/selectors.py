@@ -414,13 +414,29 @@ def _ask(function: Callable[..., Any], place: Place) -> Any:
     required = sum(p.default is p.empty for p in positional)
     any_number = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     if required == 1 and not any_number:  # further ones keep their defaults, as in lambda m, name=name: name
-        return function(place.module)
+        return _answer(function, place, place.module)
     if not any_number and (required > 2 or len(positional) < 2):
         raise TypeError(f"a selector function takes (module) or (module, input_shape), got {function!r}")
     if place.shape is None:
         why = "needs example inputs" if not place.watched else "needs example inputs that reach every layer"
         raise ValueError(f"a selector function of (module, input_shape) {why}: no shape for {place.names[0]!r}")
-    return function(place.module, place.shape)
+    return _answer(function, place, place.module, place.shape)
+
+
+def _answer(function: Callable[..., Any], place: Place, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        error.add_note(f"ai3_ops: the selector function was asked for {place.names[0] or 'the model itself'!r}")
+        raise
+
+
+def supporting(operation: str, supports: Callable[[Algorithm], bool]) -> str:
+    """The end of a refusal: which of the operation's algorithms can do what the named one cannot."""
+    names = [
+        name for name in dict.fromkeys(a.name for a in registry.algorithms(operation)) if supports(Algorithm(name))
+    ]
+    return f"algorithms that support it: {', '.join(names) or 'none'}"
 
 
 def _leaves_alone(value: Any) -> bool:

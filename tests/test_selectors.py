@@ -98,6 +98,9 @@ def test_functions(net):
         swap(net, lambda m: 3)
     with pytest.raises(ValueError, match=r"no conv2d algorithm 'dirct'.*'direct'"):
         swap(net, lambda m: "dirct")
+    with pytest.raises(ZeroDivisionError) as raised:
+        swap(net, lambda m: 1 // (m.kernel_size[0] - 5) or "direct")
+    assert any("asked for 'first.conv'" in note for note in raised.value.__notes__)
 
 
 def test_a_function_gets_the_module_that_makes_a_functional_call(net):

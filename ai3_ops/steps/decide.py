@@ -11,7 +11,7 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.operations.calls import Once, approximation
-from ai3_ops.selectors import Algorithm, Choice, Selector, Tuner, assign, matched
+from ai3_ops.selectors import Algorithm, Choice, Selector, Tuner, assign, matched, supporting
 from ai3_ops.steps.describe import Described
 from ai3_ops.steps.discover import Lost, reachable
 
@@ -91,16 +91,9 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
         reasons.append(f"{candidate.name} {reason}")
     call.reason = "; ".join(reasons)
     if choice.single or strict:
-        can = [
-            a
-            for a in dict.fromkeys(a.name for a in registry.algorithms(described.operation))
-            if not _refusal(described, Algorithm(a), approximate)
-        ]
+        able = supporting(described.operation, lambda algorithm: not _refusal(described, algorithm, approximate))
         name = described.names[0] or "the model itself"
-        raise ValueError(
-            f"ai3_ops.swap: {name} ({described.operation}): {call.reason}; "
-            f"algorithms that support it: {', '.join(can) or 'none'}"
-        )
+        raise ValueError(f"ai3_ops.swap: {name} ({described.operation}): {call.reason}; {able}")
     stay[choice.requested] += 1
 
 

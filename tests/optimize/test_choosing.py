@@ -363,6 +363,8 @@ def test_layers_that_an_algorithm_cannot_do_are_said():
         n for n in ai3_ops.explain(fast).optimization.parts[0].notes if n.startswith("PyTorch computes 1: winograd ")
     ]
     assert "needs" in note
+    with pytest.raises(ValueError, match=r"1 \(conv2d\): winograd needs .*; algorithms that support it: .*direct"):
+        optimized(model, torch.randn(1, 3, 12, 12), selectors={"1": "winograd"})
 
 
 @pytest.mark.parametrize("operation", ["relu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "flatten"])
