@@ -121,7 +121,7 @@ def make_plan(
     expected = _exact(captured, inputs)
     error = _error(_exact(network, inputs), expected)
     if not error <= _bound(captured, inputs, error, expected):
-        report.notes.append(f"stays as it was: the rewrites changed what the network computes, by {error:.2g}")
+        _inexact(report, "the rewrites changed what the network computes, by", error)
         return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
         cost = COSTS["memory" if settings.objective == "memory" else "latency"]
@@ -158,13 +158,23 @@ def make_plan(
     report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
     report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
     if not accurate:
-        report.notes.append(f"stays as it was: rewritten its outputs had an error of {report.error:.2g}")
+        _inexact(report, "rewritten its outputs had an error of", report.error or math.nan)
         return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
         progress("comparison with the module as it was")
         if _slower(lambda: module(*args, **kwargs), lambda: body(*inputs), report, "rewritten"):
             return Plan(None, network.dynamic, network.out_spec, report, resolved)
     return Plan(body, network.dynamic, network.out_spec, report, resolved)
+
+
+def _inexact(report: Optimization, what: str, error: float) -> None:
+    """Notes why a module stays as it was, and warns: nobody who asked for a faster one should find out by its speed."""
+    note = f"stays as it was: {what} {error:.2g}"
+    report.notes.append(note)
+    warnings.warn(
+        f"ai3_ops.optimize: {report.name or 'the model'} {note}; ai3_ops.explain names the algorithms that were chosen",
+        stacklevel=2,
+    )
 
 
 def _slower(was: Callable[[], Any], made: Callable[[], Any], report: Optimization, how: str) -> bool:
@@ -217,12 +227,12 @@ def _swapped(
             body = Swapped(swap(source, chosen, allow_approximate=settings.allow_approximate), spec)
             outputs = pytree.tree_leaves(body(*_one_item(captured, inputs)))
             error = report.error = _error(outputs, expected)
-            if error <= _bound(captured, inputs, error, expected):
+            if accurate := error <= _bound(captured, inputs, error, expected):
                 break
             report.rewrites = []
-        else:
-            report.notes.append(f"stays as it was: swapped its outputs had an error of {error:.2g}")
-            return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+    if not accurate:
+        _inexact(report, "swapped its outputs had an error of", error)
+        return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes += [text for w in told if (text := str(w.message)).startswith("ai3_ops.tune: ")]
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
     if _slower(lambda: module(*args, **kwargs), lambda: body(*inputs), report, "swapped"):

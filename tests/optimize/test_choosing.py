@@ -235,6 +235,18 @@ def test_a_network_that_is_inexact_in_pytorch_may_be_as_inexact():
     assert not [n for n in report.notes if n.startswith("stays as it was: rewritten its outputs")]
 
 
+def test_a_named_algorithm_that_is_too_inexact_changes_nothing_and_that_is_said():
+    def inexact(*args):
+        return torch.ops.aten.conv2d(*args) * 1.01
+
+    ai3_ops.register("conv2d", "one_percent_off", inexact, replace=True)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), torch.randn(1, 3, 9, 9)
+    with pytest.warns(UserWarning, match=r"the model stays as it was: .*an error of 0.0.*; ai3_ops.explain names"):
+        fast = optimized(model, x, selectors={"0": "one_percent_off"})
+    assert fast._ai3_first.body is None
+    assert torch.equal(fast(x), model(x))
+
+
 def test_what_is_not_faster_stays_as_it_was(monkeypatch):
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)).eval(), torch.randn(1, 8, 9, 9)
     assert check(model, x)._ai3_first.body is not None
