@@ -427,7 +427,8 @@ def _answer(function: Callable[..., Any], place: Place, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
-        error.add_note(f"ai3_ops: the selector function was asked for {place.names[0] or 'the model itself'!r}")
+        asked = repr(place.names[0]) if place.names[0] else "the model itself"
+        error.add_note(f"ai3_ops: the selector function was asked for {asked}")
         raise
 
 

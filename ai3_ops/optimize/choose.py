@@ -233,8 +233,10 @@ def _first(nodes: list[fx.Node], place: Place, choice: selectors.Choice, refused
             return named(nodes[0], candidate)
         reasons.append(f"{candidate.name} {reason}")
     if choice.single:
-        able = selectors.supporting(place.operation, lambda a: not any(refusal(node, a) for node in nodes))
-        raise ValueError(f"ai3_ops.optimize: {place.names[0]} ({place.operation}): {'; '.join(reasons)}; {able}")
+        alternatives = selectors.supporting(place.operation, lambda a: not any(refusal(node, a) for node in nodes))
+        raise ValueError(
+            f"ai3_ops.optimize: {place.names[0]} ({place.operation}): {'; '.join(reasons)}; {alternatives}"
+        )
     refused.setdefault("; ".join(reasons), []).append(place.names[0])
     return "torch"
 

@@ -173,7 +173,7 @@ def _inexact(report: Optimization, what: str, error: float) -> None:
     report.notes.append(note)
     warnings.warn(
         f"ai3_ops.optimize: {report.name or 'the model'} {note}; ai3_ops.explain names the algorithms that were chosen",
-        stacklevel=2,
+        stacklevel=5,
     )
 
 
@@ -471,7 +471,9 @@ def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
         words = {"scale": "normalization of the input", "input_relu": "ReLU of the input"}
         detail = [a["activation"]] if a.get("activation", "none") != "none" else []
         detail = [*(words.get(k, k) for k in fused), *detail]
-        asked = "" if node.target not in choose.MEASURED and not fusion.apart(node) else a.get("algorithm", "")
+        asked = a.get("algorithm", "")
+        if node.target not in choose.MEASURED and not fusion.apart(node) and asked in steps.RULES:
+            asked = ""  # no choice was made
         algorithm = computed.get(node, "torch" if not asked or asked in steps.RULES else asked)
         measured = "measured" if node.meta.get("choice") == choose.AUTO else "named"
         reason = "" if not asked or algorithm == "torch" else asked if asked in steps.RULES else measured

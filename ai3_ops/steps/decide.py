@@ -91,9 +91,11 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
         reasons.append(f"{candidate.name} {reason}")
     call.reason = "; ".join(reasons)
     if choice.single or strict:
-        able = supporting(described.operation, lambda algorithm: not _refusal(described, algorithm, approximate))
+        alternatives = supporting(
+            described.operation, lambda algorithm: not _refusal(described, algorithm, approximate)
+        )
         name = described.names[0] or "the model itself"
-        raise ValueError(f"ai3_ops.swap: {name} ({described.operation}): {call.reason}; {able}")
+        raise ValueError(f"ai3_ops.swap: {name} ({described.operation}): {call.reason}; {alternatives}")
     stay[choice.requested] += 1
 
 

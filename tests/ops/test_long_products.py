@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,9 +12,17 @@ from torch import Tensor
 import ai3_ops
 
 ops = torch.ops.ai3
-# Parts of equal and of unequal length, of one tap and of several, panels that are not filled.
-SHAPES = ((1025, 33, 1), (2048, 64, 1), (2500, 40, 1), (128, 70, 3), (300, 33, 3), (1024, 32, 3))
+# Parts of equal and of unequal length, of one tap and of several; panels that are not filled; few columns and many.
+SHAPES = ((1025, 70, 1), (2500, 33, 1), (4100, 70, 1), (128, 70, 3), (300, 33, 3), (700, 70, 3))
 ALGORITHMS = ("direct", "implicit_gemm", "implicit_precomp_gemm", "im2col")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """The number of threads is as it was afterwards."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 def integers(*shape: int, most: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,27 +33,53 @@ def integers(*shape: int, most: int = 1, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("channels", "filters", "kernel"), SHAPES)
 def test_convolutions_are_exact_on_integers(
-    channels: int, filters: int, kernel: int, dtype: torch.dtype, algorithm: str
+    channels: int, filters: int, kernel: int, dtype: torch.dtype, algorithm: str, threads: None
 ) -> None:
     """With every part of the epilogue, in both memory formats."""
     x = integers(1, channels, 7, 8, dtype=dtype)
     w, b = integers(filters, channels, kernel, kernel, dtype=dtype), integers(filters, most=9, dtype=dtype)
     residual = integers(1, filters, 7, 8, most=99, dtype=dtype)
-    expected = F.conv2d(x.double(), w.double(), b.double(), padding=kernel // 2)
-    plain = getattr(ops, f"conv2d_{algorithm}")
+    padding = kernel // 2
+    expected = F.conv2d(x.double(), w.double(), b.double(), padding=padding)
+    plain, fused = getattr(ops, f"conv2d_{algorithm}"), getattr(ops, f"_conv2d_{algorithm}_fused")
+    for form in (torch.contiguous_format, torch.channels_last):
+        image, other = x.to(memory_format=form), residual.to(memory_format=form)
+        if not ai3_ops.supports("conv2d", algorithm, image, w, b, padding=padding)[0]:
+            continue
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            assert torch.equal(plain(image, w, b, padding=padding).double(), expected)
+            y = fused(image, w, b, [1, 1], [padding] * 2, [1, 1], 1, other, "relu", None)
+            assert torch.equal(y.double(), (expected + residual.double()).relu())
+
+
+def test_a_residual_may_be_the_output(threads: None) -> None:
+    x, w, b = integers(1, 2048, 7, 7).to(memory_format=torch.channels_last), integers(70, 2048, 1, 1), integers(70)
+    start = integers(1, 70, 7, 7, most=99).to(memory_format=torch.channels_last)
+    expected = (F.conv2d(x.double(), w.double(), b.double()) + start.double()).relu()
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        y = start.clone()
+        ops._conv2d_direct_out(x, w, b, [1, 1], [0, 0], [1, 1], 1, y, "relu", out=y)
+        assert torch.equal(y.double(), expected)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize(("channels", "filters", "kernel"), [(2048, 70, 1), (2048, 448, 1), (300, 70, 3)])
+def test_sums_do_not_depend_on_threads(channels: int, filters: int, kernel: int, algorithm: str, threads: None) -> None:
+    """Whose shares may have one slab of rows, or few columns."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, residual = (
+        torch.randn(shape, generator=generator)
+        for shape in ((1, channels, 7, 8), (filters, channels, kernel, kernel), (1, filters, 7, 8))
+    )
     fused = getattr(ops, f"_conv2d_{algorithm}_fused")
     for form in (torch.contiguous_format, torch.channels_last):
         image, other = x.to(memory_format=form), residual.to(memory_format=form)
-        if not ai3_ops.supports("conv2d", algorithm, image, w, b, padding=kernel // 2)[0]:
+        if not ai3_ops.supports("conv2d", algorithm, image, w, padding=kernel // 2)[0]:
             continue
-        assert torch.equal(plain(image, w, b, padding=kernel // 2).double(), expected)
-        y = fused(image, w, b, [1, 1], [kernel // 2] * 2, [1, 1], 1, other, "relu", None)
-        assert torch.equal(y.double(), (expected + residual.double()).relu())
-
-
-def test_a_residual_may_be_the_output() -> None:
-    x, w = integers(1, 2048, 7, 7).to(memory_format=torch.channels_last), integers(64, 2048, 1, 1)
-    y = integers(1, 64, 7, 7, most=99).to(memory_format=torch.channels_last)
-    expected = (F.conv2d(x.double(), w.double()) + y.double()).relu()
-    ops._conv2d_direct_out(x, w, None, [1, 1], [0, 0], [1, 1], 1, y, "relu", out=y)
-    assert torch.equal(y.double(), expected)
+        results = []
+        for count in (1, 2, 4, 5, 16):
+            torch.set_num_threads(count)
+            results.append(fused(image, w, None, [1, 1], [kernel // 2] * 2, [1, 1], 1, other, "none", None))
+        assert all(torch.equal(results[0], y) for y in results)

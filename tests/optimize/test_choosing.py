@@ -402,6 +402,15 @@ def test_other_steps_run_the_algorithm_that_is_named(operation):
         optimized(model, x, selectors={operation: "named_nothing"})
 
 
+def test_a_named_step_between_layers_of_pytorch_is_shown(faster):
+    convs = [nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8, 8)]
+    model, x = nn.Sequential(*convs[:2], nn.AdaptiveAvgPool2d(5), convs[2]).eval(), torch.randn(1, 3, 9, 9)
+    fast = check(model, x, selectors={"*": "default", "1": None, "2": "direct", "3": None})
+    steps_of = {s.layers[0]: (s.algorithm, s.reason) for s in fast._ai3_report.parts[0].steps}
+    assert steps_of["2"] == ("direct", "named")
+    assert steps_of["1"] == steps_of["3"] == ("torch", "")
+
+
 def test_a_relu_left_to_pytorch_is_not_fused(faster):
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()), torch.randn(1, 3, 9, 9)
     steps_of = check(model, x, selectors={"*": "default", "1": None})._ai3_report.parts[0].steps

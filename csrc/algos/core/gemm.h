@@ -155,8 +155,8 @@ struct StridedRows {
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return stride * static_cast<int64_t>(sizeof(A)); }
   AI3_INLINE int64_t slab() const { return rows_collide<A>(stride) ? kRows / 2 : kRows; }
-  AI3_INLINE int64_t grain() const { return 1; }  // of k, whose parts begin at multiples of it
-  AI3_INLINE StridedRows behind(int64_t k) const { return {data + k, stride}; }
+  AI3_INLINE int64_t grain() const { return 1; }  // parts of k begin at multiples of it
+  AI3_INLINE StridedRows skip(int64_t steps) const { return {data + steps, stride}; }
   template <int R, bool half, class Stored>
   AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const Stored* panel, int64_t k, Next next) const {
     tile.multiply(elements<R>(), panel, k, next);
@@ -208,7 +208,7 @@ struct IndirectRows {
   AI3_INLINE const char* address() const { return reinterpret_cast<const char*>(data); }
   AI3_INLINE int64_t row_bytes() const { return 0; }  // not one after the other
   AI3_INLINE int64_t grain() const { return length; }
-  AI3_INLINE IndirectRows behind(int64_t k) const { return {data + k / length * stride, stride, offset, length}; }
+  AI3_INLINE IndirectRows skip(int64_t steps) const { return {data + steps / length * stride, stride, offset, length}; }
   template <int R, bool half>
   AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A* panel, int64_t k, Next next) const {
     struct Tap {
@@ -412,51 +412,60 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
 
 // out[rows][columns] (=, +=) A * B; A as StridedRows or IndirectRows. The operand in the inner loop stays in the L2 cache, the
 // other one passes once: the next slab is prefetched evenly over the panels of the slab before it, and the next panel over the
-// slabs of the panel before it. For that two panels have to stay in the cache: longer ones are taken a part of k at a time, whose
-// sums wait in the output (docs/decisions/gemm.md); where it cannot hold them, a panel is prefetched a little ahead. Panels lie
-// panel_stride apart: k * kPanel where B is the whole of the packed matrix, more where it is a part of k.
+// slabs of the panel before it. For that two panels have to stay in the cache with the rows: longer ones are multiplied a part of
+// k at a time, whose sums wait in the output (docs/decisions/gemm.md); where it cannot hold them, a panel is prefetched a little
+// ahead. Parts depend on k and the types alone, so that threads' shares do not change the order of sums. Panels lie panel_stride
+// apart: k * kPanel where B is the whole of the packed matrix, more where it is a part of k.
 template <class T, class Rows, class Stored>
 void gemm_block(const Rows& a, int64_t rows, const Stored* panels, int64_t panel_stride, int64_t columns, int64_t k,
                 const Output<T>& out) {
   constexpr int64_t P = kPanel<Acc<T>>, kStep = P * static_cast<int64_t>(sizeof(Stored)), kPanelsBytes = 256 << 10,
                     kMostSteps = kPanelsBytes / 2 / kStep, kSpread = 16, kNear = 8192;
-  constexpr bool divisible = sizeof(T) == sizeof(Acc<T>) && requires { a.behind(k); };
+  constexpr bool divisible = sizeof(T) == sizeof(Acc<T>) && requires { a.skip(k); };  // T holds sums, rows can begin inside k
   if (rows <= 0 || columns <= 0) return;
   int64_t slab = kRows;  // rows
   if constexpr (requires { a.slab(); }) slab = a.slab();
   const int64_t slabs = ceil_div(rows, slab), panel_total = ceil_div(columns, P);
-  auto tile = [&](const Rows& from, int64_t s, int64_t q, const Stored* panel, int64_t length, const Output<T>& to, Next next) {
+  int64_t grain = larger(1, k), parts = 1;  // one part, all of k
+  if constexpr (divisible)
+    if (k > kMostSteps && a.grain() <= kMostSteps && out.column_stride == 1)
+      grain = a.grain(), parts = ceil_div(k / grain, kMostSteps / grain);
+  auto part_of_k = [&](int64_t i) {
+    const Share units = share(ceil_div(k, grain), parts, i);
+    return Share{units.begin * grain, smaller(k, units.end * grain)};
+  };
+  auto tile = [&](int64_t s, int64_t q, int64_t i, const Share& part, Next next) {
     const Share r = share(rows, slabs, s);
-    multiply_slab<T>(from.from(r.begin), r.end - r.begin, panel, columns - q * P < P ? columns - q * P : P, length,
-                     to.from(r.begin, q * P), next);
+    Rows from = a.from(r.begin);
+    if constexpr (divisible)
+      if (i > 0) from = from.skip(part.begin);
+    multiply_slab<T>(from, r.end - r.begin, panels + q * panel_stride + part.begin * P, columns - q * P < P ? columns - q * P : P,
+                     part.end - part.begin, out.from(r.begin, q * P).part(i == 0, i == parts - 1), next);
   };
   if (columns < rows && columns * k * static_cast<int64_t>(sizeof(Stored)) <= kPanelsBytes) {
     const int64_t slab_bytes = slab * a.row_bytes(), step = slab_bytes / (panel_total * larger(1, k));
-    for (int64_t s = 0; s < slabs; s++)
+    for (int64_t s = 0; s < slabs; s++) {
+      const char* next_slab = a.address() + slab_bytes * (s + 1 < slabs ? s + 1 : s);
       for (int64_t q = 0; q < panel_total; q++)
-        tile(a, s, q, panels + q * panel_stride, k, out,
-             {a.address() + slab_bytes * (s + 1 < slabs ? s + 1 : s) + q * step * k, step});
+        for (int64_t i = 0; i < parts; i++) {
+          const Share part = part_of_k(i);
+          tile(s, q, i, part, {next_slab + (q * k + part.begin) * step, step});
+        }
+    }
     return;
   }
-  int64_t grain = larger(1, k), parts = 1;
-  if constexpr (divisible)
-    if (slabs > 1 && k > kMostSteps && a.grain() <= kMostSteps)
-      grain = a.grain(), parts = ceil_div(k / grain, kMostSteps / grain);
   for (int64_t q = 0; q < panel_total; q++)
     for (int64_t i = 0; i < parts; i++) {
-      const Share part = share(ceil_div(k, grain), parts, i);
-      const int64_t begin = part.begin * grain, length = smaller(k, part.end * grain) - begin;
-      const bool last = i == parts - 1, near = slabs == 1 || length > kMostSteps;
-      const int64_t spread = near ? 1 : smaller(slabs, kSpread), step = kStep / spread;
-      const Stored *panel = panels + q * panel_stride + begin * P,
-                   *behind = !last ? panel + length * P : panels + (q + 1 < panel_total ? q + 1 : q) * panel_stride;
-      const char* next = near ? reinterpret_cast<const char*>(panel) + kNear : reinterpret_cast<const char*>(behind);
-      Rows from = a;
-      if constexpr (divisible)
-        if (i > 0) from = a.behind(begin);
-      for (int64_t s = 0; s < slabs; s++)
-        tile(from, s, q, panel, length, out.part(i == 0, last),
-             s < spread ? Next{next + s * step * length, step} : Next{reinterpret_cast<const char*>(panel), 0});
+      const bool last = i == parts - 1;
+      const Share part = part_of_k(i), following = part_of_k(last ? 0 : i + 1);
+      const int64_t length = part.end - part.begin;
+      const bool near = slabs == 1 || length > kMostSteps;
+      const Stored *panel = panels + q * panel_stride, *next_panel = last && q + 1 < panel_total ? panel + panel_stride : panel;
+      const char *here = reinterpret_cast<const char*>(panel + part.begin * P),
+                 *next = near ? here + kNear : reinterpret_cast<const char*>(next_panel + following.begin * P);
+      const int64_t spread = near ? 1 : smaller(slabs, kSpread),
+                    step = near ? kStep : ceil_div(kStep * (following.end - following.begin), larger(1, spread * length));
+      for (int64_t s = 0; s < slabs; s++) tile(s, q, i, part, s < spread ? Next{next + s * step * length, step} : Next{here, 0});
     }
 }
 
