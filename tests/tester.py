@@ -37,6 +37,11 @@ each_algorithm = pytest.mark.parametrize(
 _layouts = st.sampled_from(["contiguous", "contiguous", "channels_last", "transposed", "sliced", "expanded"])
 
 
+def integers(*shape: int, most: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Whole numbers up to `most`, whose products are summed without rounding; always the same ones for a shape."""
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
 @st.composite
 def conv2d_cases(draw: st.DrawFn) -> Case:
     """Calls with a non-empty output: any kernel, stride, padding, dilation, groups, rank and layout."""

@@ -121,7 +121,7 @@ def make_plan(
     expected = _exact(captured, inputs)
     error = _error(_exact(network, inputs), expected)
     if not error <= _bound(captured, inputs, error, expected):
-        _inexact(report, "the rewrites changed what the network computes, by", error)
+        _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
         cost = COSTS["memory" if settings.objective == "memory" else "latency"]
@@ -158,7 +158,7 @@ def make_plan(
     report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
     report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
     if not accurate:
-        _inexact(report, "rewritten its outputs had an error of", report.error or math.nan)
+        _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
         progress("comparison with the module as it was")
@@ -167,9 +167,9 @@ def make_plan(
     return Plan(body, network.dynamic, network.out_spec, report, resolved)
 
 
-def _inexact(report: Optimization, what: str, error: float) -> None:
+def _inexact(report: Optimization, reason: str) -> None:
     """Notes why a module stays as it was, and warns: nobody who asked for a faster one should find out by its speed."""
-    note = f"stays as it was: {what} {error:.2g}"
+    note = f"stays as it was: {reason}"
     report.notes.append(note)
     warnings.warn(
         f"ai3_ops.optimize: {report.name or 'the model'} {note}; ai3_ops.explain names the algorithms that were chosen",
@@ -231,7 +231,7 @@ def _swapped(
                 break
             report.rewrites = []
     if not accurate:
-        _inexact(report, "swapped its outputs had an error of", error)
+        _inexact(report, f"swapped its outputs had an error of {error:.2g}")
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes += [text for w in told if (text := str(w.message)).startswith("ai3_ops.tune: ")]
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from tester import integers
 
 import ai3_ops
 
@@ -17,23 +15,11 @@ SHAPES = ((1025, 70, 1), (2500, 33, 1), (4100, 70, 1), (128, 70, 3), (300, 33, 3
 ALGORITHMS = ("direct", "implicit_gemm", "implicit_precomp_gemm", "im2col")
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    """The number of threads is as it was afterwards."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-def integers(*shape: int, most: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("channels", "filters", "kernel"), SHAPES)
 def test_convolutions_are_exact_on_integers(
-    channels: int, filters: int, kernel: int, dtype: torch.dtype, algorithm: str, threads: None
+    channels: int, filters: int, kernel: int, dtype: torch.dtype, algorithm: str
 ) -> None:
     """With every part of the epilogue, in both memory formats."""
     x = integers(1, channels, 7, 8, dtype=dtype)
@@ -53,7 +39,7 @@ def test_convolutions_are_exact_on_integers(
             assert torch.equal(y.double(), (expected + residual.double()).relu())
 
 
-def test_a_residual_may_be_the_output(threads: None) -> None:
+def test_a_residual_may_be_the_output() -> None:
     x, w, b = integers(1, 2048, 7, 7).to(memory_format=torch.channels_last), integers(70, 2048, 1, 1), integers(70)
     start = integers(1, 70, 7, 7, most=99).to(memory_format=torch.channels_last)
     expected = (F.conv2d(x.double(), w.double(), b.double()) + start.double()).relu()
@@ -66,7 +52,7 @@ def test_a_residual_may_be_the_output(threads: None) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize(("channels", "filters", "kernel"), [(2048, 70, 1), (2048, 448, 1), (300, 70, 3)])
-def test_sums_do_not_depend_on_threads(channels: int, filters: int, kernel: int, algorithm: str, threads: None) -> None:
+def test_sums_do_not_depend_on_threads(channels: int, filters: int, kernel: int, algorithm: str) -> None:
     """Whose shares may have one slab of rows, or few columns."""
     generator = torch.Generator().manual_seed(0)
     x, w, residual = (

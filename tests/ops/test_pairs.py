@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from tester import integers
 
 import ai3_ops
 from ai3_ops import _library, doctor
@@ -15,10 +15,6 @@ ops = torch.ops.ai3
 # rest of 1, an odd feature; several parts and blocks of k; outputs in half a panel, in a whole one, in both.
 ROWS = (1, 4, 5, 14, 15, 16, 17, 32, 33, 65, 331, 700, 1000, 1025)
 FEATURES = ((32, 16), (72, 40), (22, 33), (8, 64), (34, 96), (63, 31), (1228, 48), (1536, 17), (8192, 65))
-
-
-def integers(*shape: int, most: int = 1) -> Tensor:
-    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(sum(shape))).float()
 
 
 @pytest.mark.parametrize(("features", "outputs"), FEATURES)

@@ -426,13 +426,14 @@ void gemm_block(const Rows& a, int64_t rows, const Stored* panels, int64_t panel
   int64_t slab = kRows;  // rows
   if constexpr (requires { a.slab(); }) slab = a.slab();
   const int64_t slabs = ceil_div(rows, slab), panel_total = ceil_div(columns, P);
-  int64_t grain = larger(1, k), parts = 1;  // one part, all of k
+  int64_t grain = 1, parts = 1;
   if constexpr (divisible)
     if (k > kMostSteps && a.grain() <= kMostSteps && out.column_stride == 1)
       grain = a.grain(), parts = ceil_div(k / grain, kMostSteps / grain);
   auto part_of_k = [&](int64_t i) {
-    const Share units = share(ceil_div(k, grain), parts, i);
-    return Share{units.begin * grain, smaller(k, units.end * grain)};
+    if (parts == 1) return Share{0, k};  // without the divisions, which a short product would notice
+    const Share units = share(k / grain, parts, i);
+    return Share{units.begin * grain, units.end * grain};
   };
   auto tile = [&](int64_t s, int64_t q, int64_t i, const Share& part, Next next) {
     const Share r = share(rows, slabs, s);
