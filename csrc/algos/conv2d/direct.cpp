@@ -3,6 +3,7 @@
 // Zhang et al. 2018). Weights are read in the blocked form [group][K/b][R][S][C/groups][b], b up to two vectors, in the
 // accumulator's type; a 1x1 kernel with stride 1 is a matrix product over pixels, whose rows this file makes as long as it likes.
 // Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
+#include "../core/grid.h"
 #include "backward.h"
 #include "direct_tile.h"
 #include "lent.h"

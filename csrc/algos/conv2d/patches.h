@@ -4,6 +4,7 @@
 //   y in NCHW: rows are the output channels, columns the pixels of one image, in panels that never cross images.
 #pragma once
 #include "../core/gemm.h"
+#include "../core/grid.h"
 #include "../core/prologue.h"
 
 namespace ai3::inline AI3_LEVEL {

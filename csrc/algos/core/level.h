@@ -47,7 +47,7 @@ inline const std::string& level() {
   return chosen;
 }
 
-// Whether its kernels multiply pairs of bfloat16 (has_pair_products in gemm.h), on which forms of packed weights depend.
+// Whether its kernels multiply pairs of bfloat16 (has_pair_products in micro_kernel.h), on which forms of packed weights depend.
 inline bool level_has_pair_products() { return level() == "avx512" && uses_bf16_instructions(); }
 // Whether they go through tiles (has_matrix_tiles in tiles.h).
 inline bool level_has_matrix_tiles() { return level() == "avx512" && uses_matrix_tiles(); }

@@ -1,6 +1,6 @@
 // Matrix tiles: Intel AMX's eight registers of up to 16 rows of 64 bytes. One instruction multiplies 16 rows of 16 pairs of
 // bfloat16 by a matrix of 16 x 16 pairs and adds the sums to a tile of float32: per cycle eight times the products that
-// AVX512-BF16 has. Pairs lie in panels as PairRows (gemm.h) has them; subnormal numbers count as 0, as there.
+// AVX512-BF16 has. Pairs lie in panels as PairRows (micro_kernel.h) has them; subnormal numbers count as 0, as there.
 #pragma once
 #include "amx.h"
 #include "lanes.h"

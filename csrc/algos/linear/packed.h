@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "../core/gemm.h"
+#include "../core/grid.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
