@@ -400,11 +400,15 @@ def _choices(
         answers = value
     found = {}
     for index, answer in zip(indices, answers, strict=True):
+        place = places[index]
+        given = f"selector {key!r} gives {answer!r} for {place.names[0]!r}"
         if not (answer is None or isinstance(answer, (str, Algorithm, Preference))):
-            raise ValueError(
-                f"selector {key!r} gives {answer!r} for {places[index].names[0]!r}, which names no algorithm"
-            )
-        found[index] = Choice(_candidates(answer, places[index].operation, exact=True), _text(answer), single=True)
+            raise ValueError(f"{given}, which names no algorithm")
+        try:
+            candidates = _candidates(answer, place.operation, exact=True)
+        except ValueError as error:
+            raise ValueError(f"{given}: {error}") from None
+        found[index] = Choice(candidates, _text(answer), single=True)
     return found
 
 

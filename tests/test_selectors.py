@@ -96,7 +96,7 @@ def test_functions(net):
         swap(net, lambda: "direct")
     with pytest.raises(ValueError, match="gives 3"):
         swap(net, lambda m: 3)
-    with pytest.raises(ValueError, match=r"no conv2d algorithm 'dirct'.*'direct'"):
+    with pytest.raises(ValueError, match=r"gives 'dirct' for 'second.conv': no conv2d algorithm 'dirct'.*'direct'"):
         swap(net, lambda m: "dirct")
     with pytest.raises(ZeroDivisionError) as raised:
         swap(net, lambda m: 1 // (m.kernel_size[0] - 5) or "direct")

@@ -169,10 +169,10 @@ def make_plan(
 
 def _inexact(report: Optimization, reason: str) -> None:
     """Notes why a module stays as it was, and warns: nobody who asked for a faster one should find out by its speed."""
-    note = f"stays as it was: {reason}"
-    report.notes.append(note)
+    report.unchanged = reason
+    name = report.name or "the model"
     warnings.warn(
-        f"ai3_ops.optimize: {report.name or 'the model'} {note}; ai3_ops.explain names the algorithms that were chosen",
+        f"ai3_ops.optimize: {name} stays as it was: {reason}; ai3_ops.explain names the algorithms that were chosen",
         stacklevel=5,
     )
 
@@ -183,7 +183,7 @@ def _slower(was: Callable[[], Any], made: Callable[[], Any], report: Optimizatio
     report.before_ms, report.after_ms = before * 1e3, after * 1e3
     factor = max(1 / gain, after / before)
     if factor > 1:
-        report.notes.append(f"stays as it was: {how} it took {factor:.2f} times as long")
+        report.unchanged = f"{how} it took {factor:.2f} times as long"
         report.after_ms = report.before_ms
     return factor > 1
 
@@ -215,7 +215,7 @@ def _swapped(
     """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
     if not _own_names(resolved, report.name):
-        report.notes.append("stays as it was: it makes no call that ai3_ops swaps")
+        report.unchanged = "it makes no call that ai3_ops swaps"
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
     folded = _without_norms(module, plain, report)

@@ -40,6 +40,8 @@ class Optimization:
     steps: list[Step] = field(default_factory=list)
     rewrites: list[Rewrite] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # Why the module stays as it was: the steps and rewrites are then those that were tried, and do not run. "" where they run.
+    unchanged: str = ""
     before_ms: float | None = None  # time of a call of the module as it was,
     after_ms: float | None = None  # and of the optimized one, measured in turns
     error: float | None = None  # of the outputs for the example inputs, against float64
@@ -74,6 +76,9 @@ class OptimizeReport:
             if part.error is not None:
                 head += f", error {part.error:.2g}"
             console.print(Text(head))
+            if part.unchanged:
+                tried = "; tried, and not run:" if part.steps else ""
+                console.print(Text(f"stays as it was: {part.unchanged}{tried}"))
             if part.packed_bytes:
                 used = f"{shown_bytes(part.packed_bytes)} of packed weights"
                 console.print(Text(f"{used}, {shown_bytes(part.memory_bytes)} of activations and workspaces"))
