@@ -35,6 +35,11 @@ def constant_when_compiled(function: _Function) -> _Function:
     return function
 
 
+def is_exporting() -> bool:
+    """As `torch.compiler.is_exporting`, of which Dynamo of torch 2.11 makes True in all that it compiles."""
+    return torch.compiler._is_exporting_flag
+
+
 def compiled_by_inductor(graph: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """What Inductor makes of a graph."""
     from torch._inductor.compile_fx import compile_fx

@@ -28,7 +28,7 @@ from ai3_ops.selectors import Algorithm
 # Looked up once: a call asks each of these.
 _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
-_is_exporting = torch.compiler.is_exporting
+_is_exporting = _torch.is_exporting
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
