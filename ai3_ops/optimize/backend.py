@@ -51,6 +51,33 @@ def _remember(graph: Graph, weights: Sequence[Any], code: Compiled) -> None:
             _graphs[tensor] = [*[g for g in _graphs.get(tensor, ()) if g.code() is not None], graph][-_FORGOTTEN:]
 
 
+@dataclass(eq=False)
+class _State:
+    """What computes one of Dynamo's graphs with certain weights."""
+
+    compiled: Compiled
+    takes: Sequence[int]  # which of the graph's inputs it is called with
+    seen: _Seen
+    record: Graph
+
+
+class _States(dict[tuple[int, ...], _State]):
+    """By the weights' identities: modules of one class, each with its own, may share a graph that Dynamo made of their code."""
+
+    def keep(self, state: _State, weights: Sequence[Tensor]) -> None:
+        """Until one of the weights is gone."""
+        key = tuple(map(id, weights))
+        if key not in self:
+            for x in weights:
+                weakref.finalize(x, _drop, weakref.ref(self), key).atexit = False
+        self[key] = state
+
+
+def _drop(states: Callable[[], _States | None], key: tuple[int, ...]) -> None:
+    if (found := states()) is not None:
+        found.pop(key, None)
+
+
 class _Bound(nn.Module):
     """One of Dynamo's graphs with its parameters and buffers in place; it is called with the other inputs."""
 
@@ -92,12 +119,11 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
         return compiled
 
     others = [i for i, known in enumerate(static) if not known]
+    inductors: list[Compiled] = []  # one at most, which takes all values, whatever weights are among them
+    states, lock = _States(), threading.Lock()
 
-    def made(values: Sequence[Any]) -> tuple[Compiled, _Seen | None]:
-        """What computes the graph's outputs from the values in `others`, and the weights for which it does so.
-
-        Without such weights it takes all values: Inductor's.
-        """
+    def made(values: Sequence[Any], record: Graph) -> _State:
+        """What computes the graph's outputs, a program where that is faster, for the weights among the values."""
         seen = _Seen([values[i] for i in watched])  # first: what changes meanwhile is seen at the next call
         bound = _Bound(graph, values, static).eval()
         rest = [values[i] for i in others]
@@ -110,26 +136,40 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
                     plan.report.notes.append("Inductor compiled it")
             except Uncapturable as reason:
                 body, record.left = None, str(reason)
-        return (_inductor(graph, list(values)), None) if body is None else (_rest(body, rest), seen)
+        if body is not None:
+            return _State(_rest(body, rest), others, seen, record)
+        if not inductors:
+            inductors.append(_inductor(graph, list(values)))
+        return _State(inductors[0], range(len(values)), seen, record)
 
-    state = made(inputs)
-    if state[1] is None:
-        _remember(record, [inputs[i] for i in watched], state[0])
-        return state[0]
-    lock = threading.Lock()
+    first = [inputs[i] for i in watched]
+    state = made(inputs, record)
+    if inductors:
+        _remember(record, first, inductors[0])
+        return inductors[0]
+    states.keep(state, first)
+
+    def other(values: Sequence[Any], weights: Sequence[Tensor]) -> _State:
+        """For other weights than those of the last call, or the same ones changed."""
+        with lock:
+            found = states.get(tuple(map(id, weights)))
+            if found is not None and found.seen.holds(weights):
+                return found
+            state = made(values, Graph() if found is None else found.record)
+            if found is None:
+                _remember(state.record, weights, run)
+            states.keep(state, weights)
+            return state
 
     def run(*values: Any) -> Any:
         nonlocal state
         weights = [values[i] for i in watched]
-        compiled, seen = state  # of one moment: another thread may replace both
-        if seen is not None and not seen.holds(weights):
-            with lock:
-                compiled, seen = state
-                if seen is not None and not seen.holds(weights):
-                    compiled, seen = state = made(values)
-        return _tuple(compiled(*(values if seen is None else [values[i] for i in others])))
+        current = state  # of one moment: another thread may replace it
+        if not current.seen.holds(weights):
+            current = state = other(values, weights)
+        return _tuple(current.compiled(*[values[i] for i in current.takes]))
 
-    _remember(record, [inputs[i] for i in watched], run)
+    _remember(record, first, run)
     return run
 
 

@@ -121,3 +121,43 @@ def test_backend_leaves_to_inductor_what_no_longer_can_be_captured(residual, com
         for _ in range(2):
             model.conv1.weight.mul_(0.5)
             agree(compiled, model, x)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).relu()
+
+
+class Breaks(nn.Module):
+    """Layers of one class, each compiled by itself from code that they share."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def test_backend_plans_once_for_the_weights_of_each_module(compiler, faster, monkeypatch):
+    model, x = Breaks().eval(), torch.randn(1, 8, 9, 9)
+    planned, make_plan = [], pipeline.make_plan
+    monkeypatch.setattr(pipeline, "make_plan", lambda *a, **k: planned.append(a) or make_plan(*a, **k))
+    compiled = torch.compile(model, backend=backend.ai3, options={"budget_seconds": 0.2})
+    with torch.no_grad():
+        agree(compiled, model, x)
+        assert len(planned) == 3
+        agree(compiled, model, x)
+        assert len(planned) == 3
+        model.layers[1].conv.weight.mul_(0.5)
+        agree(compiled, model, x)
+        agree(compiled, model, x)
+        assert len(planned) == 4
+    assert len(backend.graphs_of(model)) == 3
