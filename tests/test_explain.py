@@ -192,7 +192,7 @@ def test_a_filtered_report_on_an_optimized_module_keeps_its_optimization(holder)
         UserWarning, match="is one that ai3_ops.optimize returned, and stays as it is: swap the original"
     ) as caught:
         swapped = swap(holder.neck, "direct")  # has no layer that can be chosen for
-    assert len(caught) == 1
+    assert len([w for w in caught if w.category is UserWarning]) == 1
     with pytest.raises(ValueError, match="optimize returned"):
         swap(holder.neck, "direct", strict=True)
     assert type(swapped) is type(holder.neck)
