@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch._C import DispatchKeySet as DispatchKeySet
 from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims_common import alert_not_deterministic as alert_not_deterministic

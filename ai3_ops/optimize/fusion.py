@@ -61,6 +61,13 @@ def _bare(node: Any) -> bool:
     return bool(node.kwargs.get("residual") is None and node.kwargs.get("activation", "none") == "none")
 
 
+def by_channel(node: Node) -> bool:
+    """Whether a step's activation has a parameter for each channel where rows, with features last, have another for each row."""
+    parameter = node.args[2] if node.target is steps.unary else node.kwargs.get("parameter")
+    slopes = isinstance(parameter, fx.Node) and parameter.meta["shape"] not in ((), (1,))
+    return slopes and len(node.meta["shape"]) != 2
+
+
 def activation_of(node: Node) -> dict[str, Any]:
     """A step's activation, with its parameter, as arguments."""
     return {"activation": node.kwargs.get("activation", "none"), "parameter": node.kwargs.get("parameter")}
@@ -166,6 +173,8 @@ def fuse_activation(network: Network) -> bool:
         if apart(node) or not only_user(x, node):
             continue
         if x.target not in (*_PRODUCTS, steps.binary, steps.affine) or x.kwargs.get("activation", "none") != "none":
+            continue
+        if x.target is steps.linear and by_channel(node):  # which computes rows
             continue
         new = changed(network, x, node, node.meta["layers"], activation=name, parameter=parameter)
         network.replace(node, new, "fuse activation", str(name))

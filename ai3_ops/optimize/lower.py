@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.fx.passes.tools_common import legalize_graph
 
 from ai3_ops.optimize import steps
-from ai3_ops.optimize.fusion import apart, arguments
+from ai3_ops.optimize.body import Body
+from ai3_ops.optimize.fusion import apart, arguments, by_channel
 from ai3_ops.optimize.network import Network, call, extract, is_constant, is_step
 from ai3_ops.optimize.program import Builder
 
@@ -79,9 +81,9 @@ def kind_of(node: fx.Node) -> str | None:
     ranks = {len(a.meta["shape"]) for a in (node, *values)}
     if ranks <= {2, 4} and all(a.meta["batched"] for a in values):
         if node.target is steps.linear and ranks != {2}:
-            return ROWS
+            return None if by_channel(node) else ROWS
         return IMAGES
-    if node.target in (steps.linear, steps.unary, steps.binary) and len(ranks) == 1:
+    if node.target in (steps.linear, steps.unary, steps.binary) and len(ranks) == 1 and not by_channel(node):
         leading = {tuple(a.meta["shape"][:-1]) for a in (node, *values)}
         return ROWS if len(leading) == 1 else None
     return None
@@ -103,7 +105,7 @@ def _leading(kind: str, node: fx.Node) -> tuple[int, ...] | None:
 
 def parts(network: Network) -> list[Part]:
     """The largest runs of steps that one program each can compute, with nothing else between them."""
-    found = []
+    found: list[tuple[str, list[fx.Node]]] = []
     module = fx.GraphModule(nn.Module(), network.graph.__class__())
     module._graph = network.graph  # the partitioner reads nothing but the graph
     order = {node: i for i, node in enumerate(network.graph.nodes)}
@@ -112,14 +114,42 @@ def parts(network: Network) -> list[Part]:
         partitioner = CapabilityBasedPartitioner(module, _Supported(kind, leading), allows_single_node_partition=True)
         for partition in partitioner.propose_partitions():
             nodes = sorted(partition.nodes, key=order.__getitem__)
-            inside = set(nodes)
-            inputs = dict.fromkeys(
-                a for n in nodes for a in n.all_input_nodes if a not in inside and not is_constant(a)
-            )
-            outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-            if any(n.target in (steps.conv2d, steps.linear) for n in nodes):  # else there is nothing to gain
-                found.append(Part(kind, tuple(nodes), tuple(inputs), tuple(outputs)))
-    return found
+            found += [(kind, piece) for piece in _pieces(network.graph, nodes, [others for _, others in found])]
+    made = []
+    for kind, nodes in found:
+        inside = set(nodes)
+        inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside and not is_constant(a))
+        outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+        if any(n.target in (steps.conv2d, steps.linear) for n in nodes):  # else there is nothing to gain
+            made.append(Part(kind, tuple(nodes), tuple(inputs), tuple(outputs)))
+    return made
+
+
+def _pieces(graph: fx.Graph, nodes: list[fx.Node], others: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """A partition in as few pieces as it takes that neither of it and another kind's waits for the other: mostly one."""
+    if _ordered(graph, [*others, nodes]):
+        return [nodes]
+    pieces: list[list[fx.Node]] = []
+    for node in nodes:
+        if pieces and _ordered(graph, [*others, *pieces[:-1], [*pieces[-1], node]]):
+            pieces[-1].append(node)
+        else:
+            pieces.append([node])
+    return pieces
+
+
+def _ordered(graph: fx.Graph, groups: list[list[fx.Node]]) -> bool:
+    """Whether there is an order in which each group can be computed at once."""
+    group = {node: number for number, nodes in enumerate(groups) for node in nodes}
+    before: dict[Any, set[Any]] = {}
+    for node in graph.nodes:
+        own = group.get(node, node)
+        before.setdefault(own, set()).update(o for a in node.all_input_nodes if (o := group.get(a, a)) != own)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError:
+        return False
+    return True
 
 
 def build(network: Network, part: Part) -> Region:
@@ -198,21 +228,23 @@ _EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
 }
 
 
-def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> fx.GraphModule:
-    """An fx.GraphModule of what the network computes, with each part as a call of its region."""
+def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> Body:
+    """A graph module of what the network computes, with each part as a call of its region."""
     graph, names = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(network.graph, names))
-    root = nn.Module()
+    held: dict[str, Any] = {}
     for number, (part, region) in enumerate(regions):
         name = f"region_{number}"
-        root.add_module(name, region)
-        with graph.inserting_before(names[part.nodes[-1]]):
+        held[name] = region
+        own = [names[node] for node in part.nodes]
+        with graph.inserting_before(own[-1]):
             called = graph.call_module(name, tuple(names[n] for n in part.inputs))
             for index, node in enumerate(part.outputs):
                 value = called if len(part.outputs) == 1 else graph.call_function(operator.getitem, (called, index))
-                names[node].replace_all_uses_with(value, _outside({names[n] for n in part.nodes}))
-        for node in reversed(part.nodes):
-            graph.erase_node(names[node])
+                names[node].replace_all_uses_with(value, _outside(set(own)))
+                names[node] = value  # what a later part reads
+        for gone in reversed(own):
+            graph.erase_node(gone)
     if regions:
         _contiguous_outputs(network, graph, names, {node for part, _ in regions for node in part.outputs})
     constants = [n for n in graph.nodes if n.op == "get_attr"]
@@ -221,9 +253,9 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> fx.Gr
             graph.erase_node(node)
     for number, node in enumerate(n for n in constants if n.users):
         name = f"constant_{number}"
-        root.register_buffer(name, network.constants[node.target])
+        held[name] = network.constants[str(node.target)]
         node.target = name
-    module = fx.GraphModule(root, graph)
+    module = Body(held, graph)
     legalize_graph(module)
     module.recompile()
     return module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import re
 import threading
@@ -17,6 +18,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops.optimize import pipeline
+from ai3_ops.optimize.body import Body
 from ai3_ops.optimize.lower import Region
 from ai3_ops.optimize.network import difference
 
@@ -32,6 +34,35 @@ def test_state_dict_pickle_and_copies(residual):
         with torch.no_grad():
             assert torch.equal(again(x), fast(x))
         assert str(ai3_ops.explain(again)) == str(ai3_ops.explain(fast))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        (nn.Conv2d(3, 16, 3), nn.Upsample(scale_factor=2), seeded_norm(16)),
+        (nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Conv2d(16, 8, 3), nn.PixelShuffle(2)),
+        (nn.Flatten(2), nn.TransformerEncoderLayer(36, 2, 8, batch_first=True), nn.Linear(36, 3)),
+        (nn.Conv2d(3, 4, 3), nn.ZeroPad2d(1), nn.Linear(6, 6), nn.Softmax(1), nn.Linear(6, 4)),
+    ],
+    ids=["affine", "shuffle", "attention", "softmax"],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_is_loaded_is_not_traced_again(layers, batch, faster):
+    """Steps look at sizes, of which a trace has none."""
+    model, x = nn.Sequential(*layers).eval(), torch.randn(batch, 3, 6, 6)
+    fast, file = check(model, x), io.BytesIO()
+    assert isinstance(fast._ai3_first.body, Body)
+    torch.save(fast, file)
+    file.seek(0)
+    for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast), torch.load(file, weights_only=False)):
+        with torch.no_grad():
+            for inputs in (x, torch.cat([x, x])):
+                assert torch.equal(again(inputs), fast(inputs))
+        body, own = again._ai3_first.body, fast._ai3_first.body
+        assert [(n.op, n.name, n.target) for n in body.graph.nodes] == [
+            (n.op, n.name, n.target) for n in own.graph.nodes
+        ]
+        assert body.graph is not own.graph
 
 
 def test_later_changes_of_the_model_are_not_seen(residual):

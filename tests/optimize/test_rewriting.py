@@ -14,6 +14,7 @@ from torch import nn
 from ai3_ops.optimize import backend, fusion
 from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import capture
+from ai3_ops.optimize.lower import Region
 from ai3_ops.optimize.network import Checker, Mistake, difference
 from ai3_ops.optimize.search import LEAST_GAIN, search
 from ai3_ops.optimize.timing import flops
@@ -221,3 +222,57 @@ def test_a_node_that_two_removed_nodes_read_is_removed_once():
         warnings.simplefilter("error")
         network.remove(last)
     assert [node.op for node in network.graph.nodes] == ["placeholder", "output"]
+
+
+class Crossed(nn.Module):
+    """Of two runs of images and two of rows each kind's first feeds the other kind's second."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.d = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.b, self.c = nn.Linear(9, 9), nn.Linear(9, 9)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu()), self.d(self.c(x).relu())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.Linear(9, 7), nn.GELU(), nn.Linear(7, 9), nn.Conv2d(8, 4, 1)),
+        nn.Sequential(nn.Linear(9, 7), nn.Conv2d(8, 8, 1), nn.Linear(7, 9)),
+        Crossed(),
+    ],
+    ids=["images", "rows", "crossed"],
+)
+def test_programs_of_images_and_of_rows_read_each_other(model, faster):
+    fast = check(model.eval(), torch.randn(2, 8, 9, 9))
+    assert {part.kind for part in regions(fast)} == {"images", "rows"}
+
+
+def regions(fast):
+    return [module for module in fast._ai3_first.body.modules() if isinstance(module, Region)]
+
+
+@pytest.mark.parametrize("features", [8, 5])  # as many as channels, or another number
+@pytest.mark.parametrize("sizes", [(2, 8, 6, 9), (2, 8, 9), (2, 9)], ids=["4d", "3d", "2d"])
+@pytest.mark.parametrize("kind", ["prelu", "norm", "scale"])
+def test_what_is_by_channel_after_a_linear_layer_of_any_rank(kind, sizes, features, faster):
+    channels = features if len(sizes) == 2 else 8
+    norm = seeded_norm(channels)
+    plain = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d}[len(sizes)](channels)
+    plain.load_state_dict(norm.state_dict())
+    consumer = {"prelu": seeded_prelu(channels), "norm": plain, "scale": ByChannel(channels, len(sizes))}[kind]
+    model = nn.Sequential(nn.Linear(9, features), consumer, nn.ReLU(), nn.Linear(features, 4)).eval()
+    fast = check(model, torch.randn(sizes))
+    assert fast._ai3_first.body is not None
+    assert sum(len(part.algorithms) > 0 for part in regions(fast)) > 0
+
+
+class ByChannel(nn.Module):
+    def __init__(self, channels, rank):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, channels).reshape(channels, *[1] * (rank - 2)))
+
+    def forward(self, x):
+        return x * self.scale + self.scale
