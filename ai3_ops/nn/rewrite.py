@@ -137,6 +137,13 @@ class Swapped(nn.Module):
             function, args = _new, (FORMAT, cls._ai3_original, *args[1:])
         return (function, args, *rest)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Parameters move to other memory: packs of the old, which hold it, are freed at once."""
+        made = self.__dict__.get("_ai3")
+        for call in made.calls.values() if isinstance(made, Sites) else [made] if made else []:
+            call.forget_packs()
+        return super()._apply(*args, **kwargs)
+
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         sites = self.__dict__.get("_ai3")

@@ -203,13 +203,15 @@ def _storage(node: fx.Node) -> int | None:
 
 
 class _Seen:
-    """What tells that weights changed: their addresses and versions, and a sample of their elements.
+    """What tells that weights changed: their memory and versions, and a sample of their elements.
 
-    Of each dense tensor on the CPU four evenly chosen words of 8 bytes are compared, the first and the last among them: writes
-    through `.data` and to inference tensors change no version, and show where they reach one of these.
+    The memory is held, so that no other weight can come to lie at its address. Of each dense tensor on the CPU four words of 8
+    bytes, one in each quarter, are compared: writes through `.data` and to inference tensors change no version, and show where
+    they reach one of these.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._held = [x.detach() for x in tensors]
         self._addresses = [x.data_ptr() for x in tensors]
         self._versioned = [i for i, x in enumerate(tensors) if not x.is_inference()]
         self._versions = [tensors[i]._version for i in self._versioned]

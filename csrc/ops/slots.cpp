@@ -1,8 +1,10 @@
 #include "slots.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <mutex>
 #include <unordered_map>
 
@@ -15,51 +17,104 @@ constexpr size_t kPacksAtMost = 8;  // of a slot: algorithms, dtypes and copies 
 // After so many misses in a row a slot keeps only every so-manieth pack: its weight changes from call to call (in training, or
 // because it is computed), and packing into a workspace is cheaper.
 constexpr int kMissesAtMost = 16;
-constexpr size_t kSampleWords = 32;  // of a weight's memory, compared at every call
-
-// What tells a weight that was packed from another one.
-struct Mark {
-  const void* data;
-  int64_t version, elements;
-  std::array<int64_t, 4> strides;
-  std::array<uint64_t, kSampleWords> sample;
-  bool operator==(const Mark&) const = default;
-};
+constexpr uint64_t kIdleAtMost = 64;  // calls of a slot after which a pack that none used is freed
+constexpr size_t kSampleWords = 32;   // of a weight's memory, compared at every call
+// In a call with at least so many products for each row of the weight (of one output), where reading one word more costs nothing
+// to speak of, a word of each row is compared as well.
+constexpr int64_t kProductsOfARow = 1 << 15;
+constexpr size_t kRowsAtMost = 1024;
 
 bool dense_memory(const Tensor& t) { return is_contiguous(t) || (t.dim() == 4 && is_dense(t, true)); }
 
-// Evenly chosen words of memory, the first and the last among them; of less than a word, all of it.
-void sample(const char* data, size_t bytes, uint64_t* to, size_t at_most) {
+// A hash of one word, each time elsewhere, of each of `count` equal parts of memory, the first word among them; of all words
+// where there are fewer, and of less than a word of all bytes. A change of one of them always shows.
+uint64_t sample(const char* data, size_t bytes, size_t count) {
+  constexpr uint64_t odd = 0x9e3779b97f4a7c15u;
   const size_t words = bytes / sizeof(uint64_t);
-  if (words == 0) {
-    std::memcpy(to, data, bytes);
-    return;
+  uint64_t hash = 0;
+  if (words == 0) std::memcpy(&hash, data, bytes);
+  count = std::min(words, count);
+  const size_t step = count > 0 ? (words << 16) / count : 0;  // in parts of a word, without a division for each
+  for (size_t i = 0; i < count; i++) {
+    const size_t within = static_cast<uint32_t>(i * (odd >> 32)) * (step >> 16) >> 32;
+    uint64_t word;
+    std::memcpy(&word, data + ((i * step >> 16) + within) * sizeof word, sizeof word);
+    hash += word * (odd * (2 * i + 1));
   }
-  const size_t count = std::min(words, at_most);
-  for (size_t i = 0; i < count; i++)
-    std::memcpy(&to[i], data + (count == 1 ? 0 : i * (words - 1) / (count - 1)) * sizeof(uint64_t), sizeof(uint64_t));
+  return hash;
+}
+uint64_t sample(const Tensor& weight, size_t count) {
+  return sample(static_cast<const char*>(weight.const_data_ptr()), static_cast<size_t>(bytes_of(weight)), count);
 }
 
+// What tells a weight that was packed from another one, besides its memory.
+struct Mark {
+  ScalarType dtype;
+  int64_t version, elements;
+  std::array<int64_t, 4> strides;
+  uint64_t sample;
+  bool operator==(const Mark&) const = default;
+};
 Mark mark_of(const Tensor& weight, int64_t version) {
   Mark mark{};
-  mark.data = weight.const_data_ptr();
+  mark.dtype = weight.scalar_type();
   mark.version = version;
   mark.elements = weight.numel();
   for (int64_t d = 0; d < weight.dim() && d < 4; d++) mark.strides[static_cast<size_t>(d)] = weight.stride(d);
-  sample(static_cast<const char*>(mark.data), static_cast<size_t>(bytes_of(weight)), mark.sample.data(), kSampleWords);
+  mark.sample = sample(weight, kSampleWords);
   return mark;
+}
+
+int64_t version_of(const Tensor& t) { return from_stack<int64_t>(call_dispatcher("aten::_version", "", t)[0]); }
+
+// A tensor of its own on the memory of t, which lives as long as it does whatever becomes of t (`t.data = other`).
+Tensor holding(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t offset = 0;
+  AtenTensorHandle handle = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), t.dim(), sizes.data(), strides.data(), offset, &handle));
+  return Tensor(handle);
 }
 
 struct Packs {
   struct One {
     PackKey key;
     Mark mark;
+    Tensor weight;  // its memory
     Tensor pack;
+    uint64_t rows;  // a sample of as many words as the weight has rows
+    uint64_t used;  // in which call
   };
-  std::vector<One> list;  // the latest last
-  int misses = 0;         // since the last hit
+  std::vector<One> list;
+  // Marks of weights whose packs were freed because another took their place. Where one comes back, the slot's calls alternate
+  // between weights, and it keeps the packs of several.
+  std::array<Mark, kPacksAtMost> replaced{};
+  size_t replacements = 0;
+  uint64_t calls = 0;
+  int misses = 0;  // since the last hit
   int64_t made = 0;
 };
+
+// Whether one is of this weight. Where the caller cannot say the version, `mark` gets it. There, a program's constants may lie in
+// memory that is its own, which no tensor holds and which it fills anew for other tensors: so the storage is compared, too. That
+// tells whether PyTorch knows a version: what made a storage says whether its tensors have one.
+bool holds(const Packs::One& one, const PackKey& key, Mark& mark, const Tensor& weight, bool ask, size_t rows) {
+  if (one.key != key || one.weight.const_data_ptr() != weight.const_data_ptr()) return false;
+  if (ask) {
+    if (!from_stack<bool>(call_dispatcher("aten::is_set_to", "", one.weight, weight)[0])) return false;
+    mark.version = one.mark.version == Slot::kUnversioned ? Slot::kUnversioned : version_of(weight);
+  }
+  return one.mark == mark && (rows == 0 || one.rows == sample(weight, rows));
+}
+
+// Takes those for which `condition` holds out of a list, for the caller to destroy when no lock is held.
+std::vector<Packs::One> take_out(std::vector<Packs::One>& list, const auto& condition) {
+  const auto kept = std::stable_partition(list.begin(), list.end(), [&](const Packs::One& one) { return !condition(one); });
+  std::vector<Packs::One> out(std::make_move_iterator(kept), std::make_move_iterator(list.end()));
+  list.erase(kept, list.end());
+  return out;
+}
 
 // Each call looks its slot up, so that threads should seldom meet. Never destroyed: they may still call when the process ends,
 // and PyTorch's allocator may be gone.
@@ -82,40 +137,59 @@ Part& part_of(int64_t id) { return parts[static_cast<uint64_t>(id) * 0x9e3779b97
 int64_t version_of(const Slot& slot, const Tensor& weight) {
   if (slot.version != Slot::kAskVersion) return slot.version;
   if (from_stack<bool>(call_dispatcher("aten::is_inference", "", weight)[0])) return Slot::kUnversioned;
-  return from_stack<int64_t>(call_dispatcher("aten::_version", "", weight)[0]);
+  return version_of(weight);
 }
 
-std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight,
+std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight, int64_t products,
                            const std::function<Tensor(const Tensor&)>& make) {
   if (!slot || !weight.is_cpu() || weight.numel() == 0 || !dense_memory(weight)) return std::nullopt;
-  const Mark mark = mark_of(weight, version_of(slot, weight));
+  const bool ask = slot.version == Slot::kAskVersion;
+  Mark mark = mark_of(weight, slot.version);
+  const size_t rows = std::min(static_cast<size_t>(weight.size(0)), kRowsAtMost);
+  const bool each = rows > kSampleWords && products / weight.size(0) >= kProductsOfARow;
+  std::vector<Packs::One> idle, old;  // destroyed when no lock is held
+  bool several = false;
   Part& part = part_of(slot.id);
   {
     const std::lock_guard lock(part.mutex);
     Packs& packs = part.slots[slot.id];
-    for (const Packs::One& one : packs.list)
-      if (one.key == key && one.mark == mark) {
-        packs.misses = 0;
-        return one.pack;
+    packs.calls++;
+    for (Packs::One& one : packs.list)
+      if (holds(one, key, mark, weight, ask, each ? rows : 0)) {
+        packs.misses = 0, one.used = packs.calls;
+        const Tensor pack = one.pack;
+        if (packs.list.size() > 1)
+          idle = take_out(packs.list, [&](const Packs::One& o) { return o.used + kIdleAtMost < packs.calls; });
+        return pack;
       }
-    if (packs.misses++ > kMissesAtMost && packs.misses % kMissesAtMost != 0) return std::nullopt;
+    mark.version = version_of(slot, weight);
+    several = std::ranges::count(packs.replaced, mark) > 0;
+    if (packs.misses++ > kMissesAtMost && packs.misses % kMissesAtMost != 0) {
+      idle = std::move(packs.list), packs.list.clear();
+      return std::nullopt;
+    }
   }
+  const uint64_t sampled = sample(weight, rows);
   Tensor contiguous = as_contiguous(weight);
   if (contiguous.scalar_type() != key.dtype) contiguous = torch::stable::to(contiguous, key.dtype);
-  Tensor pack = make(contiguous);  // not under the lock: other layers' calls run on
-  std::vector<Packs::One> old;     // destroyed when no lock is held
+  Tensor memory = holding(weight), pack = make(contiguous);  // not under the lock: other layers' calls run on
+  const void* data = memory.const_data_ptr();
   const std::lock_guard lock(part.mutex);
   const auto found = part.slots.find(slot.id);
   if (found == part.slots.end()) return pack;  // freed meanwhile
-  auto& [list, misses, made] = found->second;
-  // A pack of what the weight was before will not be asked for again: the same memory, or, of a parameter that was replaced,
-  // the oldest of many.
-  for (size_t i = list.size(); i-- > 0;)
-    if (list[i].key == key && list[i].mark.data == mark.data)
-      old.push_back(std::move(list[i])), list.erase(list.begin() + static_cast<std::ptrdiff_t>(i));
-  if (list.size() == kPacksAtMost) old.push_back(std::move(list.front())), list.erase(list.begin());
-  list.push_back({key, mark, pack});
-  made++;
+  Packs& packs = found->second;
+  // A pack of what the same memory held before will not be asked for again, and one of other memory only where calls alternate.
+  old = take_out(packs.list, [&](const Packs::One& o) {
+    return (!several && o.weight.const_data_ptr() != data) || (o.key == key && o.weight.const_data_ptr() == data);
+  });
+  for (const Packs::One& one : old)
+    if (one.weight.const_data_ptr() != data) packs.replaced[packs.replacements++ % kPacksAtMost] = one.mark;
+  if (packs.list.size() == kPacksAtMost) {
+    const auto first = std::ranges::min_element(packs.list, {}, &Packs::One::used);
+    old.push_back(std::move(*first)), packs.list.erase(first);
+  }
+  packs.list.push_back({key, mark, std::move(memory), pack, sampled, packs.calls});
+  packs.made++;
   return pack;
 }
 
@@ -136,9 +210,8 @@ extern "C" AI3_EXPORT uint64_t ai3_sample(const void* const* data, const int64_t
   constexpr size_t kWords = 4;
   uint64_t hash = 0xcbf29ce484222325u;
   for (int64_t i = 0; i < count; i++) {
-    uint64_t words[kWords] = {};
-    ai3::ops::sample(static_cast<const char*>(data[i]), static_cast<size_t>(bytes[i]), words, kWords);
-    for (const uint64_t word : words) hash = (hash ^ word) * 0x100000001b3u, hash ^= hash >> 32;
+    hash = (hash ^ ai3::ops::sample(static_cast<const char*>(data[i]), static_cast<size_t>(bytes[i]), kWords)) * 0x100000001b3u;
+    hash ^= hash >> 32;
   }
   return hash;
 }

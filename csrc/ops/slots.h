@@ -36,10 +36,11 @@ inline uint64_t hash_of(std::span<const int64_t> numbers) {
 }
 
 // The pack of `weight` that the slot holds for `key`; made by `make(weight)`, which gets a contiguous weight of key.dtype, where
-// there is none or where the weight changed since: its address, strides, version or a fixed sample of its elements. Nothing where
-// it cannot be kept, because nothing tells a later change (a weight with gaps or overlaps) or because the slot's weight is
-// another one in every call (a parametrized weight).
-std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight,
+// there is none or where the weight changed since: its memory, strides, version or a fixed sample of its elements. The memory is
+// held with the pack, so that no other weight can come to lie there; a weight that took another's place frees both at the next
+// call. Nothing where a pack cannot be kept, because nothing tells a later change (a weight with gaps or overlaps) or because the
+// slot's weight is another one in every call (a parametrized weight). Calls of many `products` (multiplications) compare more.
+std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight, int64_t products,
                            const std::function<Tensor(const Tensor&)>& make);
 
 inline int64_t bytes_of(const Tensor& t) { return t.numel() * static_cast<int64_t>(t.element_size()); }

@@ -43,6 +43,12 @@ inline bool affordable(int64_t pack_bytes, const Tensor& weight) {
   return pack_bytes <= factor * weight.numel() * std::max<int64_t>(4, static_cast<int64_t>(weight.element_size())) + slack;
 }
 
+// The multiplications of a call, of a convolution as if its strides were 1.
+inline int64_t products_of(const WeightedCall& c) {
+  const int64_t channels = c.weight.dim() > 2 ? c.input.size(1) : c.input.size(c.input.dim() - 1);
+  return channels > 0 ? c.input.numel() / channels * c.weight.numel() : 0;
+}
+
 // The weight as the kernel reads it, and whether that is the packed form: from the call's slot where it has one.
 struct ReadyWeight {
   Tensor tensor;
@@ -54,7 +60,7 @@ ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::sp
   const bool packs = traits.packed_bytes != nullptr, same = c.weight.scalar_type() == c.input.scalar_type();
   if (c.slot && (packs || !same || !is_contiguous(c.weight)) && (!packs || affordable(call.pack_tensor, c.weight))) {
     const PackKey key{&call.algorithm->info, hash_of(description), c.input.scalar_type()};
-    if (auto pack = kept(c.slot, key, c.weight,
+    if (auto pack = kept(c.slot, key, c.weight, products_of(c),
                          [&](const Tensor& w) { return packs ? pack_weight(call, call.problem, w, description) : w; }))
       return {*pack, packs};
   }

@@ -18,7 +18,7 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
   // The form depends on the window; on the input's size, too, but only in what is fastest.
   const std::array window{p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups};
   const PackKey key{c.algorithm, hash_of(window), c.input.scalar_type()};
-  const std::optional<Tensor> reordered = kept(c.slot, key, c.weight, [&](const Tensor& w) {
+  const std::optional<Tensor> reordered = kept(c.slot, key, c.weight, products_of(c), [&](const Tensor& w) {
     return call_aten("mkldnn::_reorder_convolution_weight", "", w, c.padding, c.stride, c.dilation, c.groups,
                      std::optional<Sizes>(sizes_of(x)));
   });
