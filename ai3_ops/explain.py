@@ -348,7 +348,10 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
     elif rule:
         why = _UNCALLED if "not called by the run" in call.reason else _UNKNOWN
     training = "training steps are left to PyTorch, which is faster there" if call.left_training else ""
-    reasons = (call.missing, call.reason, trouble if swapped else "", why, training)
+    formats = "its output is given in NCHW, since views need NCHW" if call.writes_nchw else ""
+    if call.reads_last and not formats:
+        formats = "its input is given in NHWC, since its weight must keep its strides"
+    reasons = (call.missing, call.reason, trouble if swapped else "", why, training, formats if swapped else "")
     memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
     return Layer(
         module + call.suffix,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from ai3_ops.plan import Plan
 from ai3_ops.selectors import Selector, Tuner, listed
-from ai3_ops.steps.apply import MARKS, apply, lay_out, unswap
+from ai3_ops.steps.apply import MARKS, apply, lay_out, revert, unswap
 from ai3_ops.steps.decide import Outcome, decide
 from ai3_ops.steps.discover import discover, is_lazy, is_optimized, observe, refuse_optimized, run
+from ai3_ops.steps.examples import of_other_sizes
 
 __all__ = ["swap", "unswap"]
 
@@ -34,8 +37,9 @@ def swap(
     selectors: an algorithm's name, a list of names (one per layer), a function (module[, input_shape]) -> name, or a
     dict from module names, "re:<regex>", operations or "*" to these; see docs/swap.md. Layers that no selector
     matches keep what they have. example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, with
-    which the model is run in evaluation mode (once; up to three times where its code reads the memory of views), which gives
-    lazy layers their weights; lists then count layers in call order, and support is decided with true shapes.
+    which the model is run in evaluation mode (once; several times, also on made-up inputs of other sizes, where its code views
+    activations), which gives lazy layers their weights; lists then count layers in call order, and support is decided with
+    true shapes.
     inplace=False works on a deep copy. strict=True raises where a layer would keep PyTorch's implementation because its algorithm
     cannot do it, or because its call is out of reach; what `default` itself leaves to PyTorch (in-place ReLUs, views) stays.
     allow_approximate lets rules (`default`) choose algorithms that approximate.
@@ -63,11 +67,12 @@ def swap(
         (module, type(module), {k: v for k, v in vars(module).items() if k in MARKS}) for module in model.modules()
     ]
     marks = {id(module): marked.get("_ai3") for module, _, marked in before}
-    unswap(model)
+    again = revert(model)
+    functions: set[str] = set()
     try:
         calls, lost = discover(model, marks)
         if example_inputs is not None:
-            calls = observe(model, calls, lost, example_inputs)
+            calls, functions = observe(model, calls, lost, example_inputs)
         outcome = decide(
             model,
             calls,
@@ -79,12 +84,14 @@ def swap(
             tune=_tuner(model, example_inputs, allow_approximate),
         )
         apply(model, calls, lost)
-        lay_out(model, calls, None if example_inputs is None else lambda: run(model, example_inputs))
+        examples = None if example_inputs is None else chain([example_inputs], of_other_sizes(example_inputs))
+        lay_out(model, calls, functions, partial(run, model), examples)
     except BaseException:
         unswap(model)
         for module, cls, marked in before:
             module.__class__ = cls
             vars(module).update(marked)
+        again()
         raise
     _warn(outcome)
     if is_optimized(model):

@@ -1,5 +1,8 @@
 """Swapped networks run in channels_last, unless their code may need NCHW activations."""
 
+import copy
+import functools
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -129,6 +132,97 @@ def test_code_that_reads_memory_by_its_own_strides_keeps_nchw(function, planned)
     assert not is_channels_last(swapped.conv.weight)
     with torch.no_grad():
         torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+class Folds(nn.Module):
+    """Batch and channels in one dimension, which are one in memory where the batch is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.next = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        y = self.next(self.conv(x)).relu()
+        b, c, h, w = y.shape
+        return y.view(1, b * c, h, w).square().view(b, c, h, w).add(1)
+
+
+class FlatMean(nn.Module):
+    """Flattens what has one pixel for the smallest images."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.next = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x, more=None):
+        y = self.next(self.conv(x))
+        return y.view(y.shape[0], -1).cumsum(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "later"),
+    [
+        (Folds(), torch.randn(1, 3, 8, 8), torch.randn(4, 3, 8, 8)),
+        (Folds(), (torch.randn(1, 3, 8, 8),), torch.randn(4, 3, 9, 7)),
+        (FlatMean(), torch.randn(2, 3, 3, 3), torch.randn(2, 3, 5, 4)),
+        (FlatMean(), {"x": torch.randn(1, 3, 3, 3), "more": None}, torch.randn(3, 3, 5, 5)),
+    ],
+)
+def test_an_example_in_which_both_layouts_are_the_same_memory_decides_nothing(model, example, later):
+    model = model.eval()
+    swapped = ai3_ops.swap(model, "direct", example)
+    assert is_channels_last(swapped.conv.weight)
+    with torch.no_grad():
+        expected = model(later)
+        torch.testing.assert_close(swapped(later), expected, rtol=1e-4, atol=1e-4)
+        for again in (
+            pickle.loads(pickle.dumps(swapped)),
+            ai3_ops.swap(swapped, {"conv": "smm"}),
+            copy.deepcopy(swapped),
+        ):
+            torch.testing.assert_close(again(later), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ai3_ops.unswap(swapped)(later), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_only_what_is_viewed_is_given_in_nchw():
+    """As detectors' heads are."""
+    model = FlatMean().eval()
+    swapped = ai3_ops.swap(model, "direct", X)
+    y = swapped.conv(X)
+    assert is_channels_last(y)
+    assert not is_channels_last(swapped.next(y))
+    assert ["views need NCHW" in row.reason for row in ai3_ops.explain(swapped).layers] == [False, True]
+    with pytest.raises(ValueError, match="needs a 3x3 kernel"):
+        ai3_ops.swap(swapped, {"conv": "winograd_f4"}, X, inplace=True)
+    assert is_channels_last(swapped.conv.weight)
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
+
+
+class Elsewhere:
+    """An object of the user's that views what it is given."""
+
+    def flat(self, y):
+        return y.view(y.shape[0], -1)
+
+
+class Holds(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.conv, self.function = nn.Conv2d(3, 4, 3), function
+
+    def forward(self, x):
+        return self.function(self.conv(x))
+
+
+def test_views_are_found_in_what_a_module_holds():
+    hooked = nn.Sequential(nn.Conv2d(3, 4, 3))
+    hooked[0].register_forward_hook(lambda _, args, y: y.view(y.shape[0], -1))
+    holding = Holds(torch.relu)
+    holding.helper = Elsewhere()
+    for model in (hooked, holding, Holds(Elsewhere().flat), Holds(functools.partial(flat))):
+        assert layout.naming(model, layout.VIEWS)
+    assert not layout.naming(Holds(torch.relu), layout.VIEWS)
 
 
 class Asks(nn.Module):

@@ -6,6 +6,7 @@ import io
 import pickle
 import re
 import sys
+import types
 import warnings
 
 import pytest
@@ -859,3 +860,40 @@ def test_functional_calls_that_record_gradients_are_left_where_layers_are():
     assert layer._ai3.calls == 0
     layer.requires_grad_(False)(x)
     assert layer._ai3.calls == 1
+
+
+class WritesIntoWhatItIsGiven(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x, more=None):
+        if more is not None:
+            more["seen"] = True
+            more["list"].append(more["list"][0].zero_())
+            more["object"].value.fill_(3)
+        x.sub_(1)
+        return self.conv(x)
+
+
+def test_runs_leave_example_inputs_as_they_were():
+    model = WritesIntoWhatItIsGiven()
+    wide, held = torch.randn(2, 6, 8, 10), torch.randn(3)
+    for x in (
+        wide[:, :3],
+        wide[:, ::2, :, 1:],
+        torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+        wide[:1, :3],
+    ):
+        more = {"list": [held], "object": types.SimpleNamespace(value=torch.zeros(2))}
+        before, strides = x.clone(), x.stride()
+        swapped = swap(model, "direct", {"x": x, "more": more})
+        ai3_ops.tune(model, (x, more), budget_seconds=0, cache=False, progress=False)
+        assert torch.equal(x, before)
+        assert x.stride() == strides
+        assert list(more) == ["list", "object"]
+        assert len(more["list"]) == 1
+        assert more["list"][0] is held
+        assert held.any()
+        assert not more["object"].value.any()
+        assert explain(swapped).layers[0].shapes[0] == x.shape

@@ -6,39 +6,77 @@ is given NCHW images then converts these few channels instead of every activatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ai3_ops._torch import pytree
 from ai3_ops.operations.base import is_channels_last
+from ai3_ops.operations.calls import Call
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}  # by the words of plans
 
 _LARGE = 1 << 16  # bytes of a weight
 
-# Methods that raise for a tensor in channels_last where they work for the same one in NCHW, and those that never raise: they
-# take elements as they lie in memory, so that on the same tensor in channels_last they give others.
-VIEWS = frozenset({"view", "view_as"})
+# Methods that raise for a tensor in channels_last where they work for the same one in NCHW, or ask how it lies, and those that
+# never raise: they take elements as they lie in memory, so that on the same tensor in channels_last they give others.
+VIEWS = frozenset({"view", "view_as", "_unsafe_view", "view_as_complex", "is_contiguous"})
 MEMORY = frozenset(
-    {"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "untyped_storage", "data_ptr"}
+    {"as_strided", "as_strided_", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_", "set_"}
+    | {"storage", "untyped_storage", "data_ptr"}
 )
 
 
 def naming(model: nn.Module, methods: frozenset[str]) -> list[str]:
-    """The classes of the model whose methods, or functions of their files that these call, name one of `methods`."""
+    """The classes of the model whose methods name one of `methods`, or functions that these call or that its objects hold.
+
+    Of functions those count that are found by a name of their file, or of a module that it imports; of objects those that are
+    attributes of the model's modules, hooks among them.
+    """
     seen: set[Any] = set()
     found = []
-    for cls in dict.fromkeys(c for module in model.modules() for c in type(module).__mro__):
-        if f"{cls.__module__}.".startswith(("torch.", "ai3_ops.", "builtins.")) or "_ai3_original" in vars(cls):
-            continue
-        functions = [f for name, f in vars(cls).items() if isinstance(f, FunctionType) and name != "__init__"]
-        if any(_names_one(f, methods, seen) for f in functions):
-            found.append(cls.__qualname__)
+    held: dict[type, list[Any]] = {}
+    for module in model.modules():
+        held.setdefault(type(module), []).extend(_held_by(module))
+    for cls, values in held.items():
+        functions = [f for f in (getattr(v, "__func__", v) for v in values) if isinstance(f, FunctionType)]
+        classes = [c for v in values if not isinstance(v, FunctionType) for c in type(v).__mro__]
+        functions += [f for c in dict.fromkeys([*cls.__mro__, *classes]) for f in _methods(c)]
+        if any([_names_one(f, methods, seen) for f in functions]):
+            found.append(original_name(cls))
     return found
+
+
+def original_name(cls: type) -> str:
+    """Of the class that the user wrote."""
+    return str(getattr(cls, "_ai3_original", cls).__qualname__)
+
+
+def _held_by(module: nn.Module) -> Iterator[Any]:
+    """Functions and objects in a module's attributes and hooks; modules among them speak for themselves."""
+    for name, value in vars(module).items():
+        if name.startswith("_ai3"):
+            continue
+        for one in value.values() if isinstance(value, dict) else (value,):
+            if not isinstance(one, (nn.Module, Tensor)):
+                yield getattr(one, "func", one)  # of a functools.partial
+
+
+def _is_own(name: Any) -> bool:
+    return not f"{name}.".startswith(("torch.", "ai3_ops.", "builtins."))
+
+
+def _methods(cls: type) -> list[FunctionType]:
+    """A class's own, if somebody else wrote it."""
+    if not _is_own(cls.__module__) or "_ai3_original" in vars(cls):
+        return []
+    values = [(name, getattr(f, "__func__", f)) for name, f in vars(cls).items()]
+    return [f for name, f in values if isinstance(f, FunctionType) and name != "__init__"]
 
 
 def _names_one(function: FunctionType, methods: frozenset[str], seen: set[Any]) -> bool:
@@ -48,11 +86,10 @@ def _names_one(function: FunctionType, methods: frozenset[str], seen: set[Any]) 
     names = set(_names(function.__code__))
     if names & methods:
         return True
-    called = (function.__globals__.get(name) for name in names)
-    return any(
-        isinstance(f, FunctionType) and not f.__module__.startswith("torch.") and _names_one(f, methods, seen)
-        for f in called
-    )
+    named = [function.__globals__.get(name) for name in names]
+    for imported in [m for m in named if isinstance(m, ModuleType) and _is_own(m.__name__)]:
+        named += [vars(imported).get(name) for name in names]
+    return any(isinstance(f, FunctionType) and _is_own(f.__module__) and _names_one(f, methods, seen) for f in named)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -80,13 +117,45 @@ def _is_in(weight: Tensor, format: torch.memory_format) -> bool:
     return weight.is_contiguous(memory_format=format) and is_channels_last(weight) == last
 
 
-def convert(convolutions: list[nn.Module], to: torch.memory_format = torch.channels_last) -> Callable[[], None]:
-    """Gives the weights of these convolutions a memory format, in place; returns what undoes it."""
+def holds_strides(model: nn.Module) -> Callable[[Tensor], bool]:
+    """Tells weights that must keep their strides, because others have noted how they lie.
+
+    In a process of a group (torch.distributed) that is any: a reducer lays out its buckets as the weights are when it is made,
+    and fully_shard takes contiguous ones alone. Elsewhere it is those that share their memory with other tensors or processes.
+    """
+    group = torch.distributed.is_available() and torch.distributed.is_initialized()
+    group = group or any("reducer" in vars(module) for module in model.modules())
+
+    def holds(weight: Tensor) -> bool:
+        return group or weight.is_shared() or weight.untyped_storage().nbytes() != weight.nbytes
+
+    return holds
+
+
+def convert(
+    convolutions: Sequence[nn.Module],
+    to: torch.memory_format = torch.channels_last,
+    holds: Callable[[Tensor], bool] = lambda _: False,
+) -> Callable[[], None]:
+    """Gives the weights of these convolutions a memory format, in place; returns what undoes it.
+
+    Where a weight must keep its strides the convolution gives its input that format.
+    """
     before: list[tuple[nn.Module, nn.Parameter, Tensor]] = []
     inference: dict[nn.Parameter, nn.Parameter] = {}
+    calls: list[Call] = []
     for module in convolutions:
-        weight = module._parameters.get("weight")
-        if type(weight) is not nn.Parameter or weight.device.type != "cpu" or weight.ndim != 4 or _is_in(weight, to):
+        weight, call = module._parameters.get("weight"), vars(module).get("_ai3")
+        if weight is None or weight.device.type != "cpu" or weight.ndim != 4:
+            continue
+        if isinstance(call, Call) and to == torch.channels_last:
+            call.last = True
+            calls.append(call)
+        if _is_in(weight, to):
+            continue
+        if type(weight) is not nn.Parameter or holds(weight):
+            if isinstance(call, Call) and to == torch.channels_last:
+                call.reads_last = True
             continue
         with torch.no_grad():
             formatted = torch.empty_like(weight, memory_format=to).copy_(weight)
@@ -104,8 +173,53 @@ def convert(convolutions: list[nn.Module], to: torch.memory_format = torch.chann
                 module._parameters["weight"] = weight
             else:
                 weight.data = data
+        for call in calls:
+            call.last = call.reads_last = False
 
     return undo
+
+
+class Watch(TorchFunctionMode):
+    """Finds the convolutions whose outputs the model views as only NCHW can be viewed; the views succeed meanwhile."""
+
+    def __init__(self, convolutions: dict[nn.Module, Call]) -> None:
+        super().__init__()
+        self.convolutions, self.found = convolutions, set[Call]()
+        # The last convolutions that a tensor was computed from.
+        self.sources: MutableMapping[Tensor, frozenset[Call]] = WeakTensorKeyDictionary()
+
+    def __enter__(self) -> Any:
+        self.handles = [m.register_forward_hook(self._left) for m in self.convolutions]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.handles:
+            handle.remove()
+        super().__exit__(*error)
+
+    def _left(self, module: nn.Module, _: Any, output: Tensor) -> None:
+        self.sources[output] = frozenset({self.convolutions[module]})
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
+        sources = frozenset[Call]().union(*(self.sources.get(t, ()) for t in tensors))
+        name = getattr(func, "__name__", "")
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError:
+            if not sources or name not in VIEWS:
+                raise
+            self.found |= sources
+            result = func(args[0].contiguous(), *args[1:], **kwargs)
+        if sources and name == "is_contiguous" and not result and len(args) == 1 and not kwargs:
+            self.found |= sources
+            result = True
+        if sources:
+            for made in pytree.tree_leaves(result):
+                if isinstance(made, Tensor):
+                    self.sources[made] = sources
+        return result
 
 
 # Largest difference, as max|a - b| / max|a|, of outputs that are the same but for rounding, by bytes of an element.

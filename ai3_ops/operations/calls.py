@@ -152,6 +152,10 @@ class Call:
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     by_name: ClassVar[dict[str, type[Call]]] = {}
+    # Of a convolution in a network that computes in channels_last (`nn.layout`):
+    last = False  # it is one, by a swap
+    reads_last = False  # its weight cannot say so, and its input is given that format
+    writes_nchw = False  # a view needs its output in NCHW
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "operation"):
@@ -346,7 +350,8 @@ class Call:
     # Calling ----------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The call, with the arguments of PyTorch's function."""
-        return self.run(*self.arguments(*args, **kwargs))
+        output = self.run(*self.arguments(*args, **kwargs))
+        return output.contiguous() if self.writes_nchw else output
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """From the arguments of PyTorch's function to the operator's."""

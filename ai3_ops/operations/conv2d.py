@@ -510,6 +510,8 @@ class Conv2dCall(SwitchedCall):
         """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
         if isinstance(padding, str):
             input, padding = _padding_of_word(input, weight, stride, padding, dilation)
+        if self.reads_last and input.ndim == 4:
+            input = input.contiguous(memory_format=torch.channels_last)
         return input, weight, bias, stride, padding, dilation, groups
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:

@@ -23,7 +23,8 @@ from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
 from ai3_ops.plan import CHANNELS_LAST, Plan
 from ai3_ops.selectors import Algorithm, Place
-from ai3_ops.steps.discover import Inputs, survey
+from ai3_ops.steps.discover import survey
+from ai3_ops.steps.examples import Inputs
 from ai3_ops.tune import Meter, ineligible, select, unmeasured, within
 from ai3_ops.tune import Settings as TuneSettings
 

@@ -26,7 +26,7 @@ from ai3_ops.optimize.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
 from ai3_ops.optimize.timing import COSTS, paired
-from ai3_ops.steps.discover import Inputs
+from ai3_ops.steps.examples import Inputs
 from ai3_ops.swap import swap
 from ai3_ops.tune import Settings as TuneSettings
 from ai3_ops.tune import check_limits, tune_alone

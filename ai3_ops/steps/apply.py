@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ai3_ops.nn import layout, original_class, set_class, swapped_class
 from ai3_ops.nn.rewrite import Sites, Swapped
+from ai3_ops.operations.calls import Call
 
 if TYPE_CHECKING:
     from ai3_ops.steps.describe import Described
@@ -44,47 +47,100 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             vars(module)["_ai3_lost"] = asdict(what)
 
 
-def lay_out(model: nn.Module, calls: list[Described], run: Callable[[], Any] | None) -> None:
+def lay_out(
+    model: nn.Module,
+    calls: list[Described],
+    methods: Set[str],
+    run: Callable[[Any], Any],
+    examples: Iterable[Any] | None,
+) -> None:
     """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
 
     In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`). Where the model's
-    code reads memory by strides of its own weights never become channels_last. Where it views activations, only if `run`, which
-    runs the model once and returns its output, then gives the same; without `run`, only if a plan says so.
+    code reads memory by strides of its own weights never become channels_last. Where it views activations, only if the model
+    gives the same on examples after that; where a view needs NCHW, the convolution before it gives that, unless most would.
+    Without examples, only if a plan says so.
+
+    methods: the names of functions that a run was seen to call. run: runs the model once on an example, and returns its output.
+    examples: first the user's, then made-up ones of other sizes, which the model may refuse.
     """
     convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
     planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
     free = [d.module for d in convolutions if d.layout is None and not d.kept and d.call.algorithm is not None]
     if model.training:
         free = [module for module in free if not layout.is_costly(module)]
-    layout.convert(planned["contiguous"], to=layout.FORMATS["contiguous"])
+    former = [(d, d.earlier) for d in convolutions if d.earlier is not None]
+    if all(d.call.algorithm is not None for d, earlier in former if earlier.writes_nchw):
+        planned["channels_last"] += [d.module for d, earlier in former if d.kept and earlier.last]
+    holds = layout.holds_strides(model)
+    layout.convert(planned["contiguous"], layout.FORMATS["contiguous"], holds)
     last = planned["channels_last"] + free
-    if not last or layout.naming(model, layout.MEMORY):
+    if not last or methods & layout.MEMORY or layout.naming(model, layout.MEMORY):
         return
-    views = bool(layout.naming(model, layout.VIEWS))
-    if not views or run is None:
-        layout.convert(planned["channels_last"] if views else last)
+    views = bool(methods & layout.VIEWS or layout.naming(model, layout.VIEWS))
+    expected = _outputs(run, examples) if views and examples is not None else []
+    if not expected:
+        layout.convert(planned["channels_last"] if views else last, holds=holds)
+        for described, earlier in former:
+            described.call.writes_nchw = earlier.writes_nchw
         return
-    undo = None
+    known = [(d.call, d.call.example, d.call.reason) for d in calls]
+    undo = layout.convert(last, holds=holds)
+    watch = layout.Watch({d.module: d.call for d in convolutions if d.call.algorithm is not None})
     try:
-        before = run()
-        undo = layout.convert(last)
-        proven = layout.same(before, run())
+        with watch:
+            proven = all(layout.same(output, run(example)) for example, output in expected)
+        for call in watch.found:
+            call.writes_nchw = True
+        proven = proven and 2 * len(watch.found) <= len(last)  # else most outputs would be copied
+        if proven and watch.found:
+            proven = all(layout.same(output, run(example)) for example, output in expected)
     except RuntimeError:
         proven = False
-    if undo is not None and not proven:
+    if not proven:
         undo()
-    for described in calls:
-        described.call.calls = described.call.torch_calls = 0
-        described.call.forget_packs()
+        for call in watch.found:
+            call.writes_nchw = False
+    for call, example, reason in known:
+        call.calls = call.torch_calls = 0
+        call.example, call.reason = example, reason
+        call.forget_packs()
+
+
+def _outputs(run: Callable[[Any], Any], examples: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The examples that the model takes, and what it returns: of the made-up ones that of both sizes, or those of one."""
+    found: list[tuple[Any, Any]] = []
+    for number, example in enumerate(examples):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found.append((example, run(example)))
+        except RuntimeError:
+            if number == 0:
+                return []
+            continue
+        if number == 1:
+            break
+    return found
+
+
+def revert(model: nn.Module) -> Callable[[], None]:
+    """`unswap`; returns what gives the weights their former memory format again."""
+    marks = [vars(module).get("_ai3") for module in model.modules()]
+    # PyTorch's layers would give channels_last to views that need NCHW.
+    nchw = any(isinstance(mark, Call) and mark.writes_nchw for mark in marks)
+    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)] if nchw else []
+    undo = layout.convert(convolutions, torch.contiguous_format, layout.holds_strides(model))
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            set_class(module, original_class(module))
+        for mark in MARKS:
+            vars(module).pop(mark, None)
+    return undo
 
 
 def unswap(model: nn.Module) -> nn.Module:
     """Gives every module of `model` its original class back, in place, and returns the model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
-    for module in model.modules():
-        if isinstance(module, Swapped):
-            set_class(module, original_class(module))
-        for mark in MARKS:
-            vars(module).pop(mark, None)
+    revert(model)
     return model

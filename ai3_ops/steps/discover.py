@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -25,6 +25,7 @@ from ai3_ops.nn.sites import operations_in
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.describe import Described
+from ai3_ops.steps.examples import Inputs, copied
 
 
 @dataclass
@@ -188,13 +189,6 @@ def _is_conv2d(node: Any) -> bool:
     return len(stride) == 2 and not transposed
 
 
-class Inputs(NamedTuple):
-    """Example inputs of both kinds, where callers have them apart."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 # With example inputs --------------------------------------------------------------------------------------------------
 # Told of a function that was called: the call that made it, if one did, arguments, keyword arguments, and the result.
 Record = Callable[["Call | None", tuple[Any, ...], dict[str, Any], Any], None]
@@ -208,7 +202,8 @@ def survey(model: nn.Module, example_inputs: Any, record: Record) -> list[Descri
     if any(map(is_lazy, model.modules())):
         run(model, example_inputs)
     calls, lost = discover(model, {})
-    return [d for d in observe(model, calls, lost, example_inputs, record) if d.call.example is not None]
+    calls, _ = observe(model, calls, lost, example_inputs, record)
+    return [d for d in calls if d.call.example is not None]
 
 
 def observe(
@@ -217,8 +212,8 @@ def observe(
     lost: dict[nn.Module, Lost],
     example_inputs: Any,
     record: Record | None = None,
-) -> list[Described]:
-    """Runs the model once as PyTorch computes it; the calls in call order, those not called last."""
+) -> tuple[list[Described], set[str]]:
+    """Runs the model once as PyTorch computes it; the calls in call order, those not called last, and names of functions."""
     watch = _Watch(lost, record)
     sites: dict[int, tuple[Sites, nn.Module]] = {}
     for described in calls:
@@ -242,7 +237,7 @@ def observe(
         if described.call.example is not None:
             described.shape = next(a.shape for a in described.call.example if isinstance(a, Spec))
     order = {call: i for i, call in enumerate(watch.order)}
-    return sorted(calls, key=lambda described: order.get(described.call, len(order)))
+    return sorted(calls, key=lambda described: order.get(described.call, len(order))), watch.functions
 
 
 class _Watch(TorchFunctionMode):
@@ -252,6 +247,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.lost, self.record = lost, record
         self.order: list[Call] = []
+        self.functions: set[str] = set()  # their names, all that were called
         self.stack: list[nn.Module] = []
         self.expected: Call | None = None  # the call whose own function comes next
         self.kinds = {f: o for o in registry.operations() if o in Call.by_name for f in Call.by_name[o].seen_as()}
@@ -264,6 +260,7 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation, call = self.kinds.get(func), None
+        self.functions.add(getattr(func, "__name__", ""))
         if operation is not None:
             if self.expected:
                 call, self.expected = self.expected, None
@@ -338,8 +335,9 @@ def _stack(model: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
 def run(model: nn.Module, example_inputs: Any) -> Any:
     """Calls the model in evaluation mode, without gradients, and returns what it does.
 
-    Afterwards it is as before, but for the weights of lazy layers.
+    Afterwards model and example inputs are as before, but for the weights of lazy layers.
     """
+    example_inputs = copied(example_inputs)
     args: tuple[Any, ...] = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     kwargs: dict[str, Any] = {}
     if isinstance(example_inputs, Inputs):
