@@ -211,7 +211,7 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """
     gy, x, w = ctx.saved_tensors
     last = list(range(-len(ctx.shape), 0))
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.float64  # squares of large float32 are beyond float32
 
     def mean(t: Tensor) -> Tensor:
         return t.mean(last, keepdim=True)

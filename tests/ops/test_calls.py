@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import pickle
 import platform
@@ -512,10 +513,60 @@ def test_conv1d_default_has_a_second_choice():
     assert ask("conv1d", "default", "cpu", torch.float32, **dense, exclude="direct") == "im2col"
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e20), (torch.bfloat16, 1e20), (torch.float64, 1e180)])
-def test_layer_norm_of_a_variance_that_overflows_is_nan(dtype, size):
-    x = (torch.randn(1, 64, dtype=torch.float64) * size).to(dtype)
-    assert ops.layer_norm_direct(x, [64]).isnan().all()
+@pytest.mark.parametrize(
+    ("dtype", "size", "eps"),
+    [
+        (torch.float32, 1e18, 1e-5),
+        (torch.float32, 1e20, 1e-5),
+        (torch.float32, 3e38, 1e-5),
+        (torch.float32, 1e-22, 0.0),
+        (torch.float32, 1e-38, 0.0),
+        (torch.bfloat16, 1e20, 1e-5),
+        (torch.bfloat16, 3e38, 1e-5),
+        (torch.bfloat16, 1e-30, 0.0),
+        (torch.float16, 6e4, 1e-5),
+        (torch.float64, 1e180, 1e-5),
+        (torch.float64, 1e308, 1e-5),
+        (torch.float64, 1e-200, 0.0),
+    ],
+)
+@pytest.mark.parametrize("features", [5, 64, 5000])
+def test_layer_norm_where_squares_are_too_large_or_too_small(dtype, size, eps, features):
+    """As of ordinary values: x and eps in another unit give the same row, and a gradient in that unit."""
+    unit = 2.0 ** math.floor(math.log2(size))
+    x = ((torch.rand(3, features, dtype=torch.float64) * 2 - 1) * (size / unit)).to(dtype)
+    weight, grad = (torch.randn(s, dtype=torch.float64).to(dtype) for s in ((features,), (3, features)))
+    big = (x * unit).to(dtype)
+    wide = (big.double() / unit).requires_grad_(), weight.double().requires_grad_()
+    exact = F.layer_norm(wide[0], [features], wide[1], None, eps / unit / unit)
+    expected = torch.autograd.grad(exact, wide, grad.double())
+    leaves = big.requires_grad_(), weight.requires_grad_()
+    found = ops.layer_norm_default(leaves[0], [features], leaves[1], None, eps)
+    gradients = torch.autograd.grad(found, leaves, grad)
+    pairs = [(found, exact), (gradients[1], expected[1])]
+    if torch.finfo(dtype).tiny * 64 < 1 / size < torch.finfo(dtype).max / 64:
+        pairs.append((gradients[0].double() * unit, expected[0]))
+    for f, e in pairs:
+        assert (f.double() - e).abs().max() <= {2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize] * e.abs().max()
+
+
+@pytest.mark.parametrize("value", [1e-38, 1.0, 1e20, 3e38, 1e300])
+def test_layer_norm_of_one_value_is_zero(value):
+    dtype = torch.float32 if value < torch.finfo(torch.float32).max else torch.float64
+    x, grad = torch.full((2, 67), value, dtype=dtype, requires_grad=True), torch.randn(2, 67, dtype=dtype)
+    y = ops.layer_norm_direct(x, [67])
+    assert not y.any()
+    expected = (grad - grad.mean(1, keepdim=True)) / math.sqrt(1e-5)
+    torch.testing.assert_close(*torch.autograd.grad(y, x, grad), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_layer_norm_of_what_is_not_finite_is_nan(value):
+    x = torch.randn(2, 64)
+    x[0, 3] = value
+    y = ops.layer_norm_direct(x, [64])
+    assert y[0].isnan().all()
+    assert y[1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

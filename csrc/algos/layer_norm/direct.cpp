@@ -62,13 +62,20 @@ AI3_INLINE Vec<Acc<T>> load_wide(const T* row, const Acc<T>* wide, int64_t i, in
     return load_some(row + i, n);
 }
 
+// The normalized row is (x * unit - mean) * scale, where 1 / unit is a power of two, and mean and scale are those of x * unit. It
+// is 1 but for rows whose squares are too large or too small to be summed.
 template <class A>
 struct Moments {
-  A mean, scale;  // 1 / sqrt(variance + eps)
+  A unit, mean, scale;  // scale: 1 / sqrt(variance + eps)
+  A scale_of_x;         // the same of x in its own unit
+  bool exact;           // whether the squares could be summed
+
+  AI3_INLINE Vec<A> centered(Vec<A> v) const { return fma(v, Vec<A>(unit), Vec<A>(-mean)); }
+  AI3_INLINE Vec<A> normal(Vec<A> v) const { return centered(v) * Vec<A>(scale); }
 };
 // Of a row, which is put into `wide` where that is given.
 template <class T>
-AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
+AI3_INLINE Moments<Acc<T>> moments_in(const LayerNormProblem& p, const T* x, Acc<T>* wide, Acc<T> unit) {
   using A = Acc<T>;
   using V = Vec<A>;
   const double n = static_cast<double>(p.features);
@@ -76,21 +83,48 @@ AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>
   sum_row<1, A>(p.features, sum, [&](V* sums, int64_t i, int64_t count) {
     const V v = load_some(x + i, count);
     if constexpr (sizeof(T) == 2) store(wide + i, v);
-    sums[0] += v;
+    sums[0] = fma(v, V(unit), sums[0]);
   });
   const A guess = static_cast<A>(sum[0] / n);
+  const Moments<A> guessed{unit, guess, A(1), A(1), true};
   sum_row<2, A>(p.features, around, [&](V* sums, int64_t i, int64_t count) {
-    V d = load_wide(x, wide, i, count) - V(guess);
+    V d = guessed.centered(load_wide(x, wide, i, count));
     if (count < V::width) {  // what is beyond the row must not count
       for (int64_t j = count; j < V::width; j++) d.raw[j] = 0;
     }
     sums[0] += d, sums[1] = fma(d, d, sums[1]);
   });
-  // A sum of squares that overflowed is infinite, and 0 times it NaN: a scale of 0 would make the row look like one that is
-  // constant.
-  const double off = around[0] / n, variance = around[1] / n - off * off + 0 * around[1];
-  return {static_cast<A>(static_cast<double>(guess) + off),
-          static_cast<A>(1 / __builtin_sqrt((variance < 0 ? 0 : variance) + p.eps))};
+  constexpr double kLeast = sizeof(A) == 4 ? 1e-30 : 1e-290;  // below it the type lacks some of the squares' bits
+  const double u = static_cast<double>(unit), off = around[0] / n, variance = around[1] / n - off * off;
+  const double spread = (variance < 0 ? 0 : variance) + p.eps * u * u, scale = 1 / __builtin_sqrt(spread);
+  // A row of one large value has no variance, and in its unit eps is less than the type can divide by, or nothing. Of other rows
+  // scale is far below this, of which a few times are finite, too.
+  constexpr double kMost = sizeof(A) == 4 ? 1e30 : 1e290;
+  const double of_x = u * scale, most_of_x = 1 / __builtin_sqrt(p.eps);
+  return {unit, static_cast<A>(static_cast<double>(guess) + off), static_cast<A>(scale > kMost && p.eps > 0 ? kMost : scale),
+          static_cast<A>(of_x > most_of_x ? most_of_x : of_x), around[1] < __builtin_inf() && spread >= kLeast};
+}
+// The unit in which a row's largest element is about 1, or as near to it as the type has units; 1 for a row of zeros, or one that
+// is not finite.
+template <class T>
+AI3_INLINE Acc<T> unit_of(const LayerNormProblem& p, const T* x) {
+  using A = Acc<T>;
+  constexpr int kMost = sizeof(A) == 4 ? 126 : 1022;
+  A largest = 0;
+  bool finite = true;
+  for (int64_t i = 0; i < p.features; i++) {
+    const A v = widen(x[i]), size = v < 0 ? -v : v;
+    finite = finite && size < static_cast<A>(__builtin_inf());
+    if (size > largest) largest = size;
+  }
+  if (!finite || largest == 0) return 1;
+  const int exponent = __builtin_ilogb(static_cast<double>(largest));
+  return static_cast<A>(__builtin_ldexp(1, exponent > kMost ? -kMost : exponent < -kMost ? kMost : -exponent));
+}
+template <class T>
+AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
+  const Moments<Acc<T>> as_it_is = moments_in(p, x, wide, Acc<T>(1));
+  return as_it_is.exact ? as_it_is : moments_in(p, x, wide, unit_of(p, x));
 }
 
 // body(i, n) for each vector of a row, the last of which may have fewer than `width` elements.
@@ -118,7 +152,6 @@ int64_t layer_norm_workspace(const LayerNormProblem& p) {
 template <class T>
 void layer_norm_direct(const LayerNormProblem& p, const Buffers& m, Workspace& workspace) {
   using A = Acc<T>;
-  using V = Vec<A>;
   A* const wide_of_all = sizeof(T) == 2 ? workspace.take<A>(p.threads * wide_row<A>(p)) : nullptr;
   const T* const x = static_cast<const T*>(m.input);
   T* const y = static_cast<T*>(m.output);
@@ -130,8 +163,7 @@ void layer_norm_direct(const LayerNormProblem& p, const Buffers& m, Workspace& w
         const T* const row = x + r * p.features;
         T* const out = y + r * p.features;
         const Moments<A> of = moments(p, row, wide);
-        const V mean(of.mean), scale(of.scale);
-        auto normal = [&](int64_t i, int64_t n) { return (load_wide(row, wide, i, n) - mean) * scale; };
+        auto normal = [&](int64_t i, int64_t n) { return of.normal(load_wide(row, wide, i, n)); };
         if (w && b)
           each_vector<A>(p.features, [&](int64_t i, int64_t n) {
             store_some(out + i, fma(normal(i, n), load_some(w + i, n), load_some(b + i, n)), n);
@@ -185,8 +217,8 @@ void backward_of(const LayerNormProblem& p, const GradientBuffers& m, Workspace&
     for (int64_t r = rows.begin; r < rows.end; r++) {
       const T *const row = x + r * p.features, *const g = gy + r * p.features;
       const Moments<A> of = moments(p, row, wide);
-      const V mean(of.mean), scale(of.scale);
-      auto normal = [&](int64_t i, int64_t n) { return (load_wide(row, wide, i, n) - mean) * scale; };
+      const V scale(of.scale_of_x);
+      auto normal = [&](int64_t i, int64_t n) { return of.normal(load_wide(row, wide, i, n)); };
       auto gradient = [&](int64_t i, int64_t n) { return w ? load_some(g + i, n) * load_some(w + i, n) : load_some(g + i, n); };
       if (gx) {
         double total[2];
