@@ -289,3 +289,18 @@ def test_a_plans_layout_is_followed_from_the_other_one(form, kernel):
         y = swapped(X)
     assert is_channels_last(y) == (form == "channels_last")
     torch.testing.assert_close(y, model(X), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "selectors"),
+    [(3, 96, "default"), (5, 28, "default"), (3, 10, "default"), (4, 30, {"conv2d": "winograd"}), (4, 30, "direct")],
+)
+def test_training_where_channels_last_leads_pytorch_astray(channels, size, selectors):
+    """oneDNN's gradient of a 1x1 weight with a stride and few channels (docs/pytorch.md): NCHW in the model as it was given."""
+    model = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.Conv2d(channels, 16, 1, 2, bias=False))
+    swapped, x = ai3_ops.swap(copy.deepcopy(model), selectors), torch.randn(2, 3, size, size)
+    exact = copy.deepcopy(model).double()
+    swapped(x).square().sum().backward()
+    exact(x.double()).square().sum().backward()
+    for ours, theirs in zip(swapped.parameters(), exact.parameters(), strict=True):
+        assert (ours.grad.double() - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()

@@ -15,11 +15,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/pytorch.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
 
 
-def run(number, *after, **environment):
+def run(number, *after, limit=None, **environment):
     """The last line that a block of the page, and what follows it, prints; each in a process, since they set switches."""
     block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
     program = "\n".join(["import torch, torch.nn.functional as F", block, *after])
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=os.environ | environment)
+    env = os.environ | environment
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=limit)
 
 
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
@@ -43,3 +44,24 @@ def test_a_bias_s_gradient_in_bfloat16():
     done = run(3, "print('alive')", MALLOC_CHECK_="3", LD_PRELOAD="libc_malloc_debug.so.0")
     assert done.returncode
     assert "alive" not in done.stdout
+
+
+@pytest.mark.skipif(not _library.registry()["onednn_wide_vector"], reason="seen with AVX2")
+def test_a_strided_1x1_weight_s_gradient():
+    """Some way to die, or none: what is overwritten decides."""
+    try:
+        done = run(4, "print('alive')", MALLOC_CHECK_="3", LD_PRELOAD="libc_malloc_debug.so.0", limit=60)
+    except subprocess.TimeoutExpired:
+        return
+    assert done.returncode
+    assert "alive" not in done.stdout
+
+
+def test_a_weight_s_gradient_in_groups_of_an_unbatched_image():
+    done = run(5, "print(bool((wrong - right).abs().max() > 0.1 * right.abs().max()))")
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_layer_norm_of_large_values():
+    done = run(6, "print(bool((wrong - right).abs().max() < 0.1))")
+    assert done.stdout.strip() == "False", done.stderr

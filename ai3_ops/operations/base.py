@@ -107,6 +107,11 @@ def is_channels_last(*tensors: Tensor) -> bool:
     return any(_torch.suggest_memory_format(t) == torch.channels_last for t in tensors)
 
 
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor, on the CPU contiguous with the strides of that: PyTorch's convolutions misread others (docs/pytorch.md)."""
+    return tensor.flatten().view(tensor.shape) if tensor.device.type == "cpu" else tensor
+
+
 def lead(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     """The tensor with its vmap dimension of `size` in front; where it has none (dim is None), expanded."""
     return tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

@@ -189,7 +189,8 @@ class Conv2d(Weighted):
             y, x = self.batched(grad), self.batched(input)
             zeros = [0] * self.space
             asked = [*needs[:2], False]  # a bias's gradient may end the process (docs/pytorch.md)
-            grads = torch.ops.aten.convolution_backward(y, x, weight, None, *lists, False, zeros, ctx.groups, asked)
+            operands = base.plain(y), base.plain(x), base.plain(weight)
+            grads = torch.ops.aten.convolution_backward(*operands, None, *lists, False, zeros, ctx.groups, asked)
             of_input = grads[0].reshape(input.shape) if needs[0] else None
             grads = of_input, grads[1], y.sum([0, *range(2, y.ndim)]) if needs[2] else None
         return tuple(g if wanted else None for g, wanted in zip(grads, needs, strict=True))
@@ -408,6 +409,8 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     unbatched = input.ndim == space + 1
     if unbatched:
         grad, input, ggx = (None if t is None else t.unsqueeze(0) for t in (grad, input, ggx))
+    grad, input, weight = base.plain(grad), base.plain(input), base.plain(weight)
+    ggx, ggw = (None if t is None else base.plain(t) for t in (ggx, ggw))
     lists = [base.spread("a convolution", v, space, "size", 0) for v in ctx.window]
     window = (*lists, False, [0] * space, ctx.groups)
     backward = torch.ops.aten.convolution_backward
@@ -475,6 +478,15 @@ _TILES = _library.registry()["processor_has_matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
 
 
+_WIDE_VECTOR = _library.registry()["onednn_wide_vector"]
+
+
+def is_wrong_in_training(weight: Tensor, stride: Any, groups: int) -> bool:
+    """Whether PyTorch's gradient of this weight is wrong, or ends the process, in channels_last (docs/pytorch.md)."""
+    strided = stride > 1 if isinstance(stride, int) else max(stride) > 1
+    return groups == 1 and tuple(weight.shape[2:]) == (1, 1) and strided and weight.shape[1] < _WIDE_VECTOR
+
+
 def of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
     """Arguments of the function for a module and its input, which is padded here in modes that the function lacks."""
     if m.padding_mode == "zeros":
@@ -519,7 +531,7 @@ class Conv2dCall(SwitchedCall):
         input, weight, _, stride, _, _, groups = args
         if input.device.type != "cpu" or input.ndim != 4 or weight.ndim != 4:
             return True
-        if groups == input.shape[1]:  # depthwise
+        if groups == input.shape[1] or is_wrong_in_training(weight, stride, groups):  # depthwise
             return True
         kernel = tuple(weight.shape[2:])
         strides = (stride, stride) if isinstance(stride, int) else tuple(stride) * (2 // len(stride))

@@ -13,6 +13,7 @@ from torch import nn
 from ai3_ops.nn import layout, original_class, set_class, swapped_class
 from ai3_ops.nn.rewrite import Sites, Swapped
 from ai3_ops.operations.calls import Call
+from ai3_ops.operations.conv2d import is_wrong_in_training
 
 if TYPE_CHECKING:
     from ai3_ops.steps.describe import Described
@@ -47,6 +48,11 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             vars(module)["_ai3_lost"] = asdict(what)
 
 
+def _is_wrong_in_training(module: Any) -> bool:
+    weight = module.weight
+    return bool(weight.requires_grad and is_wrong_in_training(weight, module.stride, module.groups))
+
+
 def lay_out(
     model: nn.Module,
     calls: list[Described],
@@ -56,10 +62,11 @@ def lay_out(
 ) -> None:
     """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
 
-    In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`). Where the model's
-    code reads memory by strides of its own weights never become channels_last. Where it views activations, only if the model
-    gives the same on examples after that; where a view needs NCHW, the convolution before it gives that, unless most would.
-    Without examples, only if a plan says so.
+    In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`), and so do all beside
+    a layer that PyTorch computes but cannot train in channels_last (`is_wrong_in_training`). Where the model's code reads memory
+    by strides of its own weights never become channels_last. Where it views activations, only if the model gives the same on
+    examples after that; where a view needs NCHW, the convolution before it gives that, unless most would. Without examples, only
+    if a plan says so.
 
     methods: the names of functions that a run was seen to call. run: runs the model once on an example, and returns its output.
     examples: first the user's, then made-up ones of other sizes, which the model may refuse.
@@ -67,7 +74,9 @@ def lay_out(
     convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
     planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
     free = [d.module for d in convolutions if d.layout is None and not d.kept and d.call.algorithm is not None]
-    if model.training:
+    if any(d.call.algorithm is None and _is_wrong_in_training(d.module) for d in convolutions):
+        free = []
+    elif model.training:
         free = [module for module in free if not layout.is_costly(module)]
     former = [(d, d.earlier) for d in convolutions if d.earlier is not None]
     if all(d.call.algorithm is not None for d, earlier in former if earlier.writes_nchw):

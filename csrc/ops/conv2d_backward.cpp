@@ -1,9 +1,20 @@
 // Gradients of conv2d: by the algorithm's kernel for them or, where it has none, as convolutions of rearranged tensors, which are
 // only views and copies here. See docs/decisions/backward.md.
 #include "conv2d.h"
+#include "onednn.h"
 
 namespace ai3::ops {
 namespace {
+
+// Whether PyTorch's gradient of the weight is wrong on the CPU, endless, or writes where it must not (docs/pytorch.md): of 1x1
+// with a stride, in channels_last, oneDNN gathers the pixels that count into a buffer of as many channels as there are, but looks
+// for the next ones as if each had a whole vector of them. Its AVX-512 kernels do so in bfloat16, too.
+bool loses_its_place(const Conv2dProblem& p, bool channels_last) {
+  const int64_t vector = onednn_wide_vector();
+  const bool has_kernel = p.dtype == DType::f32 || (p.dtype == DType::bf16 && vector == 16);
+  return has_kernel && channels_last && p.groups == 1 && p.kernel_height == 1 && p.kernel_width == 1 &&
+         (p.stride_h > 1 || p.stride_w > 1) && p.in_channels < vector;
+}
 
 Tensor permuted(const Tensor& t, const Sizes& order) { return torch::stable::permute(t, order); }
 Tensor reshaped(const Tensor& t, const Sizes& sizes) { return torch::stable::reshape(t, sizes); }
@@ -91,6 +102,9 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
   p.y_stride = dense_strides(p.out_channels, p.out_height, p.out_width, channels_last);
   auto nothing = [&] { return empty({0}, c.input.scalar_type(), c.input); };  // one each: results must not alias
   Gradients result{nothing(), nothing(), nothing()};
+  const Device device = device_of(asked, c.input);
+  const bool by_patches = !by[1] && device == Device::cpu && loses_its_place(p, channels_last);
+  if (by_patches) by[1] = &entry_named(Conv2dOperation::operation(), "implicit_gemm");
   bool by_aten[] = {false, false, false};
   for (size_t i : {0u, 1u}) {
     if (!wanted[i]) continue;
@@ -99,8 +113,7 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
       continue;
     }
     named(i ? "gradient of the weight: " : "gradient of the input: ", [&] {
-      const Device device = device_of(asked, c.input);
-      if (has_backward(*by[i], device, p, i)) {
+      if ((i && by_patches) || has_backward(*by[i], device, p, i)) {
         const Chosen<Conv2dProblem> chosen(*by[i], device, p);
         const Tensor gy = dense(grad, channels_last), x = dense(c.input, channels_last), w = as_contiguous(c.weight);
         const bool bias = i && wanted[2];
@@ -116,7 +129,11 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
     // oneDNN writes the bias's gradient in whole vectors of bfloat16, over the end of it (docs/pytorch.md).
     const bool is_safe = p.dtype != DType::bf16 || p.out_channels % 16 == 0;
     by_aten[2] = by_aten[1] && wanted[2] && is_safe;
-    auto stack = call_dispatcher("aten::convolution_backward", "", grad, c.input, c.weight,
+    // On the CPU, other strides than those of dense operands in one format, and the strides that a single channel may have in
+    // channels_last, send PyTorch's kernels astray (docs/pytorch.md).
+    const bool format = channels_last && p.in_channels > 1;
+    auto operand = [&](const Tensor& t) { return device == Device::cpu ? with_dense_strides(dense(t, format), format) : t; };
+    auto stack = call_dispatcher("aten::convolution_backward", "", operand(grad), operand(c.input), operand(c.weight),
                                  std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},
                                  c.groups, torch::headeronly::HeaderOnlyArrayRef<bool>(by_aten, 3));
     for (size_t i = 0; i < 3; i++) {

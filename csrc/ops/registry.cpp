@@ -17,7 +17,7 @@ extern const ai3::ops::SharedOperator* const __start_ai3_operators[];
 extern const ai3::ops::SharedOperator* const __stop_ai3_operators[];
 }
 
-#include "../algos/core/level.h"
+#include "onednn.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -233,7 +233,8 @@ struct Asked {
 };
 const char* registry_as_json() {
   static thread_local std::string json;
-  json = std::string("{\"level\":\"") + level() + "\",\"matrix_tiles\":" + (level_has_matrix_tiles() ? "true" : "false") +
+  json = std::string("{\"level\":\"") + level() + "\",\"onednn_wide_vector\":" + std::to_string(onednn_wide_vector()) +
+         ",\"matrix_tiles\":" + (level_has_matrix_tiles() ? "true" : "false") +
          ",\"processor_has_matrix_tiles\":" + (processor_has_matrix_tiles() ? "true" : "false") + ",\"operations\":{";
   bool first_operation = true;
   for (auto o = __start_ai3_operations; o != __stop_ai3_operations; o++) {
@@ -331,7 +332,7 @@ AI3_EXPORT int ai3_machine(int threads, int again, double* flops, double* bytes,
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }
-// JSON: {"level": ..., "matrix_tiles": bool (whether they are used),
+// JSON: {"level": ..., "onednn_wide_vector": int, "matrix_tiles": bool (whether they are used),
 // "processor_has_matrix_tiles": bool, "operations": {name: {"sizes": "<names>", "algorithms": {name: {"CPU": {...},
 // "CUDA": {...}}}}}}. Valid until the next call from the same thread.
 AI3_EXPORT const char* ai3_registry(char* error, int64_t size) {

@@ -68,6 +68,44 @@ def test_conv2d_gradients(geometry, layout, algorithm):
                 assert g.is_contiguous(memory_format=layout)
 
 
+# Where PyTorch's own gradient of the weight is wrong (docs/pytorch.md). Input, its strides (None: channels_last), weight, stride,
+# padding, groups, dtype.
+WRONG = [
+    ((2, 5, 28, 28), None, (16, 5, 1, 1), 2, 0, 1, torch.float32),
+    ((2, 3, 28, 28), None, (16, 3, 1, 1), 2, 0, 1, torch.float32),
+    ((2, 6, 28, 28), None, (16, 6, 1, 1), 2, 0, 1, torch.float32),
+    ((2, 2, 28, 28), None, (16, 2, 1, 1), 2, 0, 1, torch.float32),
+    ((2, 15, 30, 30), None, (32, 15, 1, 1), 3, 0, 1, torch.float32),
+    ((2, 3, 37, 14), None, (1, 3, 1, 1), (1, 2), 0, 1, torch.float32),
+    ((2, 3, 96, 96), None, (48, 3, 1, 1), 2, 0, 1, torch.float32),
+    ((1, 4, 28, 28), (4 * 28 * 28, 1, 4 * 28, 4), (24, 4, 1, 1), (2, 1), 0, 1, torch.float32),
+    ((4, 28, 28), (1, 4 * 28, 4), (24, 4, 1, 1), (2, 1), 0, 1, torch.float32),
+    ((6, 13, 14), (1, 84, 6), (8, 3, 3, 1), (1, 2), 1, 2, torch.float64),
+    ((6, 7, 28), (1, 168, 6), (32, 3, 1, 3), (1, 2), (0, 3), 2, torch.float64),
+    ((6, 28, 28), (1, 168, 6), (64, 3, 3, 3), (3, 1), 1, 2, torch.bfloat16),
+    ((96, 7, 21), (1, 96 * 21, 96), (48, 32, 3, 1), (3, 1), (2, 1), 3, torch.float16),
+]
+
+
+@pytest.mark.parametrize("case", WRONG, ids=str)
+@pytest.mark.parametrize("algorithm", ["default", "gemm", "direct", "smm", "im2col", "implicit_gemm", "guess"])
+def test_gradients_that_pytorch_gets_wrong(case, algorithm):
+    sizes, strides, weight, stride, padding, groups, dtype = case
+    exact = data(*sizes).to(dtype).double().requires_grad_(), data(*weight).to(dtype).double().requires_grad_()
+    x = data(*sizes).to(dtype)
+    if strides is None:
+        x = x.contiguous(memory_format=torch.channels_last)
+    else:
+        x = torch.empty_strided(sizes, strides, dtype=dtype).copy_(x)
+    x.requires_grad_()
+    w = data(*weight).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+    y = getattr(ops, f"conv2d_{algorithm}")(x, w, None, stride, padding, 1, groups)
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(F.conv2d(*exact, None, stride, padding, 1, groups), exact, grad.double())
+    for g, e in zip(torch.autograd.grad(y, (x, w), grad), expected, strict=True):
+        assert (g.double() - e).abs().max() <= {2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize] * e.abs().max()
+
+
 def test_mixed_forward_and_refusal():
     x, w, b = data(2, 4, 7, 6), data(6, 4, 3, 3), data(6)
     y = ops._conv2d_mixed(x, w, b, 1, 1, forward="gemm", backward_input="direct")
