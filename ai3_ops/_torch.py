@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
 from torch._C import DispatchKeySet as DispatchKeySet
 from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -77,8 +78,29 @@ def has_constant_sizes(values: Iterable[Any]) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether tensors may have tangents."""
-    return forward_ad._current_level >= 0
+    """Whether tensors may have tangents; of transforms, compiled graphs enter the level without telling Python."""
+    return forward_ad._current_level >= 0 or in_transform()
+
+
+def tangent_of(value: Any) -> Tensor | None:
+    """A tensor's tangent at the level of the function transforms that is the current one; None of anything else."""
+    return torch._VF._unpack_dual(value, level=0)[1] if isinstance(value, Tensor) else None
+
+
+def any_tangent(values: Iterable[Any]) -> bool:
+    """Whether one of the values has a tangent at any level, also below the one that torch.func has put on top."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not in_forward_mode() or not tensors:
+        return False
+    interpreter, functorch = retrieve_current_functorch_interpreter() if in_transform() else None, torch._C._functorch
+    kept_here = interpreter is None or interpreter.key() == functorch.TransformType.Jvp  # vmap cannot even be asked
+    if kept_here and any(tangent_of(t) is not None for t in tensors):
+        return True
+    if interpreter is None:
+        return False
+    wrapped = [functorch.maybe_get_level(t) == interpreter.level() for t in tensors]
+    with interpreter.lower():
+        return any_tangent(functorch.get_unwrapped(t) if w else t for t, w in zip(tensors, wrapped, strict=True))
 
 
 def transformed(input: Tensor) -> bool:
@@ -113,10 +135,17 @@ def below_autograd(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], op
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **options)
 
 
-def with_tangents() -> AbstractContextManager[Any]:
-    """Forward mode as it is outside of a Function, which turns it off, also for torch.func's outer levels."""
-    enabled: AbstractContextManager[Any] = forward_ad._set_fwd_grad_enabled(True)
-    return enabled
+@contextmanager
+def derivatives(modes: tuple[bool, bool]) -> Iterator[None]:
+    """Gradients and tangents as `derivative_modes` found them: a Function turns both off, also for torch.func's outer levels."""
+    gradients, tangents = modes
+    with torch.set_grad_enabled(gradients), forward_ad._set_fwd_grad_enabled(tangents):
+        yield
+
+
+def derivative_modes() -> tuple[bool, bool]:
+    """Whether gradients, and whether tangents are recorded."""
+    return torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
 
 
 _AUTOCAST = DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)

@@ -72,11 +72,11 @@ def check(operation: str, name: str) -> CheckReport:
     """Tests an algorithm as the built-in ones are tested, on every device that this machine has.
 
     Values against float64 within the algorithm's accuracy class, special values, memory formats and strides, errors,
-    determinism (also with one thread against two; the other checks use one), gradients (`gradcheck`, `gradgradcheck`),
-    `torch.library.opcheck`, autocast, vmap, FLOP counts, the stated workspace. Besides the operation's test cases, which are
-    small, it runs shapes that the algorithm's own `supports` accepts: layers of networks, and made-up ones from 1x1 to
-    224x224, in the algorithm's dtypes. It takes half a minute, a minute for a slow algorithm. Data and shapes are the same
-    every time, so that a failing case fails again.
+    determinism (also with one thread against two; the other checks use one), gradients (`gradcheck`, `gradgradcheck`,
+    nested `torch.func` transforms), `torch.library.opcheck`, autocast, vmap, FLOP counts, the stated workspace. Besides the
+    operation's test cases, which are small, it runs shapes that the algorithm's own `supports` accepts: layers of networks,
+    and made-up ones from 1x1 to 224x224, in the algorithm's dtypes. It takes half a minute, a minute for a slow algorithm.
+    Data and shapes are the same every time, so that a failing case fails again.
 
     Returns:
         The report; `print` it. It says how many shapes the algorithm supports, how many cases each check ran, and what

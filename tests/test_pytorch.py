@@ -65,3 +65,8 @@ def test_a_weight_s_gradient_in_groups_of_an_unbatched_image():
 def test_layer_norm_of_large_values():
     done = run(6, "print(bool((wrong - right).abs().max() < 0.1))")
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_higher_derivatives_of_layer_norm():
+    done = run(7, "print(bool((h - h.T).abs().max() > 0.1))")
+    assert done.stdout.strip() == "True", done.stderr

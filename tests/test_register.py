@@ -461,20 +461,25 @@ def test_callables_take_the_operator_s_arguments():
     assert not hasattr(torch.ops.ai3, "conv2d_few")
 
 
-def test_forward_mode_differentiation_raises():
-    relu, x = torch.ops.ai3.relu_direct, torch.randn(3)
-    transformed = (
-        lambda: torch.func.jvp(relu, (x,), (x,)),
-        lambda: torch.func.jacfwd(relu)(x),
-        lambda: torch.func.hessian(lambda a: relu(a).square().sum())(x),
-        lambda: torch.func.jvp(torch.func.grad(lambda a: relu(a).square().sum()), (x,), (x,)),
-    )
-    for call in transformed:
-        with pytest.raises(RuntimeError, match="ai3::relu_direct: does not support forward-mode"):
-            call()
+def test_forward_mode_differentiation():
+    relu, x = torch.ops.ai3.relu_direct, torch.tensor([-1.0, 2.0, 3.0])
+    step = torch.diag(torch.tensor([0.0, 1.0, 1.0]))
+    y, tangent = torch.func.jvp(relu, (x,), (x + 1,))
+    assert torch.equal(torch.stack([y, tangent]), torch.stack([x.relu(), step @ (x + 1)]))
+    assert torch.equal(torch.func.jacfwd(relu)(x), step)
+    assert torch.equal(torch.func.hessian(lambda a: relu(a).square().sum())(x), 2 * step)
     with torch.autograd.forward_ad.dual_level():
         assert torch.equal(relu(x), x.relu())
     torch.testing.assert_close(torch.func.jvp(lambda a: a + relu(x), (x,), (x,))[1], x)
+
+
+def test_packed_weights_and_given_outputs_refuse_tangents():
+    x = torch.randn(3)
+    with pytest.raises(RuntimeError, match="ai3::_relu_direct_out: writes to out; does not support forward-mode"):
+        torch.func.jvp(lambda a: torch.ops.ai3._relu_direct_out(a, out=torch.empty(3)), (x,), (x,))
+    w = torch.ops.ai3._linear_gemm_pack(torch.randn(4, 3))
+    with pytest.raises(RuntimeError, match="ai3::_linear_gemm_packed: does not support forward-mode"):
+        torch.func.jvp(lambda a: torch.ops.ai3._linear_gemm_packed(a, w, 4), (x,), (x,))
 
 
 def test_check_needs_no_mode_of_the_callers():

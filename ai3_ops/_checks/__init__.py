@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 
 from ai3_ops._cases import Tally
-from ai3_ops._checks import gradients, memory, out, refusals, tracing, values, weights
+from ai3_ops._checks import gradients, memory, out, refusals, tracing, transforms, values, weights
 from ai3_ops.registry import AlgorithmInfo
 
 
@@ -26,7 +26,7 @@ def _tallied(function: Callable[[AlgorithmInfo, Tally], None]) -> Callable[[Algo
 
 CHECKS: dict[str, Callable[[AlgorithmInfo], Tally]] = {
     name.removeprefix("check_"): _tallied(function)
-    for module in (values, refusals, gradients, weights, out, tracing, memory)
+    for module in (values, refusals, gradients, transforms, weights, out, tracing, memory)
     for name, function in vars(module).items()
     if name.startswith("check_")
 }

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ai3_ops import _library, _torch, registry
@@ -109,7 +108,7 @@ def is_channels_last(*tensors: Tensor) -> bool:
 
 def plain(tensor: Tensor) -> Tensor:
     """The tensor, on the CPU contiguous with the strides of that: PyTorch's convolutions misread others (docs/pytorch.md)."""
-    return tensor.flatten().view(tensor.shape) if tensor.device.type == "cpu" else tensor
+    return tensor.reshape(-1).view(tensor.shape) if tensor.device.type == "cpu" else tensor
 
 
 def lead(tensor: Tensor, dim: int | None, size: int) -> Tensor:
@@ -193,22 +192,27 @@ class Operation(Tested):
         """The output without its values: sizes, strides, dtype, device and errors are the real kernel's."""
         return self.checked(algorithm, *args, **kwargs).empty(args[0].device)
 
+    @property
+    def schema(self) -> Any:
+        """What all algorithms' operators have before the parameters of their own."""
+        return next(a.operator for a in registry.registered() if a.operation == self.name and not a.python)._schema
+
+    def in_full(self, label: str, args: Sequence[Any]) -> list[Any]:
+        """An operator's positional arguments with those that were left out, lists for so many dimensions as ATen wants."""
+        parameters = [a for a in self.schema.arguments if not a.kwarg_only]
+        given = [*args, *(a.default_value for a in parameters[len(args) :])]
+        return [
+            spread(label, v, a.N, a.name, -(2**31)) if a.N and v else v for a, v in zip(parameters, given, strict=True)
+        ]
+
     def define(self, algorithm: str, function: Callable[..., Tensor]) -> None:
         """Defines the operator of an algorithm that is a Python callable, with the operation's schema and rules."""
-        model: Any = next(
-            a.operator for a in registry.registered() if a.operation == self.name and not a.python
-        )._schema
-        name = f"{self.name}_{algorithm}"
-        label, parameters = f"ai3::{name}", [a for a in model.arguments if not a.kwarg_only]
+        model, name = self.schema, f"{self.name}_{algorithm}"
+        label = f"ai3::{name}"
 
         def kernel(*args: Any, **options: Any) -> Tensor:
             output = self.fake(algorithm, *args, **options)
-            given = [*args, *(a.default_value for a in parameters[len(args) :])]
-            values = (
-                spread(label, v, a.N, a.name, -(2**31)) if a.N and v else v
-                for a, v in zip(parameters, given, strict=True)
-            )
-            result = function(*values)
+            result = function(*self.in_full(label, args))
             check(isinstance(result, Tensor), label, f"the callable must return a tensor, got {type(result).__name__}")
             fits = result.shape == output.shape and result.dtype == output.dtype and result.device == output.device
             check(
@@ -271,6 +275,10 @@ class Operation(Tested):
 
         return save
 
+    def pytorch(self, *args: Any, **options: Any) -> Tensor:
+        """What PyTorch computes for the operator's arguments."""
+        return type(self).aten(*self.in_full(f"ai3::{self.name}", args))
+
     def register_forward(self, op: OpOverload, algorithm: str) -> None:
         """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""
 
@@ -278,7 +286,7 @@ class Operation(Tested):
             return self.fake(forward, *args, **options)
 
         register_fake(op, fake)
-        register_autograd(op, self.backward, self.saver(algorithm))
+        register_autograd(op, self.backward, self.saver(algorithm), self.pytorch)
         call = without_slot(op) if algorithm == "mixed" else op
         register_vmap(op, lambda _, *args, **options: self.vmap(call, *args, **options))
         if self.autocast:
@@ -296,15 +304,28 @@ def register_fake(op: OpOverload, function: Callable[..., Any]) -> None:
     torch.library.register_fake(op.name(), function, lib=LIBRARY)
 
 
-def _has_tangent(value: Any) -> bool:
-    return isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None
+class _Step(NamedTuple):
+    """What a call of an operator hands to its autograd Function besides the operator's own arguments."""
+
+    keys: DispatchKeySet
+    options: dict[str, Any]
+    tangents: tuple[Tensor | None, ...] | None  # of the outputs; None where no argument has one
+    modes: tuple[bool, bool] | None  # those of the outer levels of torch.func's transforms, where there may be any
 
 
-def register_autograd(op: OpOverload, backward: Callable[..., Any], save: Callable[..., None]) -> None:
+def register_autograd(
+    op: OpOverload,
+    backward: Callable[..., Any],
+    save: Callable[..., None],
+    pytorch: Callable[..., Any] | None = None,
+) -> None:
     """`save(ctx, inputs, options, output)` and `backward(ctx, *grads)`, which may leave out trailing gradients.
 
+    Tangents are those of `pytorch(*args, **options)`, what PyTorch computes for such a call; without it forward mode is refused.
+
     As torch.library.register_autograd, which cannot be used under torch.func.grad: a dispatcher kernel already runs at one
-    level of the function transforms, so a single-level Function is what is needed there.
+    level of the function transforms, so a single-level Function is what is needed there. The levels outside of it come
+    below its kernel, which is where they record theirs.
     """
     arguments = op._schema.arguments
     count = sum(not a.kwarg_only for a in arguments)
@@ -313,29 +334,45 @@ def register_autograd(op: OpOverload, backward: Callable[..., Any], save: Callab
 
     class Rule(_torch.SingleLevelFunction):
         @staticmethod
-        def forward(keys: DispatchKeySet, options: dict[str, Any], *args: Any) -> Any:
-            if not _torch.in_forward_mode():
-                return below_autograd(op, keys, args, options)
-            with _torch.with_tangents():
-                return below_autograd(op, keys, args, options)
+        def forward(step: _Step, *args: Any) -> Any:
+            if step.modes is None:
+                return below_autograd(op, step.keys, args, step.options)
+            with _torch.derivatives(step.modes):
+                return below_autograd(op, step.keys, args, step.options)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            _, options, *args = inputs
-            options = {n: options.get(n, d) for n, d in zip(names, defaults[count:], strict=True)}
+            step, *args = inputs
+            if step.tangents is not None:
+                outputs = output if isinstance(output, tuple) else (output,)
+                given = zip(outputs, step.tangents, strict=True)
+                ctx.tangents = tuple(torch.zeros_like(y) if t is None else t for y, t in given)
+            options = {n: step.options.get(n, d) for n, d in zip(names, defaults[count:], strict=True)}
             save(ctx, tuple(args), options, output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-            ctx.needs = ctx.needs_input_grad[2:]
-            return (None, None, *backward(ctx, *grads), *[None] * count)[: count + 2]
+            ctx.needs = ctx.needs_input_grad[1:]
+            return (None, *backward(ctx, *grads), *[None] * count)[: count + 1]
+
+        @staticmethod
+        def jvp(ctx: Any, *_: Any) -> Any:
+            return ctx.tangents if len(ctx.tangents) > 1 else ctx.tangents[0]
 
     def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
-        if _torch.in_forward_mode() and any(map(_has_tangent, args)):
-            raise RuntimeError(f"{op.name()}: does not support forward-mode differentiation")
-        if not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
+        tangents = None
+        if _torch.in_forward_mode() and any(_torch.tangent_of(a) is not None for a in args):
+            tangents = tangents_of(args, options)
+        elif not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
             return below_autograd(op, keys, args, options)
-        return Rule.apply_here(keys, options, *args, *defaults[len(args) : count])
+        modes = _torch.derivative_modes() if _torch.in_transform() else None
+        return Rule.apply_here(_Step(keys, options, tangents, modes), *args, *defaults[len(args) : count])
+
+    def tangents_of(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor | None, ...]:
+        if pytorch is None:
+            raise RuntimeError(f"{op.name()}: does not support forward-mode differentiation")
+        output = pytorch(*args, **options)
+        return tuple(map(_torch.tangent_of, output if isinstance(output, tuple) else (output,)))
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)
 
@@ -356,6 +393,8 @@ def register_writes(op: OpOverload) -> None:
     def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         if torch.is_grad_enabled() and _torch.any_requires_grad(*args, options["out"]):
             raise RuntimeError(f"{op.name()}: writes to out, which has no gradient; call it under torch.no_grad()")
+        if _torch.in_forward_mode() and any(_torch.tangent_of(a) is not None for a in (*args, options["out"])):
+            raise RuntimeError(f"{op.name()}: writes to out; does not support forward-mode differentiation")
         return below_autograd(op, keys, args, options)
 
     LIBRARY.impl(op, kernel, "Autograd", with_keyset=True)

@@ -18,7 +18,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ai3_ops import _library, _torch, registry
 from ai3_ops.operations import base
@@ -29,6 +28,7 @@ from ai3_ops.selectors import Algorithm
 _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 _is_exporting = _torch.is_exporting
+_TANGENTS = "does not support forward-mode differentiation"
 _REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -322,10 +322,10 @@ class Call:
         assert self.algorithm is not None
         if doubt := self.doubts(args):
             return doubt
+        if _torch.any_tangent(args):
+            return _TANGENTS
         for a in args:
             if isinstance(a, Tensor):
-                if _torch.in_forward_mode() and forward_ad.unpack_dual(a).tangent is not None:
-                    return "does not support forward-mode differentiation"
                 if reason := unfit(a):
                     return reason
                 if a.layout != torch.strided or a.is_nested:
@@ -432,6 +432,8 @@ class Call:
                 output = self.infer(plan, given)
                 if output is not None:
                     return output
+        if _torch.in_forward_mode() and _torch.any_tangent(args):
+            raise RuntimeError(f"ai3::{self.operation}_{self.algorithm.name}: {_TANGENTS}")
         return self.forward(args)
 
     def forward(self, args: tuple[Any, ...]) -> Tensor:

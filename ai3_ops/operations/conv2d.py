@@ -182,18 +182,33 @@ class Conv2d(Weighted):
         """By the algorithm's own backward operator."""
         input, weight = ctx.saved_tensors
         needs, window = list(ctx.needs[:3]), (ctx.stride, ctx.padding, ctx.dilation)
-        if ctx.operator is not None:
-            grads = ctx.operator(grad, input, weight, *window, ctx.groups, needs, **ctx.options)
-        else:  # a Python callable
-            lists = [base.spread(f"ai3::{self.name}", v, self.space, "size", 0) for v in window]
-            y, x = self.batched(grad), self.batched(input)
-            zeros = [0] * self.space
-            asked = [*needs[:2], False]  # a bias's gradient may end the process (docs/pytorch.md)
-            operands = base.plain(y), base.plain(x), base.plain(weight)
-            grads = torch.ops.aten.convolution_backward(*operands, None, *lists, False, zeros, ctx.groups, asked)
-            of_input = grads[0].reshape(input.shape) if needs[0] else None
-            grads = of_input, grads[1], y.sum([0, *range(2, y.ndim)]) if needs[2] else None
+        compute = self.pytorch_backward if ctx.operator is None else ctx.operator  # None: a Python callable
+        grads = compute(grad, input, weight, *window, ctx.groups, needs, **ctx.options)
         return tuple(g if wanted else None for g, wanted in zip(grads, needs, strict=True))
+
+    def pytorch_backward(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        stride: Any,
+        padding: Any,
+        dilation: Any,
+        groups: int,
+        mask: Sequence[bool],
+        **options: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """What PyTorch computes for the arguments of a backward operator."""
+        lists = self.windows(f"ai3::{self.name}", stride, padding, dilation)
+        y, x = self.batched(grad), self.batched(input)
+        zeros = [0] * self.space
+        asked = [*mask[:2], False]  # a bias's gradient may end the process (docs/pytorch.md)
+        operands = base.plain(y), base.plain(x), base.plain(weight)
+        of_input, of_weight, _ = torch.ops.aten.convolution_backward(
+            *operands, None, *lists, False, zeros, groups, asked
+        )
+        of_bias = y.sum([0, *range(2, y.ndim)]) if mask[2] else None
+        return of_input.reshape(input.shape) if mask[0] else None, of_weight if mask[1] else None, of_bias
 
     def vmap(
         self,
@@ -390,7 +405,7 @@ def register_backward(rules: Conv2d, op: OpOverload, algorithm: str) -> None:
         )
 
     base.register_fake(op, fake)
-    base.register_autograd(op, double_backward, save_backward)
+    base.register_autograd(op, double_backward, save_backward, rules.pytorch_backward)
     base.register_vmap(op, vmap_backward)
     base.register_flops(op, backward_flops)
 

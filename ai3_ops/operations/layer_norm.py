@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ai3_ops import _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
@@ -88,6 +89,8 @@ class LayerNorm(Operation):
         needs = [ctx.needs[0], ctx.needs[2], ctx.needs[3]]
         if ctx.operator is not None:
             grads = ctx.operator(grad, input, ctx.shape, weight, ctx.eps, needs)
+        elif _torch.in_transform():  # where derivatives of ATen's are wrong
+            grads = pytorch_backward(grad, input, ctx.shape, weight, ctx.eps, needs)
         else:  # a Python callable, or a user's kernel
             aten = torch.ops.aten
             bias = None if ctx.bias_dtype is None else input.new_empty(ctx.shape, dtype=ctx.bias_dtype)
@@ -95,6 +98,20 @@ class LayerNorm(Operation):
             grads = aten.native_layer_norm_backward(grad, input, ctx.shape, mean, scale, weight, bias, needs)
         x, w, b = (g if wanted else None for g, wanted in zip(grads, needs, strict=True))
         return x, None, w, b if b is None else b.to(ctx.bias_dtype)
+
+    def pytorch(
+        self,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        **options: Any,
+    ) -> Tensor:
+        """Not by F.layer_norm: derivatives of its tangents are wrong, since it takes mean and scale for constants there."""
+        y, _ = normalized(input, normalized_shape, eps)
+        y = y if weight is None else y * weight.to(y.dtype)
+        return (y if bias is None else y + bias.to(y.dtype)).to(input.dtype)
 
     def vmap(
         self,
@@ -194,8 +211,34 @@ def register_backward(rules: LayerNorm, op: OpOverload, algorithm: str) -> None:
         return tuple(input.new_empty(s if wanted else 0, dtype=d) for (s, d), wanted in zip(kinds, mask, strict=True))
 
     base.register_fake(op, fake)
-    base.register_autograd(op, double_backward, save_backward)
+    base.register_autograd(op, double_backward, save_backward, pytorch_backward)
     base.register_vmap(op, vmap_backward)
+
+
+def normalized(input: Tensor, shape: Sequence[int], eps: float) -> tuple[Tensor, Tensor]:
+    """The normalized rows and what they were multiplied by, in functions that have every derivative.
+
+    In float64, because squares of large float32 are beyond float32.
+    """
+    last = list(range(-len(shape), 0))
+    x = input.double()
+    d = x - x.mean(last, keepdim=True)
+    scale = (d.square().mean(last, keepdim=True) + eps).rsqrt()
+    return d * scale, scale
+
+
+def pytorch_backward(
+    grad: Tensor, input: Tensor, shape: Sequence[int], weight: Tensor | None, eps: float, mask: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """What the operator computes, in PyTorch's functions: of that alone tangents are taken."""
+    last = list(range(-len(shape), 0))
+    h, scale = normalized(input, shape, eps)
+    y = grad.double()
+    g = y if weight is None else y * weight.double()
+    of_x = scale * (g - g.mean(last, keepdim=True) - h * (g * h).mean(last, keepdim=True))
+    dtype = torch.promote_types(input.dtype, torch.float32) if weight is None else weight.dtype
+    grads = of_x.to(input.dtype), (y * h).sum_to_size(shape).to(dtype), y.sum_to_size(shape).to(dtype)
+    return tuple(g if wanted else None for g, wanted in zip(grads, mask, strict=True))
 
 
 def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
@@ -211,7 +254,6 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     """
     gy, x, w = ctx.saved_tensors
     last = list(range(-len(ctx.shape), 0))
-    wide = torch.float64  # squares of large float32 are beyond float32
 
     def mean(t: Tensor) -> Tensor:
         return t.mean(last, keepdim=True)
@@ -219,14 +261,12 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
     def summed(t: Tensor) -> Tensor:
         return t.sum_to_size(ctx.shape)
 
-    a, c, e = (g.to(wide) if wanted and g is not None else None for g, wanted in zip(grads, ctx.mask, strict=True))
-    dy, x64 = gy.to(wide), x.to(wide)
-    g = dy if w is None else dy * w.to(wide)
-    d = x64 - mean(x64)
-    scale = (mean(d * d) + ctx.eps).rsqrt()
-    h = d * scale
+    a, c, e = (g.double() if wanted and g is not None else None for g, wanted in zip(grads, ctx.mask, strict=True))
+    dy = gy.double()
+    g = dy if w is None else dy * w.double()
+    h, scale = normalized(x, ctx.shape, ctx.eps)
     of_g = torch.zeros_like(dy) if a is None else scale * (a - mean(a) - h * mean(a * h))
-    to_y = of_g if w is None else of_g * w.to(wide)
+    to_y = of_g if w is None else of_g * w.double()
     of_h = torch.zeros_like(dy) if c is None else c * dy
     to_y = to_y if c is None else to_y + c * h
     to_y = to_y if e is None else to_y + e

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -89,10 +89,9 @@ class Linear(Weighted):
         for size in input.shape[:-1]:
             rows = rows * size
         y, x = grad.reshape(rows, w.shape[0]), input.reshape(rows, input.shape[-1])
-        if ctx.operator is not None:  # of matrices
-            grads = ctx.operator(y, x, w, needs, **ctx.options)
-        else:  # a Python callable
-            grads = (y @ w if needs[0] else None, y.T @ x if needs[1] else None, y.sum(0) if needs[2] else None)
+        # Of matrices; a Python callable has no operator for them.
+        compute: Callable[..., Any] = pytorch_backward if ctx.operator is None else ctx.operator
+        grads = compute(y, x, w, needs, **ctx.options)
         return (
             grads[0].reshape(input.shape) if needs[0] else None,
             grads[1].reshape(weight.shape) if needs[1] else None,
@@ -204,9 +203,16 @@ def register_backward(rules: Linear, op: OpOverload, algorithm: str) -> None:
         return tuple(input.new_empty(s if wanted else 0) for s, wanted in zip(shapes, mask, strict=True))
 
     base.register_fake(op, fake)
-    base.register_autograd(op, double_backward, save_backward)
+    base.register_autograd(op, double_backward, save_backward, pytorch_backward)
     base.register_vmap(op, vmap_backward)
     base.register_flops(op, backward_flops)
+
+
+def pytorch_backward(
+    grad: Tensor, input: Tensor, weight: Tensor, mask: Sequence[bool], **options: Any
+) -> tuple[Tensor | None, ...]:
+    """What PyTorch computes for the arguments of a backward operator."""
+    return grad @ weight if mask[0] else None, grad.T @ input if mask[1] else None, grad.sum(0) if mask[2] else None
 
 
 def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ai3_ops import _torch, registry
 from ai3_ops.operations import base
@@ -143,7 +142,7 @@ def _inference(keys: _torch.DispatchKeySet, inputs: list[Tensor], *rest: Any) ->
     """Gradients are an error, never silently zero."""
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         raise RuntimeError(f"{LABEL}: is for inference and has no gradient: call it under torch.no_grad()")
-    if _torch.in_forward_mode() and any(forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+    if _torch.in_forward_mode() and any(_torch.tangent_of(t) is not None for t in inputs):
         raise RuntimeError(f"{LABEL}: does not support forward-mode differentiation")
     outputs: list[Tensor] = _torch.below_autograd(PROGRAM, keys, (inputs, *rest), {})
     return outputs

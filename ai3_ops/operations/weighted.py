@@ -149,6 +149,12 @@ class Weighted(Operation):
         def save_held(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
             save(ctx, inputs[:-1], options, output)
 
+        def pytorch(*args: Any, cast_weight: bool = False, **options: Any) -> Tensor:
+            input, *tensors = args[:3]
+            if cast_weight:
+                tensors = [None if t is None else t.to(input.dtype) for t in tensors]
+            return self.pytorch(input, *tensors, *args[3:-1])
+
         def vmap(_: Any, size: int, dims: base.Dims, *args: Any, cast_weight: bool = False, **options: Any) -> Any:
             return self.vmap(public, size, dims[: len(args) - 1], *args[:-1], **options)
 
@@ -161,7 +167,7 @@ class Weighted(Operation):
             return op(x, weight, bias, *rest, **options, cast_weight=True)
 
         base.register_fake(op, fake)
-        base.register_autograd(op, self.backward, save_held)
+        base.register_autograd(op, self.backward, save_held, pytorch)
         base.register_vmap(op, vmap)
         base.register_autocast(op, autocast)
         if self.flops:
