@@ -60,7 +60,13 @@ def swap(
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     if not inplace:
-        model = copy.deepcopy(model)
+        try:
+            model = copy.deepcopy(model)
+        except Exception as error:  # any, of anybody's class
+            what = f"{type(error).__name__}: {error}"
+            raise RuntimeError(
+                f"ai3_ops.swap: the model cannot be copied ({what}); inplace=True swaps it as it stands"
+            ) from error
     if example_inputs is not None and any(map(is_lazy, model.modules())):
         run(model, example_inputs)  # makes their weights
     before = [

@@ -17,6 +17,9 @@ LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]
 ]
 
 
+_SHARDED = "_is_fsdp_managed_module"  # FSDP's mark, for Dynamo
+
+
 class Leaf(Swapped):
     """What these classes add to PyTorch's; `_ai3` in an instance is its Call."""
 
@@ -33,6 +36,8 @@ def _leaf_class(
         call = self.__dict__.get("_ai3")
         if call is None:  # made by the user's code from type(self)
             return original.forward(self, input)
+        if _SHARDED in self.__dict__:  # gathered anew into the same memory, at the same version
+            call.forget_packs()
         return call(*arguments(self, input))
 
     forward.__doc__ = original.forward.__doc__
@@ -87,18 +92,36 @@ def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class that the user gave a module: not ours, and not the one that a parametrization generated."""
-    cls = type(module).__bases__[0] if _is_parametrized(module) else type(module)
+    """The class that the user gave a module: not ours, and not one that PyTorch generated on top of it."""
+    cls = type(module)
+    while (below := _below(module, cls)) is not None:
+        cls = below
     return getattr(cls, "_ai3_original", cls)
 
 
 def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Makes `module` an instance of `cls`; a class that a parametrization generated is generated anew on top of it."""
-    if _is_parametrized(module):
-        names = {k: v for k, v in vars(type(module)).items() if k not in ("__dict__", "__weakref__")}
-        cls = type(f"Parametrized{cls.__name__}", (cls,), names)
-    module.__class__ = cls
+    """Makes `module` an instance of `cls`; classes that PyTorch generated are generated anew on top of it."""
+    module.__class__ = _on_top(module, type(module), cls)
 
 
-def _is_parametrized(module: nn.Module) -> bool:
-    return parametrize.is_parametrized(module) and type(module).__name__.startswith("Parametrized")
+def _on_top(module: nn.Module, generated: type[nn.Module], cls: type[nn.Module]) -> type[nn.Module]:
+    below = _below(module, generated)
+    if below is None:
+        return cls
+    cls = _on_top(module, below, cls)
+    names = {k: v for k, v in vars(generated).items() if k not in ("__dict__", "__weakref__")}
+    prefix = generated.__name__.removesuffix(below.__name__)
+    return type(f"{prefix}{cls.__name__}", (*generated.__bases__[:-1], cls), names)
+
+
+def _below(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The class that PyTorch generated this one from, for a parametrization or by fully_shard; None where it did not."""
+    parametrized = parametrize.is_parametrized(module) and cls.__name__.startswith("Parametrized")
+    sharded = is_sharded(module) and cls.__name__.startswith("FSDP") and f"{cls.__module__}.".startswith("torch.")
+    base: type[Any] = cls.__bases__[-1]
+    return base if (parametrized or sharded) and issubclass(base, nn.Module) and base is not nn.Module else None
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP keeps parts of a module's parameters, and gives it whole ones, which are plain tensors, for its calls."""
+    return _SHARDED in vars(module)

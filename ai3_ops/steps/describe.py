@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ai3_ops.nn import leaf_class, original_class
+from ai3_ops.nn import is_sharded, leaf_class, original_class
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.nn.sites import Site, known_arguments
 from ai3_ops.operations.base import Problem
@@ -57,13 +57,19 @@ class Described(Place):
                 weight, groups = bound.arguments.get("weight"), bound.arguments.get("groups", 1)
             return self.call.problem_without_input(self.arguments, weight, groups)
         except RuntimeError as error:
-            return None if weight is None else str(error).removeprefix(f"ai3::{self.operation}: ")
+            return (
+                None
+                if weight is None or is_sharded(self.module)
+                else str(error).removeprefix(f"ai3::{self.operation}: ")
+            )
         except (LookupError, ValueError, TypeError, AttributeError):
             return None  # it depends on other values of the method
 
     def unfit(self) -> str:
         """Why no algorithm can read the module's own weights, "" where they can."""
         weights = self.module.parameters(recurse=False) if self.call.reads_weights else ()
+        if is_sharded(self.module):  # the calls get others
+            return ""
         return next(filter(None, map(unfit, weights)), "")
 
     def device(self) -> str:

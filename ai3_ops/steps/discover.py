@@ -19,7 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
-from ai3_ops.nn import LEAVES, leaf_class, original_class, set_class, swapped_class
+from ai3_ops.nn import LEAVES, is_sharded, layout, leaf_class, original_class, set_class, swapped_class
 from ai3_ops.nn.rewrite import Sites, found_in
 from ai3_ops.nn.sites import operations_in
 from ai3_ops.operations.calls import Call, Spec
@@ -213,7 +213,10 @@ def observe(
     example_inputs: Any,
     record: Record | None = None,
 ) -> tuple[list[Described], set[str]]:
-    """Runs the model once as PyTorch computes it; the calls in call order, those not called last, and names of functions."""
+    """Runs the model once as PyTorch computes it; the calls in call order, those not called last.
+
+    Also the names of functions that it called to which the memory format matters.
+    """
     watch = _Watch(lost, record)
     sites: dict[int, tuple[Sites, nn.Module]] = {}
     for described in calls:
@@ -247,7 +250,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.lost, self.record = lost, record
         self.order: list[Call] = []
-        self.functions: set[str] = set()  # their names, all that were called
+        self.functions: set[str] = set()  # the names of those that depend on how tensors lie
         self.stack: list[nn.Module] = []
         self.expected: Call | None = None  # the call whose own function comes next
         self.kinds = {f: o for o in registry.operations() if o in Call.by_name for f in Call.by_name[o].seen_as()}
@@ -260,7 +263,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operation, call = self.kinds.get(func), None
-        self.functions.add(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        if name in layout.VIEWS | layout.MEMORY and not _is_of_wrapper():
+            self.functions.add(name)
         if operation is not None:
             if self.expected:
                 call, self.expected = self.expected, None
@@ -282,6 +287,14 @@ class _Watch(TorchFunctionMode):
             if not _opaque(module):
                 found.add(_place(module, function))
         found.seen[operation] = found.seen.get(operation, 0) + 1
+
+
+def _is_of_wrapper() -> bool:
+    """Whether code of torch.distributed's makes the call, as the hooks of fully_shard do."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame and f"{frame.f_globals.get('__name__')}.".startswith(("torch.overrides.", "torch._tensor.")):
+        frame = frame.f_back
+    return frame is not None and f"{frame.f_globals.get('__name__')}.".startswith("torch.distributed.")
 
 
 _BETWEEN = ("torch.overrides", "torch._jit_internal", "torch._compile", "torch._dynamo", "ai3_ops")
@@ -348,7 +361,7 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
         for module in model.modules():
             module.training = False  # not by eval(), which a module may do more in, such as merging weights
         try:
-            return model(*args, **kwargs)
+            return _resharded(model, model(*args, **kwargs))
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             given = ", ".join(
@@ -358,6 +371,15 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
             raise RuntimeError(
                 f"ai3_ops: running the model on the example inputs ({given}) failed: {what}{hint}"
             ) from error
+
+
+def _resharded(model: nn.Module, output: Any) -> Any:
+    """The output, after fully_shard's root gave up the whole parameters that it would keep for a backward pass."""
+    for module in model.modules():
+        reshard: Any = getattr(module, "reshard", None) if is_sharded(module) else None
+        if reshard is not None:
+            reshard()
+    return output
 
 
 def _are_sizes(args: tuple[Any, ...]) -> bool:
@@ -379,7 +401,9 @@ def _restored(model: nn.Module) -> Iterator[None]:
     """Puts back what a run changes: attributes, what lists, dicts and sets among them hold, values of buffers, training flags."""
     kept = [m for m in model.modules() if not is_lazy(m) and not isinstance(m, torch.jit.ScriptModule)]
     attributes = [
-        (m, {k: (v, copy.copy(v) if type(v) in _CONTAINERS else None) for k, v in vars(m).items()}) for m in kept
+        (m, {k: (v, copy.copy(v) if type(v) in _CONTAINERS else None) for k, v in vars(m).items()})
+        for m in kept
+        if not is_sharded(m)  # what holds its parameters is FSDP's
     ]
     buffers = [(b, b.clone()) for m in kept for b in m._buffers.values() if b is not None and not b.is_meta]
     flags = [(m, m.training) for m in model.modules()]
