@@ -479,7 +479,7 @@ def test_packed_weights_and_given_outputs_refuse_tangents():
         torch.func.jvp(lambda a: torch.ops.ai3._relu_direct_out(a, out=torch.empty(3)), (x,), (x,))
     w = torch.ops.ai3._linear_gemm_pack(torch.randn(4, 3))
     with pytest.raises(RuntimeError, match="ai3::_linear_gemm_packed: does not support forward-mode"):
-        torch.func.jvp(lambda a: torch.ops.ai3._linear_gemm_packed(a, w, 4), (x,), (x,))
+        torch.func.jvp(lambda a: torch.ops.ai3._linear_gemm_packed(a, w, [4, 3]), (x,), (x,))
 
 
 def test_check_needs_no_mode_of_the_callers():
