@@ -138,8 +138,10 @@ $(BUILD)/build.ninja: .venv/.torch setup.py pyproject.toml
 	sed -n '/ai3_ops build configuration/,/Python_EXECUTABLE/p; /ai3_ops: built/p' .venv/build.log | sed 's/^  //'
 	touch $@
 
-# Ninja's [12/133], as it comes, on one line.
-PROGRESS = while read -r line; do [[ $$line =~ ^(\[[0-9]+/[0-9]+\]) ]] && printf '\r%s ' "$${BASH_REMATCH[1]}"; done; echo
+# Ninja's [12/133], as it comes, on one line: how much is built, and for how long that has been going on.
+PROGRESS = start=$$SECONDS; while read -r line; do [[ $$line =~ ^\[([0-9]+)/([0-9]+)\] ]] && \
+  printf '\r   %3d %%, %d:%02d min ' $$((100 * BASH_REMATCH[1] / BASH_REMATCH[2])) $$(((SECONDS - start) / 60)) $$(((SECONDS - start) % 60)); \
+  done; echo
 
 # The packages of an extra of pyproject.toml.
 .venv/.demo .venv/.test .venv/.lint .venv/.wheel-test: .venv/.%: .venv/.torch pyproject.toml
