@@ -135,8 +135,10 @@ def _outputs(run: Callable[[Any], Any], examples: Iterable[Any]) -> list[tuple[A
 def revert(model: nn.Module) -> Callable[[], None]:
     """`unswap`; returns what gives the weights their former memory format again."""
     marks = [vars(module).get("_ai3") for module in model.modules()]
-    # PyTorch's layers would give channels_last to views that need NCHW.
+    # PyTorch's layers would give channels_last to views that need NCHW, and could not be trained on it.
     nchw = any(isinstance(mark, Call) and mark.writes_nchw for mark in marks)
+    own = (module for module in model.modules() if isinstance(module, nn.Conv2d) and isinstance(module, Swapped))
+    nchw = nchw or any(map(_is_wrong_in_training, own))
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)] if nchw else []
     undo = layout.convert(convolutions, torch.contiguous_format, layout.holds_strides(model))
     for module in model.modules():
