@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ai3_ops import _library
 from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw
 from ai3_ops.operations.conv2d import Conv2d, Conv2dCall, conv, of_module
 
@@ -85,6 +86,7 @@ class Conv1d(Conv2d):
 
 # Calls in models ------------------------------------------------------------------------------------------------------
 _PRODUCTS = 2**21
+_GAINS = _library.registry()["level"] == "avx512"  # with AVX2 PyTorch's are faster (docs/algorithms/conv1d/default.md)
 
 
 def _number(stride: Any) -> int:
@@ -110,10 +112,12 @@ class Conv1dCall(Conv2dCall):
         return self.run_or_leave(*self.arguments(*args, **kwargs))
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """In float32, without groups, with kernels of more than one tap, where there is much to compute."""
+        """With AVX-512, in float32, without groups, with kernels of more than one tap, where there is much to compute."""
         input, weight = args[:2]
         if input.device.type != "cpu" or weight.ndim != 3:
             return True
+        if not _GAINS:
+            return False
         if torch.is_autocast_enabled("cpu") or input.dtype != torch.float32 or weight.dtype != torch.float32:
             return False
         if args[6] != 1 or weight.shape[2] == 1:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops import _torch
+from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
@@ -303,6 +303,7 @@ LayerNorm.rules = {"backward": register_backward, "out": LayerNorm.register_out}
 
 # Calls in models ------------------------------------------------------------------------------------------------------
 _ELEMENTS, _FEATURES_16_BITS = 2**16, 256
+_GAINS = _library.registry()["level"] == "avx512"  # with AVX2 PyTorch takes less (docs/algorithms/layer_norm/default.md)
 
 
 class LayerNormCall(Call):
@@ -331,8 +332,10 @@ class LayerNormCall(Call):
         return self.run_or_leave(*self.arguments(*args, **kwargs))
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """Not where there is little to compute."""
+        """With AVX-512, where there is enough to compute."""
         input, shape = args[:2]
+        if input.device.type == "cpu" and not _GAINS:
+            return False
         wide = input.dtype.itemsize > 2 or math.prod(shape) >= _FEATURES_16_BITS
         return input.device.type != "cpu" or (wide and input.numel() >= _ELEMENTS)
 

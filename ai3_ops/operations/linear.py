@@ -273,6 +273,9 @@ Linear.rules = {
 _PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels gain
 # Whether they gain where every call packs the weight: with AVX2 both are equally fast without (docs/decisions/backward.md).
 _GAINS_UNPACKED = _library.registry()["level"] == "avx512"
+# With AVX2 PyTorch's products of short rows are faster, and those of one row, of weights that the caches hold
+# (docs/algorithms/linear/default.md).
+_FEATURES, _WEIGHTS = (1, 1) if _GAINS_UNPACKED else (192, 2**20)
 
 
 class LinearCall(SwitchedCall):
@@ -293,6 +296,18 @@ class LinearCall(SwitchedCall):
     def arguments(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, ...]:
         """The same."""
         return input, weight, bias
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves to PyTorch what it has the faster call for (docs/algorithms/linear/default.md)."""
+        return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """By the level of instructions, the features and the rows of a call in float32."""
+        input, weight = args[:2]
+        if input.dtype != torch.float32 or input.device.type != "cpu" or weight.ndim != 2:
+            return True
+        features = weight.shape[1]
+        return features >= _FEATURES and (input.numel() > features or weight.numel() >= _WEIGHTS)
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """By the layer's size, as conv2d's."""

@@ -36,6 +36,19 @@ bool vendor_multiplies_pairs(const Conv2dProblem& p) {
   return (f2 < f4 ? f2 : f4) > flops(p) / 2;
 }
 
+// One channel that few filters read: their lanes would be empty in `direct`, whose lanes are filters.
+constexpr int64_t kFewFilters = 4;
+bool is_one_channel_of_few_filters(const Conv2dProblem& p) {
+  return p.groups == 1 && p.in_channels == 1 && p.out_channels > 0 && p.out_channels <= kFewFilters;
+}
+// 1x1 with a stride, whose weights are larger than the caches: half of what `direct` reads of the input are pixels that the
+// stride leaves out. With 64-byte vectors that costs less than gathering the others.
+constexpr int64_t kLargeWeight = 1 << 20;
+bool is_strided_pointwise_of_large_weights(const Conv2dProblem& p) {
+  return AI3_VECTOR_BYTES < 64 && p.kernel_height == 1 && p.kernel_width == 1 && (p.stride_h > 1 || p.stride_w > 1) &&
+         p.groups == 1 && p.in_channels > 0 && p.out_channels > 0 && checked_mul(p.in_channels, p.out_channels) >= kLargeWeight;
+}
+
 struct Row {
   Choice choice;
   bool (*fits)(const Conv2dProblem&);
@@ -43,10 +56,12 @@ struct Row {
 constexpr Row rows[] = {
     {{"depthwise", "one input channel for each filter"},
      [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
+    {{"depthwise", "one channel, and few filters"}, is_one_channel_of_few_filters},
     {{"onednn", "multiplies 16-bit pairs, and winograd saves less"}, vendor_multiplies_pairs},
     // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
     {{"winograd", "saves more products than its transforms cost"},
      [](const Conv2dProblem& p) { return enough_channels(p) && flops(p) >= kLeastFlops; }},
+    {{"implicit_precomp_gemm", "1x1 with a stride and large weights"}, is_strided_pointwise_of_large_weights},
     // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
     {{"direct"}, [](const Conv2dProblem&) { return true; }},
 };

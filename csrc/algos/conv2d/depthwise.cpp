@@ -289,6 +289,24 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, in
                sum[q], k);
 }
 
+// NCHW: rows [begin, end) of all output planes.
+template <class T>
+void rows_of_planes(const Call<T>& call, int64_t begin, int64_t end) {
+  constexpr int64_t width = Vec<Acc<T>>::width;
+  const Conv2dProblem& p = call.p;
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t row = i % p.out_height, plane = i / p.out_height;
+    const int64_t n = plane / p.out_channels, k = plane % p.out_channels, c = k / call.multiplier, f = k % call.multiplier;
+    const T* from = call.x + n * p.x_stride.n + c * p.x_stride.c;
+    const Acc<T>* w = call.w + f * p.kernel_height * p.kernel_width * p.in_channels + c;
+    const int64_t to = n * p.y_stride.n + k * p.y_stride.c;
+    int64_t column = 0;
+    for (; p.out_width - column > width; column += smaller(kVectors * width, p.out_width - column))
+      segment<T, kVectors>(call, from, w, k, to, row, column, smaller(kVectors * width, p.out_width - column));
+    if (column < p.out_width) segment<T, 1>(call, from, w, k, to, row, column, p.out_width - column);
+  }
+}
+
 // Few rows are cut into blocks of channels, so that threads get equal shares.
 struct ChannelBlocks {
   int64_t channels, width, vectors, count;
@@ -302,8 +320,176 @@ struct ChannelBlocks {
   }
 };
 
+// NHWC: which code computes rows of output, and how many at once.
 template <class T>
-void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
+struct RowForms {
+  RowsOf<T> band, row, rest;
+  int64_t height;   // rows of a band
+  int64_t columns;  // those of tiles of kPixels; `rest` computes the others
+
+  explicit RowForms(const Call<T>& call) {
+    const Conv2dProblem& p = call.p;
+    const Fused fused = fused_of(call);
+    auto form = [&]<int rows, int pixels>() {
+      if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
+      // Few pixels have no code of their own for activations, nor have the other types: both are rare.
+      if constexpr (pixels == kPixels && (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>)) {
+        if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
+        if (fused == Fused::hardswish) return form_for<T, rows, pixels, Fused::hardswish>(p);
+        if (fused == Fused::silu) return form_for<T, rows, pixels, Fused::silu>(p);
+      }
+      return form_for<T, rows, pixels, Fused::any>(p);
+    };
+    band = form.template operator()<kHeight, kPixels>(), row = form.template operator()<1, kPixels>();
+    rest = form.template operator()<1, kFewPixels>();
+    height = band ? kHeight : 1;
+    const int64_t over = p.out_width % kPixels;
+    // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
+    const bool apart = call.residual == call.y;
+    const bool reach_back = band && !apart && p.out_width > kPixels && over > kFewPixels;
+    columns = reach_back ? p.out_width : p.out_width - over;
+    const bool nothing = fused == Fused::nothing;
+    if (!band) {
+      band = row = nothing ? rows_of<T, 1, kPixels, 0, 0, Fused::nothing> : rows_of<T, 1, kPixels, 0, 0, Fused::any>;
+      rest = nullptr;
+    }
+    if (!rest || apart) rest = nothing ? rows_of<T, 1, 1, 0, 0, Fused::nothing> : rows_of<T, 1, 1, 0, 0, Fused::any>;
+  }
+  // At most `height` rows from `first` on, for channels [begin, end) of an image.
+  AI3_INLINE void operator()(const Call<T>& call, int64_t image, int64_t begin, int64_t end, int64_t first, int64_t last) const {
+    const int64_t width = call.p.out_width;
+    for (int64_t f = 0; f < call.multiplier; f++)
+      if (first + height <= last) {
+        band(call, image, f, begin, end, first, 0, columns);
+        for (int64_t h = 0; h < height; h++) rest(call, image, f, begin, end, first + h, columns, width);
+      } else {
+        for (int64_t h = first; h < last; h++) {
+          row(call, image, f, begin, end, h, 0, columns);
+          rest(call, image, f, begin, end, h, columns, width);
+        }
+      }
+  }
+};
+
+// NCHW: a band of rows of a vector's channels is transposed into memory where NHWC's code reads it, and what that writes is
+// transposed back. With columns as lanes every tap would be a load of its own, at the image's edges with a mask: AVX2 took two to
+// seven times as long (docs/decisions/depthwise.md).
+template <class T>
+struct Bands {
+  static constexpr int64_t width = Vec<Acc<T>>::width;
+  static constexpr int64_t kBytes = 128 << 10;  // of a band's input and output: they stay in L2
+  const Conv2dProblem& p;
+  int64_t multiplier, blocks, rows, count;  // blocks of channels of an image; output rows of a band; bands of an image
+
+  explicit Bands(const Conv2dProblem& problem) : p(problem), multiplier(p.out_channels / p.in_channels) {
+    const int64_t row = (p.in_width * p.stride_h + p.out_width * multiplier) * width * static_cast<int64_t>(sizeof(T));
+    blocks = ceil_div(p.in_channels, width);
+    rows = smaller(p.out_height, larger(kHeight, kBytes / larger(1, row) / kHeight * kHeight));
+    count = ceil_div(p.out_height, larger(1, rows));
+  }
+  // Whether it pays: with fewer channels most lanes would be empty.
+  static bool take(const Conv2dProblem& p) {
+    return p.in_channels >= width / 2 && p.x_stride.w == 1 && p.y_stride.w == 1 && p.out_height > 0;
+  }
+  int64_t reach() const { return (p.kernel_height - 1) * p.dilation_h + 1; }
+  int64_t input_elements() const {
+    return checked_product({smaller(p.in_height, (rows - 1) * p.stride_h + reach()), p.in_width, width});
+  }
+  int64_t output_elements() const { return checked_product({rows, p.out_width, multiplier, width}); }
+  int64_t workspace() const {
+    return checked_add(workspace_bytes<T>(checked_mul(p.threads, input_elements())),
+                       workspace_bytes<T>(checked_mul(p.threads, output_elements())));
+  }
+
+  void run(const Call<T>& call, Workspace& workspace) const {
+    const int64_t in = input_elements(), out = output_elements(), pixel = width * multiplier;
+    T *const inputs = workspace.take<T>(p.threads * in), *const outputs = workspace.take<T>(p.threads * out);
+    Conv2dProblem q = p;
+    q.x_stride = {0, 1, p.in_width * width, width}, q.y_stride = {0, 1, p.out_width * pixel, pixel};
+    const Call<T> sample{q,     inputs,     call.bias,  call.residual ? outputs : nullptr, call.w, outputs, multiplier,
+                         false, call.slope, call.called};
+    const RowForms<T> forms(sample);
+    const int64_t work = rows * p.out_width * p.kernel_height * p.kernel_width * pixel;
+    parallel_ranges(p.threads, p.batch * blocks * count, ceil_div(1 << 16, work), [&](int64_t begin, int64_t end, int thread) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t band = i % count, block = i / count % blocks, n = i / count / blocks;
+        const int64_t c = block * width, lanes = smaller(width, p.in_channels - c);
+        const int64_t first = band * rows, last = smaller(p.out_height, first + rows);
+        const int64_t top = larger(0, first * p.stride_h - p.pad_h),
+                      bottom = smaller(p.in_height, (last - 1) * p.stride_h - p.pad_h + reach());
+        T *const x = inputs + thread * in, *const y = outputs + thread * out;
+        each_piece(top, bottom, p.in_width, p.x_stride.h, [&](int64_t row, int64_t elements) {
+          to_lanes(call.x + n * p.x_stride.n + c * p.x_stride.c + row * p.x_stride.h, p.x_stride.c, lanes, elements,
+                   x + (row - top) * p.in_width * width, width);
+        });
+        // Of output channels [c * multiplier, (c + lanes) * multiplier), a vector of them and then the next.
+        auto each_output = [&](const auto& copy) {
+          for (int64_t k = 0; k < lanes * multiplier; k += width)
+            each_piece(first, last, p.out_width, p.y_stride.h, [&](int64_t row, int64_t elements) {
+              copy(n * p.y_stride.n + (c * multiplier + k) * p.y_stride.c + row * p.y_stride.h,
+                   smaller(width, lanes * multiplier - k), elements, y + (row - first) * p.out_width * pixel + k);
+            });
+        };
+        if (call.residual)
+          each_output([&](int64_t at, int64_t planes, int64_t elements, T* to) {
+            to_lanes(call.residual + at, p.y_stride.c, planes, elements, to, pixel);
+          });
+        Call<T> local = sample;
+        local.x = x - top * q.x_stride.h - c, local.y = y - first * q.y_stride.h - c * multiplier;
+        if (call.residual) local.residual = local.y;
+        for (int64_t row = first; row < last; row += forms.height) forms(local, 0, c, c + lanes, row, last);
+        each_output([&](int64_t at, int64_t planes, int64_t elements, const T* from) {
+          to_planes(from, pixel, planes, elements, call.y + at, p.y_stride.c);
+        });
+      }
+    });
+  }
+
+ private:
+  // copy(row, elements) for rows [first, last) of a plane: all in one where they are neighbours.
+  AI3_INLINE static void each_piece(int64_t first, int64_t last, int64_t row, int64_t apart, const auto& copy) {
+    if (row == apart && first < last) return copy(first, (last - first) * row);
+    for (int64_t i = first; i < last; i++) copy(i, row);
+  }
+  // Elements of `lanes` planes, `plane` apart, to the lanes of vectors that are `step` apart.
+  static void to_lanes(const T* from, int64_t plane, int64_t lanes, int64_t elements, T* to, int64_t step) {
+    for (int64_t e = 0; e < elements; e += width) {
+      const int64_t n = smaller(width, elements - e);
+      Vec<Acc<T>> v[width];
+#pragma GCC unroll 16
+      for (int i = 0; i < width; i++) v[i] = i < lanes ? load_some(from + i * plane + e, n) : Vec<Acc<T>>(Acc<T>(0));
+      transpose(v);
+#pragma GCC unroll 16
+      for (int i = 0; i < width; i++)
+        if (i < n) store(to + (e + i) * step, v[i]);
+    }
+  }
+  // And back, of the first `lanes` lanes.
+  static void to_planes(const T* from, int64_t step, int64_t lanes, int64_t elements, T* to, int64_t plane) {
+    for (int64_t e = 0; e < elements; e += width) {
+      const int64_t n = smaller(width, elements - e);
+      Vec<Acc<T>> v[width];
+#pragma GCC unroll 16
+      for (int i = 0; i < width; i++) v[i] = i < n ? load(from + (e + i) * step) : Vec<Acc<T>>(Acc<T>(0));
+      transpose(v);
+#pragma GCC unroll 16
+      for (int i = 0; i < width; i++)
+        if (i < lanes) store_some(to + i * plane + e, v[i], n);
+    }
+  }
+};
+
+// Whether lanes are channels: in NHWC, or in bands of NCHW.
+bool in_bands(const Conv2dProblem& p) {
+  const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
+  return !nhwc && with_type(p.dtype, [&]<class T>() { return Bands<T>::take(p); });
+}
+int64_t workspace(const Conv2dProblem& p) {
+  return in_bands(p) ? with_type(p.dtype, [&]<class T>() { return Bands<T>(p).workspace(); }) : 0;
+}
+
+template <class T>
+void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
   constexpr int64_t width = Vec<Acc<T>>::width;
   const Call<T> call{p,
                      static_cast<const T*>(m.input),
@@ -315,60 +501,21 @@ void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace&) {
                      bytes(p) > static_cast<double>(kCached),
                      static_cast<const Acc<T>*>(m.slope),
                      is_called(p.activation)};
+  if (in_bands(p)) return Bands<T>(p).run(call, workspace);
   const int64_t window = p.kernel_height * p.kernel_width;
-  const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
-  const Fused fused = fused_of(call);
-  auto form = [&]<int rows, int pixels>() {
-    if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
-    // Few pixels have no code of their own for activations, nor have the other types: both are rare.
-    if constexpr (pixels == kPixels && (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>)) {
-      if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
-      if (fused == Fused::hardswish) return form_for<T, rows, pixels, Fused::hardswish>(p);
-      if (fused == Fused::silu) return form_for<T, rows, pixels, Fused::silu>(p);
-    }
-    return form_for<T, rows, pixels, Fused::any>(p);
-  };
-  RowsOf<T> bands_form = form.template operator()<kHeight, kPixels>(), row_form = form.template operator()<1, kPixels>(),
-            rest_form = form.template operator()<1, kFewPixels>();
-  const int64_t height = nhwc && bands_form ? kHeight : 1, bands = ceil_div(p.out_height, height);
-  const int64_t rest = p.out_width % kPixels;
-  // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
-  const bool apart = call.residual == call.y;
-  const bool reach_back = bands_form && !apart && p.out_width > kPixels && rest > kFewPixels;
-  const int64_t columns = reach_back ? p.out_width : p.out_width - rest;  // those of tiles of kPixels
-  const bool nothing = fused == Fused::nothing;
-  if (!bands_form) {
-    bands_form = row_form = nothing ? rows_of<T, 1, kPixels, 0, 0, Fused::nothing> : rows_of<T, 1, kPixels, 0, 0, Fused::any>;
-    rest_form = nullptr;
-  }
-  if (!rest_form || apart) rest_form = nothing ? rows_of<T, 1, 1, 0, 0, Fused::nothing> : rows_of<T, 1, 1, 0, 0, Fused::any>;
-  const int64_t planes = p.batch * (nhwc ? 1 : p.out_channels);
-  const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, planes * bands);
-  const int64_t blocks = nhwc ? channel_blocks.count : 1;
-  const int64_t work = height * window * p.out_width * (nhwc ? p.out_channels / blocks : 1);
-  parallel_ranges(p.threads, planes * bands * blocks, ceil_div(1 << 16, work), [&](int64_t begin, int64_t end, int) {
+  if (p.x_stride.c != 1 || p.y_stride.c != 1)
+    return parallel_ranges(p.threads, p.batch * p.out_channels * p.out_height, ceil_div(1 << 16, window * p.out_width),
+                           [&](int64_t begin, int64_t end, int) { rows_of_planes(call, begin, end); });
+  const RowForms<T> forms(call);
+  const int64_t bands = ceil_div(p.out_height, forms.height);
+  const ChannelBlocks channel_blocks(p.in_channels, width, p.threads, p.batch * bands);
+  const int64_t blocks = channel_blocks.count;
+  const int64_t work = forms.height * window * p.out_width * (p.out_channels / blocks);
+  parallel_ranges(p.threads, p.batch * bands * blocks, ceil_div(1 << 16, work), [&](int64_t begin, int64_t end, int) {
     for (int64_t i = begin; i < end; i++) {
-      const int64_t row = i / blocks % bands * height, plane = i / blocks / bands;
-      if (nhwc) {
-        const auto [first, last] = channel_blocks[i % blocks];
-        for (int64_t f = 0; f < call.multiplier; f++)
-          if (row + height <= p.out_height) {
-            bands_form(call, plane, f, first, last, row, 0, columns);
-            for (int64_t h = 0; h < height; h++) rest_form(call, plane, f, first, last, row + h, columns, p.out_width);
-          } else {
-            row_form(call, plane, f, first, last, row, 0, columns);
-            rest_form(call, plane, f, first, last, row, columns, p.out_width);
-          }
-      } else {
-        const int64_t n = plane / p.out_channels, k = plane % p.out_channels, c = k / call.multiplier, f = k % call.multiplier;
-        const T* from = call.x + n * p.x_stride.n + c * p.x_stride.c;
-        const Acc<T>* w = call.w + f * window * p.in_channels + c;
-        const int64_t to = n * p.y_stride.n + k * p.y_stride.c;
-        int64_t column = 0;
-        for (; p.out_width - column > width; column += smaller(kVectors * width, p.out_width - column))
-          segment<T, kVectors>(call, from, w, k, to, row, column, smaller(kVectors * width, p.out_width - column));
-        if (column < p.out_width) segment<T, 1>(call, from, w, k, to, row, column, p.out_width - column);
-      }
+      const int64_t row = i / blocks % bands * forms.height;
+      const auto [first, last] = channel_blocks[i % blocks];
+      forms(call, i / blocks / bands, first, last, row, smaller(row + forms.height, p.out_height));
     }
   });
 }
@@ -623,8 +770,9 @@ Cost cost(const Conv2dProblem& p) {
   return {2 * outputs(p) * static_cast<double>(p.kernel_height * p.kernel_width), bytes(p), .6};
 }
 
-AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .cost = cost, .packed_bytes = packed_bytes, .pack = pack,
-              .gradients = gradients, .backward = backward, .backward_workspace = backward_workspace, .sliced = true)
+AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .workspace = workspace, .cost = cost,
+              .packed_bytes = packed_bytes, .pack = pack, .gradients = gradients, .backward = backward,
+              .backward_workspace = backward_workspace, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
