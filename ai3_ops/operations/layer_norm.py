@@ -303,7 +303,9 @@ LayerNorm.rules = {"backward": register_backward, "out": LayerNorm.register_out}
 
 # Calls in models ------------------------------------------------------------------------------------------------------
 _ELEMENTS, _FEATURES_16_BITS = 2**16, 256
-_GAINS = _library.registry()["level"] == "avx512"  # with AVX2 PyTorch takes less (docs/algorithms/layer_norm/default.md)
+_GAINS = (
+    _library.registry()["level"] == "avx512"
+)  # with AVX2 PyTorch takes less (docs/algorithms/layer_norm/default.md)
 
 
 class LayerNormCall(Call):
