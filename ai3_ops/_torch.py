@@ -64,6 +64,11 @@ in_transform = torch._C._are_functorch_transforms_active
 _dispatch_modes, _transform_level = torch._C._len_torch_dispatch_stack, torch._C._functorch.maybe_current_level
 
 
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Where `__torch_function__` of modes and classes sees no call."""
+    return torch._C.DisableTorchFunction()
+
+
 def has_kernels_of_its_own(tensor: Tensor) -> bool:
     """Whether a tensor's class computes operators itself (DTensor, quantized tensors), so that its data are not its values."""
     own = type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl

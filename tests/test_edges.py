@@ -354,7 +354,7 @@ def test_kernels_for_the_dispatchers_keys():
     class Rule(_torch.SingleLevelFunction):
         @staticmethod
         def forward(keys, x):
-            with _torch.with_tangents():
+            with _torch.derivatives((False, True)):
                 assert forward_ad._is_fwd_grad_enabled()
                 return _torch.below_autograd(op, keys, (x,), {})
 

@@ -400,7 +400,8 @@ class Call:
         if rule and _is_compiling():
             left = _torch.has_constant_sizes(args) and not self.gains(args)
             return type(self).function(*args) if left else self.run(*args)
-        if not rule or type(args[0]) is not Tensor or self.gains(args):
+        trains = _grad_enabled() and self.leaves_training(args)  # which `run` says
+        if not rule or type(args[0]) is not Tensor or trains or self.gains(args):
             return self.run(*args)
         if self.example is None:
             self.example = tuple(map(Spec.of, args))
