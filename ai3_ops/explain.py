@@ -327,6 +327,17 @@ def _listed(model: nn.Module) -> tuple[list[Layer], list[Unreached], dict[str, O
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
             layers.append(Layer(name, leaf._ai3_operation, None, "torch", "", None, None, 0))
+    packed = {layer.name.partition(":")[0] for layer in layers if layer.packs == "kept"}
+    unversioned = [
+        name
+        for name, module in model.named_modules()
+        if name in packed and any(p.is_inference() for p in module.parameters(recurse=False))
+    ]
+    if unversioned:
+        notes.append(
+            "weights made in inference mode have no version, so that a change in place shows only where it reaches a sample of "
+            f"the elements: {listed(unversioned)}"
+        )
     layers = [
         replace(layer, used="torch.compile")
         if layer.used == "torch" and any(map(layer.name.startswith, inside))
@@ -351,8 +362,18 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
     formats = "its output is given in NCHW, since views need NCHW" if call.writes_nchw else ""
     if call.reads_last and not formats:
         formats = "its input is given in NHWC, since its weight must keep its strides"
-    reasons = (call.missing, call.reason, trouble if swapped else "", why, training, formats if swapped else "")
     memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
+    each = call.computed and call.computed not in call.reason and memory.get("packs") == "each call"
+    computed = f"its weight is computed at every call: {call.computed} first, and its pack is kept" if each else ""
+    reasons = (
+        call.missing,
+        call.reason,
+        trouble if swapped else "",
+        why,
+        training,
+        formats if swapped else "",
+        computed,
+    )
     return Layer(
         module + call.suffix,
         call.operation,

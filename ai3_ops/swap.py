@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from functools import partial
 from itertools import chain
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ai3_ops.nn.computed import copied
 from ai3_ops.plan import Plan
 from ai3_ops.selectors import Selector, Tuner, listed
 from ai3_ops.steps.apply import MARKS, apply, lay_out, revert, unswap
@@ -60,13 +60,7 @@ def swap(
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     if not inplace:
-        try:
-            model = copy.deepcopy(model)
-        except Exception as error:  # any, of anybody's class
-            what = f"{type(error).__name__}: {error}"
-            raise RuntimeError(
-                f"ai3_ops.swap: the model cannot be copied ({what}); inplace=True swaps it as it stands"
-            ) from error
+        model = copied(model, "ai3_ops.swap", "; inplace=True swaps it as it stands")
     if example_inputs is not None and any(map(is_lazy, model.modules())):
         run(model, example_inputs)  # makes their weights
     before = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -19,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ai3_ops import _cache, _pbqp, _timing, registry
 from ai3_ops._timing import Layer, Measured, Surroundings
 from ai3_ops._torch import pytree
+from ai3_ops.nn.computed import copied
 from ai3_ops.operations import base
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
@@ -199,7 +199,7 @@ class Network:
         # Parameters are shared in evaluation mode, where no forward writes to them but the first of a lazy module: their copy
         # took longer than the run.
         shared = {} if model.training else {id(p): p for p in model.parameters() if not is_lazy(p)}
-        model = unswap(copy.deepcopy(model, shared))
+        model = unswap(copied(model, "ai3_ops.tune", memo=shared))
         for site in survey(model, example_inputs, self._record):
             call, example = site.call, site.call.example
             assert example is not None

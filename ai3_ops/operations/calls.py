@@ -150,6 +150,7 @@ class Call:
     inside: ClassVar[tuple[type[nn.Module], ...]] = ()  # other modules of PyTorch that make it somewhere
     reads_weights: ClassVar[bool] = False  # of the module
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
+    computed: str = ""  # what makes a parameter of a weight that the module computes at every call
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     by_name: ClassVar[dict[str, type[Call]]] = {}
     # Of a convolution in a network that computes in channels_last (`nn.layout`):
@@ -212,6 +213,7 @@ class Call:
             "gradients",
             "slot",
             "held",
+            "last_weight",
             "left_training",
         )
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
@@ -409,6 +411,16 @@ class Call:
         self.reason = "some calls had sizes for which PyTorch is faster"
         return type(self).function(*args)
 
+    @property
+    def without_pack(self) -> str:
+        """Why `default` leaves a call to PyTorch whose weight is computed for it, and what to do."""
+        first = f": {self.computed} first" if self.computed else ""
+        return f"its weight is another tensor at every call, and PyTorch is faster than packing each{first}"
+
+    def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` beats PyTorch where each call packs its weight, by the operator's arguments."""
+        return False
+
     def gains(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` takes less time than PyTorch for a call with the operator's arguments, as `run_or_leave` asks."""
         return True
@@ -600,6 +612,7 @@ class WeightedCall(Call):
         self.slot = secrets.randbits(62) + 1  # exported programs name it, too: no two calls anywhere have the same
         weakref.finalize(self, _library.C.ai3_slot_free, self.slot).atexit = False
         self.held: Callable[..., Any] | None = None  # the operator with a slot
+        self.last_weight: Callable[[], Any] | None = None  # the last weight that was no parameter, while it lives
 
     @property
     def packs(self) -> _library.Packs:
@@ -615,6 +628,8 @@ class WeightedCall(Call):
     def forward(self, args: tuple[Any, ...]) -> Tensor:
         """With a slot, but for a weight that is trained, or that is no parameter and may be computed for every call."""
         weight = args[1]
+        if self.leaves_computed(args):
+            return self.leave(args)
         if _is_compiling():
             trained = _grad_enabled() and weight.requires_grad and not _is_exporting()
         else:
@@ -636,13 +651,17 @@ class WeightedCall(Call):
 
     def pack_state(self) -> str:
         """Also where one is kept."""
-        return "kept" if self.packs.bytes and self.packs.kept else super().pack_state()
+        kept = self.packs.bytes and self.packs.kept and not self.computed
+        return "kept" if kept else super().pack_state()
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """With the version of the weight, by which C++ knows whether its pack still holds."""
         weight = args[1]
-        if type(weight) is not nn.Parameter and type(weight) is not Tensor:
-            return None
+        if type(weight) is not nn.Parameter:
+            if type(weight) is not Tensor:
+                return None
+            if self.leaves_computed(args):
+                return self.leave(args)
         version = -1 if weight.is_inference() else weight._version
         return plan.operator(args[0], weight, args[2], plan.numbers, version)
 
@@ -652,11 +671,35 @@ class WeightedCall(Call):
         mode = _any_autocast(), torch.are_deterministic_algorithms_enabled()
         return mode, args[0].dtype, weight.shape, weight.stride(), weight.dtype, args[2] is None, args[3:]
 
-    def sizes(self, args: tuple[Any, ...]) -> list[int]:
-        """PyTorch's switch, whether the weight must be cast, and the slot: none for a weight that is no parameter."""
+    def leaves_computed(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` leaves a call to PyTorch because its weight, computed for this call, would be packed for it alone.
+
+        To be asked once in a call: a tensor that is no parameter counts as computed unless it is the last call's.
+        """
         weight = args[1]
-        slot = self.slot if type(weight) is nn.Parameter else 0
-        return [torch.are_deterministic_algorithms_enabled(), _any_autocast() and weight.dtype != args[0].dtype, slot]
+        if _is_compiling():  # in whose programs only the module tells a parameter from what is computed
+            computed = bool(self.computed)
+        elif computed := type(weight) is not nn.Parameter and (
+            self.last_weight is None or self.last_weight() is not weight
+        ):
+            self.last_weight = weakref.ref(weight)
+        if not computed or self.algorithm is None or self.algorithm.name != "default" or self.strict:
+            return False
+        if args[0].device.type != "cpu" or (_grad_enabled() and weight.requires_grad):
+            return False
+        return (_is_compiling() and not _torch.has_constant_sizes(args)) or not self.gains_unpacked(args)
+
+    def leave(self, args: tuple[Any, ...]) -> Tensor:
+        """PyTorch's answer where the weight is computed at every call."""
+        if not _is_compiling():
+            self.torch_calls += 1
+            self.reason = self.without_pack
+        return type(self).function(*args)
+
+    def sizes(self, args: tuple[Any, ...]) -> list[int]:
+        """PyTorch's switch, whether the weight must be cast, and the slot, which stops keeping what is new at every call."""
+        cast = _any_autocast() and args[1].dtype != args[0].dtype
+        return [torch.are_deterministic_algorithms_enabled(), cast, self.slot]
 
     def cast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Under autocast, the input in its dtype: C++ casts the weight once, when it packs it."""

@@ -125,6 +125,10 @@ class Conv1dCall(Conv2dCall):
         step = _number(args[3])
         return step < 1 or input.numel() // step * weight.shape[0] * weight.shape[2] >= _PRODUCTS
 
+    def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
+        """Never."""
+        return False
+
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """Not measured: PyTorch computes training steps."""
         return False

@@ -489,6 +489,7 @@ Conv2d.rules = {
 # Calls in models ------------------------------------------------------------------------------------------------------
 # A training step packs the weight of every call, which takes so many output pixels to pay.
 _PIXELS, _PIXELS_16_BITS = 1024, 4096
+_CHANNELS = 16  # with fewer there is little to gain
 _TILES = _library.registry()["processor_has_matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
 
@@ -540,6 +541,19 @@ class Conv2dCall(SwitchedCall):
         if self.reads_last and input.ndim == 4:
             input = input.contiguous(memory_format=torch.channels_last)
         return input, weight, bias, stride, padding, dilation, groups
+
+    def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
+        """Where Winograd does, on many pixels; and where PyTorch has no kernels for pairs of 16 bits."""
+        input, weight, _, stride, _, dilation, groups = args
+        if weight.ndim != 4 or weight.dtype != input.dtype or torch.is_autocast_enabled("cpu"):
+            return False
+        if input.dtype.itemsize == 2:
+            return not fast_in(input.dtype)
+        few = min(weight.shape[:2]) < _CHANNELS or input.numel() // max(1, weight.shape[1]) < _PIXELS
+        ones = all(
+            n == 1 for window in (stride, dilation, groups) for n in ([window] if isinstance(window, int) else window)
+        )
+        return tuple(weight.shape[2:]) == (3, 3) and ones and input.dtype == torch.float32 and not few
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """By the layer's shape; the measurements are in docs/decisions/backward.md."""

@@ -310,10 +310,12 @@ class LinearCall(SwitchedCall):
         return features >= _FEATURES and (input.numel() > features or weight.numel() >= _WEIGHTS)
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
+        """Where each call packs."""
+        return args[0].device.type != "cpu" or self.gains_unpacked(args)
+
+    def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
         """By the layer's size, as conv2d's."""
         input, weight = args[:2]
-        if input.device.type != "cpu":
-            return True
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if dtype.itemsize == 2:
             return not fast_in(dtype)

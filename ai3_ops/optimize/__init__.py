@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -66,6 +65,7 @@ def optimize(
             `optimize` returned; a lazy module that has not run yet.
         RuntimeError: the model does not run on the example inputs.
     """
+    from ai3_ops.nn.computed import copied
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
     from ai3_ops.optimize.pipeline import Settings
@@ -89,7 +89,7 @@ def optimize(
     args, kwargs = _arguments(example_inputs)
     with torch.inference_mode(False), torch.no_grad(), _status(progress) as show:
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-        original = unswap(copy.deepcopy(model)).eval()
+        original = unswap(copied(model, "ai3_ops.optimize")).eval()
         try:
             original(*args, **kwargs)
         except Exception as error:

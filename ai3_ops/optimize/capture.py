@@ -18,6 +18,7 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ai3_ops._torch import pytree
+from ai3_ops.nn.computed import constant
 from ai3_ops.optimize.network import Network, difference, flat
 
 TOLERANCE = 1e-4  # of a captured graph's outputs against the module's, both in the model's own type
@@ -33,6 +34,11 @@ def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     The graph holds for every batch size where the inputs that are tensors have their first dimension in common and the
     module treats it as a batch, else for the sizes of the example only.
     """
+    with constant(module):
+        return _captured(module, args, kwargs)
+
+
+def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
     hooked = [name for name, m in module.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     if hooked:
         raise Uncapturable(

@@ -81,6 +81,9 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
             if described.call.returns_view:  # what is later written to the view shows in the input
                 call.reason = "PyTorch returns a view, not a copy"
                 return
+            if described.leaves_computed():
+                call.reason = call.without_pack
+                return
         reason = _refusal(described, candidate, approximate)
         if not reason:
             call.choose(candidate)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ai3_ops.nn import is_sharded, leaf_class, original_class
+from ai3_ops.nn.computed import advice
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.nn.sites import Site, known_arguments
 from ai3_ops.operations.base import Problem
@@ -30,6 +31,14 @@ class Described(Place):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.call.layer = self.names[0]
+        self.call.computed = "" if self.site else advice(self.module)
+
+    def leaves_computed(self) -> bool:
+        """Whether `default` leaves a layer to PyTorch because its weight is computed, and would be packed, at every call."""
+        call = self.call
+        if not call.computed or call.example is None or self.module.training or self.device() != "cpu":
+            return False
+        return not call.gains_unpacked(tuple(map(Spec.tensor, call.example)))
 
     def arguments(self, input: Tensor) -> tuple[Any, ...]:
         """The operator's, for a call with this input; LookupError where they depend on other values of the method."""
