@@ -97,12 +97,8 @@ AI3_INLINE Moments<Acc<T>> moments_in(const LayerNormProblem& p, const T* x, Acc
   constexpr double kLeast = sizeof(A) == 4 ? 1e-30 : 1e-290;  // below it the type lacks some of the squares' bits
   const double u = static_cast<double>(unit), off = around[0] / n, variance = around[1] / n - off * off;
   const double spread = (variance < 0 ? 0 : variance) + p.eps * u * u, scale = 1 / __builtin_sqrt(spread);
-  // A row of one large value has no variance, and in its unit eps is less than the type can divide by, or nothing. Of other rows
-  // scale is far below this, of which a few times are finite, too.
-  constexpr double kMost = sizeof(A) == 4 ? 1e30 : 1e290;
-  const double of_x = u * scale, most_of_x = 1 / __builtin_sqrt(p.eps);
-  return {unit, static_cast<A>(static_cast<double>(guess) + off), static_cast<A>(scale > kMost && p.eps > 0 ? kMost : scale),
-          static_cast<A>(of_x > most_of_x ? most_of_x : of_x), around[1] < __builtin_inf() && spread >= kLeast};
+  return {unit, static_cast<A>(static_cast<double>(guess) + off), static_cast<A>(scale), static_cast<A>(u * scale),
+          around[1] < __builtin_inf() && spread >= kLeast};
 }
 // The unit in which a row's largest element is about 1, or as near to it as the type has units; 1 for a row of zeros, or one that
 // is not finite.
@@ -121,10 +117,23 @@ AI3_INLINE Acc<T> unit_of(const LayerNormProblem& p, const T* x) {
   const int exponent = __builtin_ilogb(static_cast<double>(largest));
   return static_cast<A>(__builtin_ldexp(1, exponent > kMost ? -kMost : exponent < -kMost ? kMost : -exponent));
 }
+// Of a row whose squares could not be summed.
+template <class T>
+[[gnu::noinline]] Moments<Acc<T>> moments_of_extremes(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
+  using A = Acc<T>;
+  Moments<A> m = moments_in(p, x, wide, unit_of(p, x));
+  // One large value all over has no variance, and in its unit eps is less than the type can divide by, or nothing. Of other rows
+  // scale is far below this, of which a few times are finite, too.
+  constexpr A kMost = static_cast<A>(sizeof(A) == 4 ? 1e30 : 1e290);
+  if (p.eps > 0 && m.scale > kMost) m.scale = kMost;
+  const A most_of_x = static_cast<A>(1 / __builtin_sqrt(p.eps));
+  if (m.scale_of_x > most_of_x) m.scale_of_x = most_of_x;
+  return m;
+}
 template <class T>
 AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
   const Moments<Acc<T>> as_it_is = moments_in(p, x, wide, Acc<T>(1));
-  return as_it_is.exact ? as_it_is : moments_in(p, x, wide, unit_of(p, x));
+  return as_it_is.exact ? as_it_is : moments_of_extremes(p, x, wide);
 }
 
 // body(i, n) for each vector of a row, the last of which may have fewer than `width` elements.
