@@ -305,3 +305,32 @@ def test_training_where_channels_last_leads_pytorch_astray(channels, size, selec
         trained(x).square().sum().backward()
         for ours, theirs in zip(trained.parameters(), exact.parameters(), strict=True):
             assert (ours.grad.double() - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "left"),
+    [
+        (nn.Conv2d(16, 64, 1), 80, 1),
+        (nn.Conv2d(16, 64, 1), 40, 0),
+        (nn.Conv2d(64, 24, 1), 80, 0),
+        (nn.Conv2d(64, 64, 3, padding=1), 48, 0),
+        (nn.Conv2d(64, 64, 3, padding=1, groups=64), 48, 0),
+    ],
+)
+def test_default_leaves_to_pytorch_what_gains_nothing_in_nchw(layer, size, left):
+    model = nn.Sequential(layer, Holds(flat)).eval()
+    model[1].conv = nn.Identity()
+    x = torch.randn(1, layer.in_channels, size, size)
+    swapped = ai3_ops.swap(model, "default")
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(x), model(x), rtol=1e-3, atol=1e-3)
+    row = ai3_ops.explain(swapped).layers[0]
+    assert row.torch_calls == left
+    assert ("in NCHW" in row.reason) == bool(left)
+    last = x.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        swapped[0](last)
+        strict = ai3_ops.swap(model, "default", strict=True)
+        strict(x)
+    assert ai3_ops.explain(strict).layers[0].torch_calls == 0
+    assert ai3_ops.explain(swapped).layers[0].torch_calls == left

@@ -29,7 +29,7 @@ _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracin
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
-_REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
+REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
 class Spec(NamedTuple):
@@ -151,8 +151,10 @@ class Call:
     reads_weights: ClassVar[bool] = False  # of the module
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
     computed: str = ""  # what makes a parameter of a weight that the module computes at every call
+    why_left: ClassVar[str] = "some calls had sizes for which PyTorch is faster"
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     by_name: ClassVar[dict[str, type[Call]]] = {}
+    times: tuple[float | None, float | None] = (None, None)  # as a plan has them: microseconds of a call, and PyTorch's
     # Of a convolution in a network that computes in channels_last (`nn.layout`):
     last = False  # it is one, by a swap
     reads_last = False  # its weight cannot say so, and its input is given that format
@@ -235,7 +237,7 @@ class Call:
 
     def note(self) -> dict[str, Any]:
         """What is known of a call that PyTorch computes, in plain values: the module that keeps it is unpickled without us."""
-        names = ("operation", "suffix", "layer", "requested", "reason", "strict", "approximate")
+        names = ("operation", "suffix", "layer", "requested", "reason", "strict", "approximate", "times")
         example = self.example and tuple(("tensor", *a) if isinstance(a, Spec) else a for a in self.example)
         return {"example": example} | {name: getattr(self, name) for name in names}
 
@@ -352,8 +354,7 @@ class Call:
     # Calling ----------------------------------------------------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """The call, with the arguments of PyTorch's function."""
-        output = self.run(*self.arguments(*args, **kwargs))
-        return output.contiguous() if self.writes_nchw else output
+        return self.run(*self.arguments(*args, **kwargs))
 
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """From the arguments of PyTorch's function to the operator's."""
@@ -386,7 +387,7 @@ class Call:
                 if self.strict or not reason:
                     self.example = example
                     raise
-            if len(self.refused) < _REMEMBERED and not _torch.in_forward_mode():  # which the key does not tell
+            if len(self.refused) < REMEMBERED and not _torch.in_forward_mode():  # which the key does not tell
                 self.refused[self.key(args)] = reason
             self.reason = reason
         self.torch_calls += 1
@@ -405,10 +406,10 @@ class Call:
         trains = _grad_enabled() and self.leaves_training(args)  # which `run` says
         if not rule or type(args[0]) is not Tensor or trains or self.gains(args):
             return self.run(*args)
-        if self.example is None:
+        if self.example is None or self.calls == 0:
             self.example = tuple(map(Spec.of, args))
         self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
-        self.reason = "some calls had sizes for which PyTorch is faster"
+        self.reason = self.why_left
         return type(self).function(*args)
 
     @property
@@ -512,7 +513,7 @@ class Call:
             pass
         except TypeError:  # a list among the arguments
             return None
-        if len(self.plans) >= _REMEMBERED:
+        if len(self.plans) >= REMEMBERED:
             self.plans.clear()
         plan = self.plans[key] = self.new_plan(args)
         return plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,7 +15,7 @@ from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
-from ai3_ops.operations.calls import SwitchedCall, fast_in, weights_of
+from ai3_ops.operations.calls import REMEMBERED, Spec, SwitchedCall, fast_in, weights_of
 from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.weighted import Weighted
 
@@ -503,6 +504,12 @@ def is_wrong_in_training(weight: Tensor, stride: Any, groups: int) -> bool:
     return groups == 1 and tuple(weight.shape[2:]) == (1, 1) and strided and weight.shape[1] < _WIDE_VECTOR
 
 
+# In NCHW (two cores of Zen 3) outputs up to this take 0.5 to 0.97 of PyTorch's time, larger ones up to 1.95 times as long by
+# these algorithms, unless much less comes out than goes in; Winograd's and depthwise 0.35 to 0.9 of it.
+_SMALL = 110_000
+_PRODUCTS_IN_NCHW = ("direct", "smm", "im2col", "implicit", "kn2row", "gemm", "patch_gemm", "onednn")
+
+
 def of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
     """Arguments of the function for a module and its input, which is padded here in modes that the function lacks."""
     if m.padding_mode == "zeros":
@@ -518,6 +525,42 @@ class Conv2dCall(SwitchedCall):
     functions = (F.conv2d,)
     function = torch.conv2d
     modules: ClassVar = {nn.Conv2d: of_module}
+    why_left = "PyTorch is faster for some calls: in NCHW, with outputs that are not small (docs/decisions/layout.md)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves to PyTorch what gains nothing in NCHW."""
+        output = self.run_or_leave(*self.arguments(*args, **kwargs))
+        return output.contiguous() if self.writes_nchw else output
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """In NCHW and float32, products whose outputs are large spend their time on writing these in that order."""
+        input, weight = args[:2]
+        if torch.compiler.is_compiling() or _torch.any_autocast() or input.dtype != torch.float32 or not input.is_cpu:
+            return True
+        if input.ndim != 4 or weight.ndim != 4 or type(weight) not in (Tensor, nn.Parameter):
+            return True
+        try:
+            key = (input.shape, input.stride(), weight.shape, weight.stride(), args[3:])
+            if key not in self.gained:
+                if len(self.gained) >= REMEMBERED:
+                    self.gained.clear()
+                self.gained[key] = self._gains(args)
+            return self.gained[key]
+        except TypeError:  # a list among the arguments
+            return self._gains(args)
+        except RuntimeError:  # the operator says why
+            return True
+
+    def _gains(self, args: tuple[Any, ...]) -> bool:
+        problem = self.problem(*(Spec.tensor(a) for a in map(Spec.of, args)))
+        inputs, outputs = args[0].numel(), math.prod(problem.shape)
+        if problem.channels_last or outputs <= _SMALL or 2 * outputs < inputs:
+            return True
+        return not self.resolved("default", args).startswith(_PRODUCTS_IN_NCHW)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.gained: dict[Any, bool] = {}
 
     @staticmethod
     @_torch.constant_when_compiled
