@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -342,8 +343,9 @@ seconds until the first output, with conversion and tuning (cached measurements 
         yield "|---|---|---:|---:|---:|---:|---:|---:|---:|" + ("---:|" if energy else "")
         for name, e in result.engines.items():
             if e.absent:
-                yield f"| {name} | {' '.join(e.absent.split())[:160].replace('|', '/')} | | | | | | | |" + (
-                    " |" if energy else ""
+                yield (
+                    f"| {name} | {textwrap.shorten(e.absent, 160, placeholder=' …').replace('|', '/')} | | | | | | | |"
+                    + (" |" if energy else "")
                 )
                 continue
             version = f"{e.version} ({NOTES[name]})" if name in NOTES else e.version
@@ -407,7 +409,7 @@ def show(result: Result, console: Console) -> None:
         table.add_column(heading, justify="right")
     for name, e in result.engines.items():
         if e.absent:
-            table.add_row(name, e.absent.strip()[:120])
+            table.add_row(name, textwrap.shorten(e.absent, 120, placeholder=" …"))
             continue
         table.add_row(
             name, e.version, f"{e.median_ms:.3g}", f"{e.p99_ms:.3g}", f"{e.images_per_second:.3g}",

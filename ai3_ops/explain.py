@@ -19,7 +19,7 @@ from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.optimize.report import OptimizeReport, shown_bytes
 from ai3_ops.registry import near
 from ai3_ops.selectors import listed
-from ai3_ops.steps.discover import is_optimized, reachable
+from ai3_ops.steps.discover import is_of_torch, is_optimized, reachable
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class Layer:
     workspace: int | None = (
         None  # bytes that a call like the first one allocates besides output and kept packs; None: unknown
     )
+    time_us: float | None = None  # of one call, as the plan has it that was swapped in
+    torch_us: float | None = None  # and of PyTorch's implementation
+
+    @property
+    def speedup(self) -> float | None:
+        """PyTorch's time / its."""
+        return self.torch_us / self.time_us if self.time_us and self.torch_us else None
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,15 @@ class Unreached:
 
 
 @dataclass(frozen=True)
+class Uncovered:
+    """A module with weights whose operation has no algorithm."""
+
+    name: str
+    type: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Report:
     """What `explain` returns: `layers` in the order of `named_modules()`, and modules with calls that could not be replaced."""
 
@@ -71,6 +87,8 @@ class Report:
     optimized: dict[str, OptimizeReport] = field(default_factory=dict)
     # Which modules torch.compile computes, and what this report cannot tell about them.
     notes: list[str] = field(default_factory=list)
+    # Modules that PyTorch computes because no operation here is theirs.
+    uncovered: list[Uncovered] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and dicts, which can be written as JSON."""
@@ -85,6 +103,7 @@ class Report:
         """
         match = fnmatch.fnmatchcase
         names = [layer.name for layer in self.layers] + [m.name for m in self.unreached] + list(self.optimized)
+        names += [m.name for m in self.uncovered]
         for what, pattern, known in (("layer", name, names), ("operation", operation, registry.operations())):
             if names and not any(match(one, pattern) for one in known):
                 raise ValueError(f"explain: no {what} is named {pattern!r}{near(pattern, known)}")
@@ -93,7 +112,8 @@ class Report:
         ]
         unreached = [module for module in self.unreached if match(module.name, name)]
         optimized = {of: report for of, report in self.optimized.items() if match(of, name)}
-        return Report(layers, unreached, self.optimization, optimized, self.notes)
+        uncovered = [m for m in self.uncovered if match(m.name, name) and (operation, used) == ("*", "*")]
+        return Report(layers, unreached, self.optimization, optimized, self.notes, uncovered)
 
     @property
     def summary(self) -> list[str]:
@@ -113,6 +133,7 @@ class Report:
         nothing = "" if self.optimization or self.optimized else "0 calls"
         found = [
             f"{len(self.layers)} calls: {', '.join(computed)}" if computed else nothing,
+            *self._costs(),
             f"asked for: {'; '.join(reached)}" if reached else "",
             f"memory: {', '.join(memory)}" if memory else "",
         ]
@@ -120,6 +141,7 @@ class Report:
         plain = [a.name for a in self.layers if a.calls and a.operation == "conv2d" and a.layout.startswith("NCHW")]
         copied = [layer.name for layer in self.layers if "copied" in layer.layout]
         torch_calls = sum(layer.torch_calls for layer in self.layers)
+        kinds = Counter(module.type for module in self.uncovered)
         found += [
             f"pack their weight at every call: {listed(each)}" if each else "",
             f"read images in NCHW: {listed(plain)}; with inputs in torch.channels_last they are as fast or faster"
@@ -128,6 +150,7 @@ class Report:
             f"copy their input: {listed(copied)}" if copied else "",
             f"computed by PyTorch although an algorithm was chosen: {torch_calls} calls" if torch_calls else "",
             f"could not be replaced: calls in {len(self.unreached)} modules" if self.unreached else "",
+            f"not covered: {', '.join(f'{n} {kind}' for kind, n in kinds.most_common())}" if kinds else "",
             f"optimized: {listed(list(self.optimized))}; explain of such a module alone lists its steps"
             if self.optimized
             else "",
@@ -135,18 +158,67 @@ class Report:
         ]
         return [line for line in found if line]
 
+    def _costs(self) -> list[str]:
+        """Where the time goes, once a plan says so, and what could be done about it."""
+        timed = [(layer.time_us, layer) for layer in self.layers if layer.time_us]
+        if not timed:
+            return []
+        total, torch_total = (sum(times) for times in zip(*((t, a.torch_us or t) for t, a in timed), strict=True))
+        covered = sum(t for t, layer in timed if layer.used != "torch")
+        lines = [
+            f"time: {total / 1e3:.2f} ms in the {len(timed)} calls that were measured, PyTorch's time / theirs "
+            f"{torch_total / total:.2f}x; {covered / total:.0%} of it in chosen algorithms"
+        ]
+        most = sorted(timed, key=lambda pair: -pair[0])[:5]
+        return [*lines, f"cost most: {'; '.join(f'{a.name} {t / 1e3:.3g} ms ({_advice(a)})' for t, a in most)}"]
+
+    def _shown(self) -> list[Layer]:
+        """The layers, those that cost most first where that is known, and ReLUs alike as one."""
+        alike: dict[Any, list[Layer]] = {}
+        for layer in self.layers:
+            fold = (layer.requested, layer.used, layer.reason) if layer.operation == "relu" else id(layer)
+            alike.setdefault(fold, []).append(layer)
+        shown = []
+        for group in alike.values():
+            if len(group) < _MANY:
+                shown += group
+                continue
+            shapes = group[0].shapes if len({str(layer.shapes) for layer in group}) == 1 else None
+            calls = None if group[0].calls is None else sum(layer.calls or 0 for layer in group)
+            reason = "; ".join(filter(None, [group[0].reason, "optimize fuses them into the layers before"]))
+            times = (
+                sum(layer.time_us or 0 for layer in group) or None,
+                sum(layer.torch_us or 0 for layer in group) or None,
+            )
+            name, left = _common([layer.name for layer in group]), sum(layer.torch_calls for layer in group)
+            one = replace(group[0], name=name, calls=calls, torch_calls=left, shapes=shapes, reason=reason)
+            shown.append(replace(one, time_us=times[0], torch_us=times[1]))
+        return sorted(shown, key=lambda layer: -(layer.time_us or 0))
+
     def _rows(self) -> tuple[list[str], list[list[str]]]:
         """The table of layers; columns that would be empty are left out."""
-        heads = ["layer", "operation", "requested", "used", "calls", "shapes", "layout", "packs", "workspace", "reason"]
+        heads = ["layer", "operation", "requested", "used", "us", _SPEEDUP, "calls", "shapes", "layout", "packs"]
+        heads += ["workspace", "reason"]
         rows = []
-        for layer in self.layers:
+        for layer in self._shown():
             calls = "" if layer.calls is None else str(layer.calls)
             if layer.torch_calls:
                 calls += f" ({layer.torch_calls} torch)"
             shapes = " ".join("x".join(map(str, shape)) for shape in (layer.shapes or [])[:2])
             packs = f"{shown_bytes(layer.packed_bytes)} {layer.packs}".strip() if layer.packs else ""
             workspace = shown_bytes(layer.workspace or 0)
-            cells = [layer.name, layer.operation, layer.requested or "", layer.used, calls, shapes, layer.layout]
+            times = ["" if layer.time_us is None else f"{layer.time_us:.1f}"]
+            times += ["" if layer.speedup is None else f"{layer.speedup:.2f}x"]
+            cells = [
+                layer.name,
+                layer.operation,
+                layer.requested or "",
+                layer.used,
+                *times,
+                calls,
+                shapes,
+                layer.layout,
+            ]
             rows.append([*cells, packs, workspace, layer.reason])
         wanted = [i for i in range(len(heads)) if i < 4 or any(row[i] for row in rows)]
         return [heads[i] for i in wanted], [[row[i] for i in wanted] for row in rows]
@@ -160,9 +232,16 @@ class Report:
         rows = [[_common(names), *what] for what, names in alike.items()]
         return ["not replaced in", "type", "calls", "reason"], rows
 
+    def _uncovered_rows(self) -> tuple[list[str], list[list[str]]]:
+        """The table of modules that are not covered, those alike as one row."""
+        alike: dict[tuple[str, str], list[str]] = {}
+        for module in self.uncovered:
+            alike.setdefault((module.type, module.reason), []).append(module.name)
+        return ["not covered", "type", "reason"], [[_common(names), *what] for what, names in alike.items()]
+
     def __str__(self) -> str:
         above = [] if self.optimization is None else [str(self.optimization)]
-        return "\n".join(filter(None, [*above, *([] if above and not self.layers else self._table()), *self.summary]))
+        return "\n".join(filter(None, [*above, *self.summary, *([] if above and not self.layers else self._table())]))
 
     def _table(self) -> list[str]:
         """The lines of the layers and of the modules with calls that could not be replaced."""
@@ -176,7 +255,8 @@ class Report:
             if len(row[-1]) > _LONG:
                 row[-1] = f"[{notes.setdefault(row[-1], len(notes) + 1)}]"
         # A layer's name is what selectors need and must not be cut; the other table has sentences, which are folded.
-        for (columns, lines), width in (((heads, rows), _WIDEST), (self._unreached_rows(), _WIDTH)):
+        folded = ((self._unreached_rows(), _WIDTH), (self._uncovered_rows(), _WIDTH))
+        for (columns, lines), width in (((heads, rows), _WIDEST), *folded):
             if not lines:
                 continue
             console = Console(file=text, width=width, color_system=None)
@@ -192,7 +272,7 @@ class Report:
         if self.optimization is not None:  # no tables of its own in HTML
             return f"<pre>{html.escape(str(self))}</pre>"
         parts = ["<ul>", *(f"<li>{html.escape(line)}</li>" for line in self.summary), "</ul>"]
-        for heads, rows in (self._rows(), self._unreached_rows()):
+        for heads, rows in (self._rows(), self._unreached_rows(), self._uncovered_rows()):
             if rows:
                 lines = [("th", heads), *(("td", row) for row in rows)]
                 cells = ("".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) for tag, line in lines)
@@ -201,6 +281,35 @@ class Report:
 
 
 _WIDTH, _WIDEST, _LONG = 160, 1000, 24
+_MANY = 3  # so many ReLUs alike are one row
+_SPEEDUP = "PyTorch's time / its"
+
+
+def _advice(layer: Layer) -> str:
+    """What could be done about a layer that costs much."""
+    if layer.operation in ("relu", "flatten"):
+        return f"{layer.used}: optimize fuses it"
+    if layer.packs == "each call":
+        return f"{layer.used}: packs its weight at every call"
+    if layer.layout.startswith("NCHW") and layer.operation == "conv2d":
+        return f"{layer.used}: reads NCHW, inputs in torch.channels_last may be faster"
+    if layer.used == "torch":
+        return f"PyTorch's: {layer.reason or 'the fastest that was measured'}"
+    speed = f", {layer.speedup:.2f}x" if layer.speedup else ""
+    return f"{layer.used}{speed}; optimize fuses what follows it"
+
+
+def _why_uncovered(module: nn.Module) -> str:
+    """Why a module of PyTorch's with weights of its own has no algorithm; "" for others."""
+    if hasattr(module, "_packed_params"):
+        return "quantized weights have no algorithm"
+    if not is_of_torch(module) or next(module.parameters(recurse=False), None) is None:
+        return ""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "torch.jit compiled it: swap before that"
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return "no algorithm; optimize folds it into the convolution before"
+    return "no algorithm of this operation"
 
 
 def _plain(text: str) -> Any:
@@ -234,8 +343,8 @@ def explain(model: nn.Module) -> Report:
         return Report([], [], optimization)
     if _compiler(model) is not None:
         return _compiled(model)
-    layers, unreached, optimized, notes = _listed(model)
-    return Report(layers, unreached, None, optimized, notes)
+    layers, unreached, optimized, notes, uncovered = _listed(model)
+    return Report(layers, unreached, None, optimized, notes, uncovered)
 
 
 def _compiler(module: nn.Module) -> str | None:
@@ -259,11 +368,11 @@ def _compiled(model: nn.Module) -> Report:
     from ai3_ops.optimize.backend import graphs_of
 
     backend = _compiler(model)
-    layers, unreached, optimized, notes = _listed(model)
+    layers, unreached, optimized, notes, uncovered = _listed(model)
     if list(optimized) == ["_orig_mod"]:  # of what `optimize` returned
         return Report([], [], optimized["_orig_mod"], {}, notes)
     if backend != "ai3":
-        return Report(layers, unreached, None, optimized, notes)
+        return Report(layers, unreached, None, optimized, notes, uncovered)
     parts, left = [], {}
     for number, graph in enumerate(graphs_of(model), 1):
         name = f"graph {number} of torch.compile"
@@ -291,9 +400,11 @@ def _note(backend: str, name: str) -> str:
     )
 
 
-def _listed(model: nn.Module) -> tuple[list[Layer], list[Unreached], dict[str, OptimizeReport], list[str]]:
+def _listed(
+    model: nn.Module,
+) -> tuple[list[Layer], list[Unreached], dict[str, OptimizeReport], list[str], list[Uncovered]]:
     """The rows of a report, and its notes."""
-    layers, unreached, optimized, notes = [], [], {}, []
+    layers, unreached, optimized, notes, uncovered = [], [], {}, [], []
     operations = registry.operations()
     seen: set[nn.Module] = set()
     inside: list[str] = []  # how names of modules begin that torch.compile computes
@@ -327,6 +438,9 @@ def _listed(model: nn.Module) -> tuple[list[Layer], list[Unreached], dict[str, O
             layers += [_layer(name, call, mark.trouble) for call in mark.calls.values()]
         elif leaf is not None and leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
             layers.append(Layer(name, leaf._ai3_operation, None, "torch", "", None, None, 0))
+        elif lost is None and (reason := _why_uncovered(module)):
+            kind = module.original_name if isinstance(module, torch.jit.ScriptModule) else module._get_name()
+            uncovered.append(Uncovered(name, kind, reason))
     packed = {layer.name.partition(":")[0] for layer in layers if layer.packs == "kept"}
     unversioned = [
         name
@@ -344,7 +458,7 @@ def _listed(model: nn.Module) -> tuple[list[Layer], list[Unreached], dict[str, O
         else layer
         for layer in layers
     ]
-    return layers, unreached, optimized, notes
+    return layers, unreached, optimized, notes, uncovered
 
 
 def _layer(module: str, call: Call, trouble: str) -> Layer:
@@ -383,6 +497,8 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         call.shapes(),
         call.calls if swapped else None,
         call.torch_calls,
+        time_us=call.times[0],
+        torch_us=call.times[1],
         **({"layout": _layout(call) if swapped else ""} | memory),
     )
 

@@ -109,12 +109,12 @@ class Plan:
         table = Table(box=None, pad_edge=False)
         for heading in ("layer", "operation", "algorithm", "layout"):
             table.add_column(heading, overflow="fold")
-        for heading in ("us", "vs PyTorch", "error", "workspace", "pack"):
+        for heading in ("us", "PyTorch's time / its", "error", "workspace", "pack"):
             table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("why")
         for name, layer in self.layers.items():
             torch_us = layer.torch_us
-            share = "" if not layer.time_us or not torch_us else f"{layer.time_us / torch_us:.2f}x"
+            share = "" if not layer.time_us or not torch_us else f"{torch_us / layer.time_us:.2f}x"
             numbers = (
                 "" if layer.time_us is None else f"{layer.time_us:.1f}",
                 share,
@@ -146,10 +146,11 @@ class Plan:
         except ImportError:
             raise ImportError("Plan.plot needs matplotlib: pip install 'ai3_ops[demo]'") from None
         timed = {name: layer for name, layer in self.layers.items() if layer.time_us}
+        unmeasured = [name for name in self.layers if name not in timed]
         algorithms = sorted({layer.algorithm for layer in timed.values()} - {"torch"})
         palette = [f"C{i}" for i in range(10) if i != 7]
         colors = {"torch": "#8a8f98"} | {a: palette[i % len(palette)] for i, a in enumerate(algorithms)}
-        figure = Figure(figsize=(min(40, 6 + 0.16 * len(timed)), 7), dpi=100, layout="constrained")
+        figure = Figure(figsize=(min(40, 6 + 0.16 * len(self.layers)), 7), dpi=100, layout="constrained")
         above, below = figure.subplots(2, 1, height_ratios=[3, 1])
         rows = range(len(timed))
         above.bar(
@@ -160,9 +161,15 @@ class Plan:
             heights = [(layer.time_us or 0) / 1e3 for layer in timed.values() if layer.algorithm == name]
             if here:
                 above.bar(here, heights, color=color, width=0.6, label=name)
-        above.set_xticks(rows, list(timed), rotation=90, fontsize=6)
+        above.set_xticks(range(len(self.layers)), [*timed, *unmeasured], rotation=90, fontsize=6)
         above.set_ylabel("milliseconds per call")
-        above.set_title(f"{len(timed)} layers, {self.time_us / 1e3:.2f} ms; behind them in grey: PyTorch's")
+        for i, name in enumerate(unmeasured, len(timed)):
+            above.axvspan(i - 0.45, i + 0.45, color="#f4f5f7", hatch="//", ec="#b9bec6", lw=0)
+            above.text(
+                i, 0, f" {self.layers[name].algorithm}, not measured", rotation=90, ha="center", va="bottom", fontsize=6
+            )
+        of = f"; {len(unmeasured)} more were not measured" if unmeasured else ""
+        above.set_title(f"{len(timed)} layers, {self.time_us / 1e3:.2f} ms; behind them in grey: PyTorch's{of}")
         above.legend(fontsize=8)
         left = 0.0
         for name, color in colors.items():

@@ -152,6 +152,10 @@ class Choice:
     requested: str
     single: bool  # names this layer only: not being able to is an error
     layout: str | None = None  # of a conv2d's weight, where a plan has one
+    times: tuple[float | None, float | None] = (
+        None,
+        None,
+    )  # microseconds of it and of PyTorch's, where a plan has them
 
 
 @dataclass
@@ -258,7 +262,7 @@ def _planned(plan: Plan, places: Sequence[Place]) -> dict[int, Choice]:
             raise ValueError(f"plan: {what}: is a {place.operation} in this model, a {layer.operation} in the plan")
         check_algorithm(name, layer.operation, layer.algorithm)
         candidates = _candidates(layer.algorithm, layer.operation, exact=True)
-        chosen[indices[name]] = Choice(candidates, layer.algorithm, single=True, layout=layer.layout)
+        chosen[indices[name]] = Choice(candidates, layer.algorithm, True, layer.layout, (layer.time_us, layer.torch_us))
     return chosen
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import html
+import pickle
 from collections import OrderedDict
 
 import pytest
@@ -12,8 +13,9 @@ from modules import layers
 from torch import nn
 
 import ai3_ops
-from ai3_ops import explain, swap
+from ai3_ops import Plan, _cache, explain, swap
 from ai3_ops.optimize import backend, pipeline
+from ai3_ops.plan import PlannedLayer
 
 
 class Block(nn.Module):
@@ -32,6 +34,13 @@ def model():
 
 
 X = torch.randn(1, 3, 64, 64)
+
+
+def table_of(report):
+    """The lines below the summary, which comes first."""
+    lines = str(report).splitlines()
+    assert lines[: len(report.summary)] == report.summary
+    return lines[len(report.summary) :]
 
 
 def test_a_name_under_a_module_reaches_all_its_calls_and_the_summary_says_so():
@@ -99,7 +108,7 @@ def test_a_part_of_a_report():
 def test_long_reasons_are_notes_and_a_layer_is_one_line():
     with pytest.warns(UserWarning, match="1 of 3 layers"):
         report = explain(swap(model(), "winograd", X))
-    lines = str(report).splitlines()
+    lines = table_of(report)
     assert lines[1].rstrip().endswith("[1]")
     (note,) = [line for line in lines if line.startswith("[1] ")]
     assert note == f"[1] {report.layers[0].reason}"
@@ -115,7 +124,7 @@ def test_long_names_are_shown_whole():
         here.add_module(part, nn.Module())
         here = here.get_submodule(part)
     here.add_module(path.rpartition(".")[2], nn.Conv2d(3, 3, 3))
-    lines = str(explain(swap(net, {"conv2d": "default"}))).splitlines()
+    lines = table_of(explain(swap(net, {"conv2d": "default"})))
     assert lines[1].split()[0] == path
     assert lines[1].endswith("[1]")
 
@@ -329,3 +338,59 @@ def test_other_backends_compute_what_the_report_does_not_see(choice):
 def test_a_compiled_optimized_module_has_its_report(holder):
     report = explain(torch.compile(holder.neck, backend="eager"))
     assert report.optimization is explain(holder.neck).optimization
+
+
+def test_what_no_operation_covers_is_listed_by_kind():
+    net = nn.Sequential(
+        nn.Conv3d(2, 3, 3), nn.LSTM(3, 4), nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.Dropout(), nn.Linear(3, 3),
+        torch.jit.trace(nn.Linear(3, 3), torch.zeros(1, 3)),
+    )  # fmt: skip
+    net = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
+    for report in (explain(net), explain(swap(net, "direct")), explain(net).filter("*")):
+        found = {module.name: (module.type, module.reason) for module in report.uncovered}
+        assert {"0", "1", "2", "3", "5"} <= {*found}
+        assert "4" not in found
+        assert found["5"] == ("DynamicQuantizedLinear", "quantized weights have no algorithm")
+        assert "6" in found or any(module.name == "6" for module in report.unreached)
+        text = str(report)
+        assert "not covered: 2 BatchNorm2d, 1 Conv3d, 1 LSTM" in text
+        assert len([line for line in text.splitlines() if "BatchNorm2d  " in line]) == 1
+        assert "* (2)" in text
+    assert report.to_dict()["uncovered"][0]["type"] == "Conv3d"
+    assert [m.name for m in report.filter("1").uncovered] == ["1"]
+
+
+def test_times_of_a_plan_sort_the_layers_and_begin_the_summary():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), *[nn.ReLU() for _ in range(4)]).eval()
+
+    def entry(operation, algorithm, time, of_torch):
+        return PlannedLayer(operation, algorithm, time_us=time, candidates={"torch": {"time_us": of_torch}})
+
+    plan = Plan(
+        {"0": entry("conv2d", "direct", 100.0, 150.0), "2": entry("conv2d", "direct", 300.0, 900.0)}
+        | {str(i): entry("relu", "torch", 50.0, 50.0) for i in (1, 3, 4, 5, 6)},
+        _cache.machine(),
+    )  # fmt: skip
+    swapped = swap(net, plan)
+    report = explain(swapped)
+    assert report.summary[1] == (
+        "time: 0.65 ms in the 7 calls that were measured, PyTorch's time / theirs 2.00x; 62% of it in chosen algorithms"
+    )
+    assert report.summary[2].startswith(
+        "cost most: 2 0.3 ms (direct, 3.00x; optimize fuses what follows it); 0 0.1 ms ("
+    )
+    rows = [line.split() for line in table_of(report)[1:4]]
+    assert [row[0] for row in rows] == ["2", "*", "0"]
+    assert rows[0][4:6] == ["300.0", "3.00x"]
+    assert "optimize fuses them into the layers before" in str(report)
+    assert len(report.layers) == 7
+    again = explain(pickle.loads(pickle.dumps(swap(swapped, {"2": "smm"}))))
+    assert {row.name: row.time_us for row in again.layers} == {"0": 100.0, "2": None} | dict.fromkeys("13456", 50.0)
+    share = str(plan).splitlines()[2]
+    assert "3.00x" in str(plan)
+    assert "0.33x" not in share
+
+
+def test_few_relus_keep_their_lines():
+    report = explain(swap(model(), "direct"))
+    assert sum("relu" in line for line in table_of(report)) >= 2

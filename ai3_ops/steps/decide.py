@@ -48,7 +48,7 @@ def decide(
     for index, described in enumerate(calls):
         described.call.once = once
         if index in choices:
-            described.layout = choices[index].layout
+            described.layout, described.call.times = choices[index].layout, choices[index].times
             _choose(described, choices[index], strict, approximate, outcome.stay)
         else:
             _keep(described)
@@ -62,7 +62,7 @@ def _keep(described: Described) -> None:
         return
     if earlier.algorithm is not None and earlier.operator is not None:
         described.call.choose(earlier.algorithm)
-    for name in ("algorithm", "requested", "reason", "missing", "strict", "approximate"):
+    for name in ("algorithm", "requested", "reason", "missing", "strict", "approximate", "times"):
         setattr(described.call, name, getattr(earlier, name))
 
 
