@@ -166,6 +166,21 @@ def _batch_norm(net: Network, node: fx.Node, normalized: Any, index: Any) -> fx.
     if index != 0 or getattr(normalized, "target", None) is not aten._native_batch_norm_legit_no_training.default:
         return _part(net, node, normalized, index)
     x, weight, bias, mean, variance, _, epsilon = _positional(normalized)
+    return _normalized(net, node, x, weight, bias, mean, variance, epsilon, normalized.meta["layers"])
+
+
+@translates(aten.batch_norm.default)
+def _batch_norm_whole(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, _: float,
+    epsilon: float, __: bool,
+) -> fx.Node | None:  # fmt: skip
+    return None if training else _normalized(net, node, x, weight, bias, mean, variance, epsilon, node.meta["layers"])
+
+
+def _normalized(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, epsilon: float,
+    layers: tuple[str, ...],
+) -> fx.Node | None:  # fmt: skip
     if len(x.meta["shape"]) not in (2, 4) or not all(is_constant(c) for c in (weight, bias, mean, variance) if c):
         return None
     if not is_constant(mean) or not is_constant(variance):
@@ -175,7 +190,7 @@ def _batch_norm(net: Network, node: fx.Node, normalized: Any, index: Any) -> fx.
     scale = scale if weight is None else scale * net.value(weight).double()
     shift = -net.value(mean).double() * scale
     shift = shift if bias is None else shift + net.value(bias).double()
-    return _affine(net, node, x, scale.to(dtype), shift.to(dtype), name, normalized.meta["layers"])
+    return _affine(net, node, x, scale.to(dtype), shift.to(dtype), name, layers)
 
 
 def _affine(

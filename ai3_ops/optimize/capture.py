@@ -19,13 +19,18 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ai3_ops._torch import pytree
 from ai3_ops.nn.computed import constant
-from ai3_ops.optimize.network import Network, difference, flat
+from ai3_ops.optimize.functional import functionalize
+from ai3_ops.optimize.network import Network, batch_of, difference, flat
 
 TOLERANCE = 1e-4  # of a captured graph's outputs against the module's, both in the model's own type
 
 
 class Uncapturable(RuntimeError):
     """Why a module has no graph that does what it does."""
+
+
+class _NotPlain(Uncapturable):
+    """Of a graph that writes in place or has graphs of its own, which `run_decompositions` may take out of it."""
 
 
 def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
@@ -70,15 +75,26 @@ def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         try:
             program = _export(module, args, kwargs, dynamic=True)
             if _any_batch(program):
-                network = _network(program, module, dynamic=True)
-                if batches != {1}:
-                    one = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
-                    _compare(module, network, *one)
-                _compare(module, network, args, kwargs)
-                return network
+                return _checked(program, module, args, kwargs, dynamic=True)
         except Exception:  # it needs this batch size, or something else is amiss, which the second try says
             pass
-    network = _network(_export(module, args, kwargs, dynamic=False), module, dynamic=False)
+    return _checked(_export(module, args, kwargs, dynamic=False), module, args, kwargs, dynamic=False)
+
+
+def _checked(
+    program: ExportedProgram, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
+) -> Network:
+    """The network of a program, compared with the module."""
+    inputs = flat(args, kwargs)
+    try:
+        network = _network(program, module, inputs, dynamic)
+    except _NotPlain:
+        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            network = _network(program.run_decompositions({}), module, inputs, dynamic)
+    if dynamic and batch_of(inputs) > 1:
+        one = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
+        _compare(module, network, *one)
     _compare(module, network, args, kwargs)
     return network
 
@@ -103,8 +119,7 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dy
         shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
     with warnings.catch_warnings(), _quiet(), torch.no_grad():
         warnings.simplefilter("ignore")
-        program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
-        return program.run_decompositions({})  # functional: nothing is written in place any more
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
 
 class _Held:
@@ -156,7 +171,7 @@ def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return _exported(fx.symbolic_trace(module), args, kwargs)
 
 
-def _network(program: ExportedProgram, module: nn.Module, dynamic: bool) -> Network:
+def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dynamic: bool) -> Network:
     """Parameters, buffers and other tensors become constants; what the program would write to refuses it."""
     signature = program.graph_signature
     for spec in signature.output_specs:
@@ -183,25 +198,52 @@ def _network(program: ExportedProgram, module: nn.Module, dynamic: bool) -> Netw
         elif node.op in ("placeholder", "output"):
             names[node] = graph.node_copy(node, names.__getitem__)
         else:
-            raise Uncapturable(f"its graph has a node that calls {node.target}")
-        names[node].meta.setdefault("layers", ())
-        if node.op != "call_function":
-            names[node].meta = {"layers": ()}
+            raise _NotPlain(f"its graph has a node that calls {node.target}")
+        meta = names[node].meta if node.op == "call_function" else {"layers": ()}
+        names[node].meta = meta | {"val": node.meta.get("val")}
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
     if any(not isinstance(a, fx.Node) for a in output.args[0]):
         raise Uncapturable("it returns values that are no tensors")
+    if not functionalize(graph):
+        raise _NotPlain("it writes in place what is read elsewhere")
+    sizes = _Sizes(inputs, dynamic)
+    for node in graph.nodes:
+        node.meta |= sizes.of(node.meta.pop("val"))
     network = Network(graph, constants, dynamic, program.call_spec.out_spec)
     network.tidy()
     return network
 
 
+class _Sizes:
+    """What is known of values on the example, by what export noted of them; where the batch is open, it is a symbol there."""
+
+    def __init__(self, inputs: list[Any], dynamic: bool) -> None:
+        self.batch, self.dynamic = batch_of(inputs), dynamic
+
+    def of(self, value: Any) -> dict[str, Any]:
+        """As a node's meta has it."""
+        if not isinstance(value, Tensor):
+            return {"shape": None, "dtype": None, "batched": False}
+        shape = tuple(map(self._size, value.shape))
+        if self.dynamic:
+            first, *rest = [s.node.expr if isinstance(s, torch.SymInt) else None for s in (*value.shape, 0)]
+            batched = first is not None and first.is_Symbol and all(e is None or e.is_Integer for e in rest)
+        else:
+            batched = shape[:1] == (self.batch,)
+        return {"shape": shape, "dtype": value.dtype, "batched": batched}
+
+    def _size(self, size: Any) -> int:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, self.batch)))
+
+
 def _compare(module: nn.Module, network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A trace that is not what the module does is refused."""
     inputs = flat(args, kwargs)
-    network.annotate(inputs)
     with torch.no_grad():
         expected = [x for x in pytree.tree_leaves(module(*args, **kwargs)) if x is not None]
-    got = network.run(inputs)
+    got = network.run(inputs, sized=True)
     for one, other in zip(got, expected, strict=True):
         if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
             raise Uncapturable("its graph computes something else than the module")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ai3_ops._torch import FakeTensorMode, pytree
+from ai3_ops._torch import pytree
 from ai3_ops.optimize.steps import STEPS
 
 Node = Any  # an fx.Node whose arguments are known to be what a step takes, which fx's types do not say
@@ -69,11 +69,11 @@ class Network:
         return None if node is None else self.constants[node.target]
 
     # Computing --------------------------------------------------------------------------------------------------------
-    def run(self, inputs: Sequence[Any], dtype: torch.dtype | None = None) -> tuple[Any, ...]:
-        """The outputs; in another floating type where one is given."""
+    def run(self, inputs: Sequence[Any], dtype: torch.dtype | None = None, sized: bool = False) -> tuple[Any, ...]:
+        """The outputs; in another floating type where one is given. `sized`: Mistake where a batch has other sizes than noted."""
         values: dict[fx.Node, Any] = {}
         given = iter(inputs)
-        uses = {node: len(node.users) for node in self.graph.nodes}
+        uses, batch = {node: len(node.users) for node in self.graph.nodes}, batch_of(inputs)
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node.op == "placeholder":
@@ -84,26 +84,13 @@ class Network:
                     values[node] = cast(call(node, values.__getitem__), dtype)  # also of steps that name a type
                 else:
                     return tuple(fx.map_arg(node.args[0], values.__getitem__))
+                if sized and node.meta["batched"] and values[node].shape != (batch, *node.meta["shape"][1:]):
+                    raise Mistake(f"{node.name} is {tuple(values[node].shape)}, a batch of {node.meta['shape'][1:]}")
                 for used in node.all_input_nodes:
                     uses[used] -= 1
                     if not uses[used]:
                         del values[used]
         raise AssertionError("a graph without an output")
-
-    def annotate(self, inputs: Sequence[Any]) -> None:
-        """Fills in shape, dtype and batched of every node."""
-        shapes = [_shapes_of(self, inputs)]
-        tensors = [x for x in inputs if isinstance(x, Tensor) and x.ndim]
-        batch = max(tensors, key=lambda x: x.ndim).shape[0] if tensors else 0  # the images', beside a vector of scales
-        if self.dynamic:
-            more = [x.new_empty((batch + 1, *x.shape[1:])) if isinstance(x, Tensor) else x for x in inputs]
-            shapes.append(_shapes_of(self, more))
-        for node in self.graph.nodes:
-            node.meta["shape"], node.meta["dtype"] = shapes[0][node]
-            node.meta["batched"] = all(
-                s[node][0] is not None and s[node][0] == (batch + i, *shapes[0][node][0][1:])
-                for i, s in enumerate(shapes)
-            ) and bool(shapes[0][node][0])
 
     # Writing ----------------------------------------------------------------------------------------------------------
     def constant(self, value: Tensor, hint: str, before: fx.Node) -> fx.Node:
@@ -261,25 +248,10 @@ def _meta(node: fx.Node) -> Tensor:
     return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
 
 
-def _shapes_of(network: Network, inputs: Sequence[Any]) -> dict[fx.Node, tuple[Any, Any]]:
-    shapes: dict[fx.Node, tuple[Any, Any]] = {}
-    values: dict[fx.Node, Any] = {}
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    given = iter(inputs)
-    with mode, torch.no_grad():
-        for node in network.graph.nodes:
-            if node.op == "placeholder":
-                value = next(given)
-                values[node] = mode.from_tensor(value) if isinstance(value, Tensor) else value
-            elif node.op == "get_attr":
-                values[node] = mode.from_tensor(network.constants[node.target])
-            elif node.op == "call_function":
-                values[node] = call(node, values.__getitem__)
-            else:
-                values[node] = None
-            value = values[node]
-            shapes[node] = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else (None, None)
-    return shapes
+def batch_of(inputs: Sequence[Any]) -> int:
+    """The batch: of the images, beside a vector of scales; 0 where there are no tensors."""
+    tensors = [x for x in inputs if isinstance(x, Tensor) and x.ndim]
+    return int(max(tensors, key=lambda x: x.ndim).shape[0]) if tensors else 0
 
 
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

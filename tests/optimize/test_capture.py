@@ -219,3 +219,106 @@ def test_a_graph_that_names_a_type_is_computed_in_float64():
     assert y.dtype == torch.float64
     canonicalize(network)
     assert Checker(network, [x]).of(network, network.output.all_input_nodes[0]).dtype == torch.float64
+
+
+class Writes(nn.Module):
+    """In place: plain, through a view, of a view, into a copy, with another type."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.conv, self.how = nn.Conv2d(3, 4, 3), how
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.how(y, x)
+
+
+def _through_a_view(y, _):
+    z = y[:, :2]
+    z.mul_(2)
+    return y + 1
+
+
+def _of_a_view(y, _):
+    z = y.view(y.shape[0], 4, -1)
+    y.relu_()
+    return z * 2
+
+
+def _after_dropout(y, _):
+    z = torch.dropout(y, 0.5, False)  # is y
+    z.relu_()
+    return y - 1
+
+
+def _into_a_part(y, x):
+    z = torch.zeros_like(y)
+    z[:, 1:3] = y[:, 1:3]
+    return z + x[:, :1, 1:-1, 1:-1]
+
+
+@pytest.mark.parametrize(
+    ("how", "simple"),
+    [
+        (lambda y, _: y.mul_(2).add_(1).relu_() + 1, True),
+        (lambda y, x: (y.clone().add_(x[:, :1, 1:-1, 1:-1]), y.neg_()), True),
+        (lambda y, _: y[:, 1:].contiguous().clamp_(0, 1), True),
+        (_through_a_view, False),
+        (_of_a_view, False),
+        (_after_dropout, True),
+        (_into_a_part, False),
+        (lambda y, x: y.add_(x[:, :1, 1:-1, 1:-1].double()), False),
+    ],
+    ids=["plain", "copies", "of a copy", "through a view", "of a view", "dropout", "a part", "another type"],
+)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_writes_in_place_are_what_the_module_does(how, simple, batch, monkeypatch):
+    """Simple ones without another trace, which takes longer than the export."""
+    traced, again = [], torch.export.ExportedProgram.run_decompositions
+    monkeypatch.setattr(
+        torch.export.ExportedProgram, "run_decompositions", lambda *a, **k: (traced.append(1), again(*a, **k))[1]
+    )
+    model, x = Writes(how).eval(), torch.randn(batch, 3, 7, 6)
+    network = capture(model, (x,), {})
+    assert network.dynamic
+    assert bool(traced) != simple
+    for size in (batch, 3):
+        given = torch.randn(size, 3, 7, 6)
+        with torch.no_grad():
+            expected = model(given.clone())
+        for got, one in zip(network.run([given]), expected if isinstance(expected, tuple) else [expected], strict=True):
+            torch.testing.assert_close(got, one)
+
+
+def test_statistics_that_a_call_updates_are_seen():
+    """The schema of batch_norm does not tell."""
+
+    class Trains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return torch.nn.functional.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=True)
+
+    with pytest.raises(Uncapturable, match="running"):
+        capture(Trains().eval(), (torch.randn(2, 3, 4, 4),), {})
+
+
+@pytest.mark.filterwarnings("ignore:ai3_ops.optimize. optimized for")
+def test_a_batch_of_one_that_is_squeezed():
+    """A batch of 1 loses its dimension, another one keeps it."""
+
+    class Squeezes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+        def forward(self, x):
+            return self.fc(self.conv(x).mean((2, 3), keepdim=True).squeeze())
+
+    model = Squeezes().eval()
+    for batch in (1, 2):
+        fast = optimized(model, torch.randn(batch, 3, 6, 6))
+        for size in (1, 2, 3):
+            agree(fast, model, torch.randn(size, 3, 6, 6))
