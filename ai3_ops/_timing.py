@@ -234,14 +234,24 @@ class Surroundings:
         return clock() - start
 
 
+class OutOfTime(Exception):
+    """The seconds for a measurement did not last."""
+
+
 def measure(
-    layer: Layer, layout: str, names: Sequence[str], surroundings: Surroundings, p99: bool = False
+    layer: Layer,
+    layout: str,
+    names: Sequence[str],
+    surroundings: Surroundings,
+    p99: bool = False,
+    seconds: float = math.inf,
 ) -> dict[str, Measured]:
-    """Times of each, which take turns; the first named is measured well however slow it is.
+    """Times of each, which take turns; the first named is measured well however slow it is. OutOfTime after `seconds`.
 
     A first look drops those far slower than the fastest, marked rough. An algorithm whose call fails, such as for want of
     memory, has the error in `failed`; PyTorch's own failing ("torch") raises.
     """
+    end = clock() + seconds
     arguments = layer.tensors(layout)
     input = arguments[0]
     errors = _Reference(layer, arguments)
@@ -266,6 +276,9 @@ def measure(
             found[name] = [surroundings.sample(function, twin, input) for _ in range(looks)]
 
         def attempt(name: str, step: Callable[[str], None]) -> None:
+            if seconds < math.inf and clock() > end:
+                _library.release_workspace()
+                raise OutOfTime
             try:
                 step(name)
             except Exception as cause:  # a user's algorithm may raise anything

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,7 +23,7 @@ from ai3_ops.operations import base
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.registry import near
-from ai3_ops.selectors import check_algorithm
+from ai3_ops.selectors import check_algorithm, listed
 from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.discover import refuse_optimized, survey
 
@@ -35,17 +35,18 @@ TOLERANCE = 5e-5  # where the user gives none; twice the error of PyTorch's impl
 TOLERANCE_APPROXIMATE = 2e-2  # likewise for algorithms that approximate, where the user allows them
 _SEARCH_STEPS = 24  # halvings of the price of memory
 _NEVER = 1e9  # microseconds: of what is not done
+NONE_HOLDS = "no algorithm holds the tolerance; the least error"
 BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during `tune`: `plan` has the choices for what was measured, and `default` for the other layers.
+    """Ctrl-C during `tune` or `optimize`: `plan` has the choices for what was measured, and `default` for the other layers.
 
     The measurements are in the cache, too.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__("ai3_ops.tune was interrupted; this exception's .plan has what was measured until then")
+    def __init__(self, function: str, plan: Plan) -> None:
+        super().__init__(f"ai3_ops.{function} was interrupted; this exception's .plan has what was measured until then")
         self.plan = plan
 
 
@@ -97,14 +98,15 @@ def tune(
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, in the memory format of later inputs.
         objective: what to minimize: "latency", the median time of a call; "p99", the time that 99 of 100 calls do not exceed;
             "memory", the bytes of packed weights and workspaces, and the time where those are equal.
-        budget_seconds: after this time no further layer is measured; layers with the most work are measured first. The others
+        budget_seconds: after this time nothing further is measured; layers with the most work are measured first. The others
             keep `default` where the other settings allow the algorithm that it chooses, by what that states; elsewhere they
             keep PyTorch's implementation.
         memory_limit: bytes that all packed weights and the largest workspace may take together. PyTorch's own
             implementations do not state what they take, and count as 0.
         tolerance: the largest error allowed for a layer, max|y - y64| / max|y64| with y64 computed in float64, measured on
-            normally distributed random numbers. None: 5e-5, or twice the error of PyTorch's implementation, whichever is
-            larger; 2e-2 for algorithms that approximate.
+            normally distributed random numbers; PyTorch's implementation is held to it, too, and a warning names layers of which
+            none keeps it, where the least error is taken. None: 5e-5, or twice the error of PyTorch's implementation,
+            whichever is larger; 2e-2 for algorithms that approximate.
         deterministic: leaves out algorithms whose results may differ from run to run.
         allow_approximate: also measures algorithms that approximate (bfloat16 weights).
         cache: keeps measurements in `$XDG_CACHE_HOME/ai3_ops/tune`, and uses those that are there.
@@ -301,13 +303,15 @@ class Meter:
         self.tell(layer, found, "; this is from the cache, cache=False tries it again")
         return found
 
-    def measured(self, layer: Layer) -> dict[str, dict[str, Measured]]:
-        """All layouts', now."""
-        return {layout: self.measured_in(layer, layout) for layout in layer.layouts}
+    def measured(self, layer: Layer, end: float = math.inf) -> dict[str, dict[str, Measured]]:
+        """All layouts', now; OutOfTime where they take longer than until `end`, by `_timing.clock`."""
+        return {layout: self.measured_in(layer, layout, end) for layout in layer.layouts}
 
-    def measured_in(self, layer: Layer, layout: str) -> dict[str, Measured]:
+    def measured_in(self, layer: Layer, layout: str, end: float = math.inf) -> dict[str, Measured]:
         """One layout's, now."""
-        found = _timing.measure(layer, layout, layer.candidates(layout, self.approximate), self.surroundings, self.p99)
+        names = layer.candidates(layout, self.approximate)
+        seconds = math.inf if end == math.inf else end - _timing.clock()
+        found = _timing.measure(layer, layout, names, self.surroundings, self.p99, seconds)
         self.cache.put(self.key(layer, layout), _timing.to_json(found))
         self.tell(layer, found)
         return found
@@ -345,6 +349,7 @@ def tune_alone(
     names: Collection[str] | None = None,
 ) -> Plan:
     """The plan that this process makes, whatever other ranks do; `names` are of those calls that are measured, or all."""
+    end = math.inf if settings.budget_seconds is None else _timing.clock() + settings.budget_seconds
     network = Network(model, example_inputs)
     meter = Meter(network.bytes, settings, cache)
     wanted = {site.layer for site in network.sites if names is None or site.name in names}
@@ -354,23 +359,19 @@ def tune_alone(
         times |= {(layer, layout): found for layout, found in (meter.known(layer) or {}).items()}
     todo = [layer for layer in layers if (layer, layer.layouts[0]) not in times]
     try:
-        for layer in _within(settings.budget_seconds, _shown(todo, progress), len(todo)):
-            times |= {(layer, layout): found for layout, found in meter.measured(layer).items()}
+        for number, layer in enumerate(_shown(todo, progress)):
+            try:
+                if end < math.inf and _timing.clock() >= end:
+                    raise _timing.OutOfTime
+                times |= {(layer, layout): found for layout, found in meter.measured(layer, end).items()}
+            except _timing.OutOfTime:
+                left = f"{len(todo) - number} distinct layers were not measured within the budget"
+                kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
+                warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=5)
+                break
         return _choose(network, times, settings, meter)
     except KeyboardInterrupt:
-        raise Interrupted(_choose(network, times, settings, meter)) from None
-
-
-def _within(seconds: float | None, layers: Iterable[Layer], count: int) -> Iterator[Layer]:
-    """Those that fit into the budget; a warning counts the others."""
-    start = _timing.clock()
-    for i, layer in enumerate(layers):
-        if seconds is not None and _timing.clock() - start >= seconds:
-            left = f"{count - i} distinct layers were not measured within the budget"
-            kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
-            warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=6)
-            return
-        yield layer
+        raise Interrupted("tune", _choose(network, times, settings, meter)) from None
 
 
 def _shown(layers: list[Layer], progress: bool) -> Iterator[Layer]:
@@ -387,9 +388,10 @@ def _shown(layers: list[Layer], progress: bool) -> Iterator[Layer]:
 
 # Choosing -------------------------------------------------------------------------------------------------------------
 def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings: Settings) -> str:
-    """Why the settings forbid an algorithm, "" where they do not. PyTorch's own is always allowed."""
+    """Why the settings forbid an algorithm, "" where they do not. PyTorch's own is held to nothing but a tolerance."""
     if name == "torch":
-        return ""
+        limit = settings.tolerance
+        return "" if limit is None or found[name].error <= limit else f"error {found[name].error:.0e} above {limit:.0e}"
     info, m = registry.algorithm(layer.operation, name, layer.device), found[name]
     if m.failed:
         return f"its call fails: {m.failed}"
@@ -415,12 +417,16 @@ def select(
 ) -> tuple[str, float, str]:
     """Of a layer in one layout: the algorithm, its cost (time, and price times bytes), and why; `among` these names, or all.
 
-    The first named is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more than GAIN of
+    The first named is the one to beat; where the settings forbid it, PyTorch's. Where they forbid all, as a tolerance that none
+    holds, the one with the least error. Another is taken for a gain of more than GAIN of
     its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first.
     """
     forbidden = {name: ineligible(layer, name, found, settings) for name in (found if among is None else among)}
     first = next(iter(forbidden))
     allowed = [name for name, why in forbidden.items() if not why]
+    if not allowed:
+        least = min((n for n in forbidden if not found[n].failed), key=lambda n: found[n].error)
+        return least, found[least].time_us + price * found[least].bytes, NONE_HOLDS
     base_name = first if first in allowed else "torch" if "torch" in allowed else allowed[0]
     cost = {name: found[name].time_us + price * found[name].bytes for name in allowed}
 
@@ -566,9 +572,22 @@ def _cost(of: str, to: str, microseconds: float) -> float:
 def _choose(network: Network, times: Times, settings: Settings, meter: Meter) -> Plan:
     solution = _Choice(network, times, settings, meter.conversion).best()
     layers = {}
+    warn_of_errors(
+        "tune", [s.name for s, (_, why) in zip(network.sites, solution.algorithms, strict=True) if why == NONE_HOLDS], 6
+    )
     for site, (name, why) in zip(network.sites, solution.algorithms, strict=True):
         layers[site.name] = _planned(site, name, solution.layouts[site.nodes[0]], why, times)
     return Plan(layers, _cache.machine(), asdict(settings))
+
+
+def warn_of_errors(function: str, names: list[str], stacklevel: int) -> None:
+    """Of layers of which no algorithm holds the tolerance, where there are any."""
+    if names:
+        what = "no algorithm, PyTorch's neither, holds the tolerance"
+        warnings.warn(
+            f"ai3_ops.{function}: {what} in {listed(names)}: the one with the least error is taken",
+            stacklevel=stacklevel,
+        )
 
 
 def _planned(site: _Site, name: str, layout: str, why: str, times: Times) -> PlannedLayer:

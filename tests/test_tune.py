@@ -1,6 +1,7 @@
 """tune, Plan and swap(model, "auto", x): choices on given times, so that no test depends on the clock."""
 
 import json
+import math
 import os
 import re
 import stat
@@ -65,7 +66,7 @@ def given(monkeypatch):
     """Times instead of measured ones: given[name] or given[name, layout] in microseconds; 100 for the others."""
     times, asked = {}, []
 
-    def fake(layer, layout, names, surroundings, p99=False):
+    def fake(layer, layout, names, surroundings, p99=False, seconds=math.inf):
         asked.append((layer, layout, tuple(names)))
         result = {}
         for name in names:
@@ -234,7 +235,7 @@ def test_budget_and_interrupt(model, x, given, monkeypatch):
     now = iter(range(10**6))
     monkeypatch.setattr(_timing, "clock", lambda: float(next(now)))
     with pytest.warns(UserWarning, match="not measured within the budget"):
-        plan = tuned(model, x, budget_seconds=2.5, cache=False)
+        plan = tuned(model, x, budget_seconds=6.5, cache=False)
     unknown = [name for name, layer in plan.layers.items() if layer.time_us is None]
     assert 0 < len(unknown) < len(plan.layers)
     assert all(plan.layers[name].reason == "not measured" for name in unknown)
@@ -256,6 +257,33 @@ def test_budget_and_interrupt(model, x, given, monkeypatch):
     tuned(model, x)  # goes on where that stopped
     whole = {(layer, layout) for layer, layout, _ in given["asked"]}
     assert len(whole) == 2 * 6 + 1 - 4  # six layers with two layouts, linear with one
+
+
+def test_the_budget_ends_a_layer_that_takes_long(model, x, monkeypatch):
+    """One that takes longer than all of it, on a busy machine perhaps, is left as if it had not been begun."""
+    now = [0.0]
+    monkeypatch.setattr(_timing, "clock", lambda: now[0])
+
+    def slow(self, function, twin, input):
+        now[0] += 1.0
+        return 1.0
+
+    monkeypatch.setattr(Surroundings, "sample", slow)
+    with pytest.warns(UserWarning, match="7 distinct layers were not measured within the budget"):
+        plan = tuned(model, x, budget_seconds=120, cache=False)
+    assert 120 < now[0] <= 122
+    assert all(layer.time_us is None for layer in plan.layers.values())
+
+
+def test_pytorchs_implementation_keeps_the_tolerance_too(x, given):
+    model = nn.Conv2d(3, 16, 3, padding=1)
+    given |= {"torch": 10.0, "fft": 90.0} | {f"error of {a.name}": 3e-6 for a in registry.algorithms("conv2d", "cpu")}
+    given |= {"error of torch": 2e-6, "error of fft": 5e-7}
+    assert algorithms(tuned(model, x, tolerance=1e-6)) == {"": "fft"}
+    with pytest.warns(UserWarning, match=r"no algorithm, PyTorch's neither, holds the tolerance in : "):
+        plan = tuned(model, x, tolerance=1e-7)
+    assert algorithms(plan) == {"": "fft"}
+    assert algorithms(tuned(model, x)) == {"": "torch"}
 
 
 def test_settings_hold_for_layers_that_were_not_measured(x):
@@ -776,7 +804,7 @@ import ai3_ops
 from ai3_ops import _timing
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-def fake(layer, layout, names, surroundings, p99=False):
+def fake(layer, layout, names, *_):
     assert rank == 0, "rank 1 measures"
     wanted = "fft"
     return {n: _timing.Measured(1.0 if n == wanted else 9.0, 0.1, 1e-6, 0, 0) for n in names}

@@ -30,6 +30,7 @@ def optimize(
     deterministic: bool = False,
     allow_approximate: bool = False,
     keep_original: bool = True,
+    verify: str = "quick",
     progress: bool = True,
 ) -> nn.Module:
     """A module for inference that computes what `model` does, as fast as this package can on this machine.
@@ -44,7 +45,8 @@ def optimize(
             run at once, other sizes are planned when they first come, with a warning.
         selectors: "auto" measures algorithms; else as in `swap`: a name, a dict, a list, a function, a Plan.
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
-        budget_seconds: for search and measuring, of all parts together where the model is captured in parts; None: a minute.
+        budget_seconds: for everything, of all parts together where the model is captured in parts; None: a minute. What has
+            begun is ended: capture and programs take seconds in a large model.
         objective: "latency", "p99" or "memory": what substitutions and algorithms are chosen for.
         memory_limit: bytes that all packed weights and the largest workspace of a layer may take together, in each part of a
             model that is captured in parts; with "auto".
@@ -53,7 +55,10 @@ def optimize(
         allow_approximate: also algorithms that approximate (bfloat16 weights); with "auto".
         keep_original: False frees the model's own weights: there is then no `state_dict()`, and sizes other than other batches
             are errors.
-        progress: shows on a terminal's standard error what is done.
+        verify: how much is computed in float64 to compare with. "quick": the outputs for the first item of the example. "full":
+            also those of the whole example and of random inputs, the network after its rewrites and each substitution. "off":
+            none; the captured graph is compared with the model all the same.
+        progress: shows on a terminal's standard error what is done, and at the end what took how long.
 
     Returns:
         An `nn.Module` whose submodules, parameters and `state_dict()` are the model's. It can be pickled, copied, compiled,
@@ -64,11 +69,12 @@ def optimize(
         ValueError: settings or selectors that make no sense; a layer named singly that its algorithm cannot do; a module that
             `optimize` returned; a lazy module that has not run yet.
         RuntimeError: the model does not run on the example inputs.
+        ai3_ops.tune.Interrupted: on Ctrl-C while algorithms are measured; a KeyboardInterrupt whose `plan` has what was measured.
     """
     from ai3_ops.nn.computed import copied
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
-    from ai3_ops.optimize.pipeline import Settings
+    from ai3_ops.optimize.pipeline import Budget, Settings
     from ai3_ops.plan import Plan
     from ai3_ops.selectors import check_words
     from ai3_ops.steps.discover import refuse_optimized
@@ -81,8 +87,9 @@ def optimize(
         if is_lazy(tensor):
             raise ValueError(f"ai3_ops.optimize: {name!r} of a lazy module has no size yet: run the model once")
     settings = Settings(
-        selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate
+        selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate, verify
     )
+    budget = Budget(budget_seconds)
     check_words(selectors, model)
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
@@ -100,9 +107,9 @@ def optimize(
             ) from error
         whole = Optimized(original, settings)
         try:
-            whole.plan(args, kwargs, progress=show)
+            whole.plan(args, kwargs, progress=show, budget=budget)
         except Uncapturable as reason:
-            whole = _by_parts(original, settings, args, kwargs, str(reason), show)
+            whole = _by_parts(original, settings, args, kwargs, str(reason), show, budget)
         if not keep_original:
             for module in list(whole.modules()):
                 if isinstance(module, Optimized):
@@ -111,12 +118,18 @@ def optimize(
 
 
 def _by_parts(
-    original: nn.Module, settings: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, show: Any
+    original: nn.Module,
+    settings: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reason: str,
+    show: Any,
+    budget: Any,
 ) -> Any:
     """Replaces the largest submodules that can be captured, in place, as long as the model computes what it did."""
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
-    from ai3_ops.optimize.pipeline import Budget, unthorough
+    from ai3_ops.optimize.pipeline import unthorough
 
     calls: dict[nn.Module, tuple[Any, Any]] = {}  # the first of each module
     sizes: dict[nn.Module, set[Any]] = {}
@@ -136,7 +149,7 @@ def _by_parts(
     finally:
         for handle in handles:
             handle.remove()
-    left, budget = {"": reason}, Budget(settings.budget_seconds)
+    left = {"": reason}
     done: dict[nn.Module, Any] = {}
     before: list[tuple[nn.Module, str, nn.Module]] = []
     parts = []
@@ -147,6 +160,9 @@ def _by_parts(
             if child in done:
                 before.append((parent, name, child))
                 setattr(parent, name, done[child])
+                continue
+            if budget.over:
+                left[path] = "the budget was used up"
                 continue
             if child in calls and any(p.ndim > 1 for p in child.parameters()):
                 optimized = Optimized(child, settings)

@@ -7,13 +7,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from ai3_ops import registry, selectors
+from ai3_ops import _cache, _timing, registry, selectors
 from ai3_ops._timing import Layer, Measured
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.operations.base import Problem
@@ -21,11 +21,11 @@ from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.optimize import steps
 from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
-from ai3_ops.plan import CHANNELS_LAST, Plan
+from ai3_ops.plan import CHANNELS_LAST, Plan, PlannedLayer
 from ai3_ops.selectors import Algorithm, Place
 from ai3_ops.steps.discover import survey
 from ai3_ops.steps.examples import Inputs
-from ai3_ops.tune import Meter, ineligible, select, unmeasured, within
+from ai3_ops.tune import Interrupted, Meter, ineligible, select, unmeasured, warn_of_errors, within
 from ai3_ops.tune import Settings as TuneSettings
 
 AUTO = "auto"
@@ -348,10 +348,16 @@ def measured(
         settings.allow_approximate,
     )
     meter = Meter(size, asked, cache=True)
-    cases = []
-    for number, node in enumerate(todo):
-        progress(f"algorithms, layer {number + 1} of {len(todo)}")
-        cases.append(Case.of(node, meter, deadline))
+    cases: list[Case] = [Case.of(node, meter) for node in todo]
+    left = sorted({case for case in cases if case.found is None}, key=lambda case: -case.layer.work)
+    interrupted = False
+    try:
+        for number, case in enumerate(left):
+            progress(f"algorithms, layer {number + 1} of {len(left)}")
+            found = case.measured(meter, deadline)
+            cases = [found if other == case else other for other in cases]
+    except KeyboardInterrupt:
+        interrupted = True
     if notes is not None and (late := sum(case.found is None for case in cases)):
         kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
         more = "a larger budget_seconds measures them, or `tune` before, whose cache is used"
@@ -371,7 +377,31 @@ def measured(
     for node, case, name in zip(todo, cases, names, strict=True):
         node.meta["choice"] = AUTO
         node.kwargs = {**node.kwargs, "algorithm": "default" if name == case.default != "torch" else name}
+    if interrupted:
+        raise Interrupted("optimize", _plan(todo, cases, names, asked))
+    if notes is not None:
+        inexact = [i for i, case in enumerate(cases) if case.found and not case.holds(asked)]
+        warn_of_errors("optimize", [todo[i].meta["layers"][0] for i in inexact], 6)
     return before != [node.kwargs["algorithm"] for node in todo]
+
+
+def _plan(nodes: list[Node], cases: list[Case], names: list[str], settings: TuneSettings) -> Plan:
+    """What was chosen, by the layers' names."""
+    layers = {}
+    for node, case, name in zip(nodes, cases, names, strict=True):
+        measured = None if case.found is None else case.found[name]
+        layers[node.meta["layers"][0]] = PlannedLayer(
+            case.layer.operation,
+            name,
+            case.layout if case.layer.operation == "conv2d" else None,
+            None if measured is None else measured.time_us,
+            None if measured is None else measured.error,
+            *case.layer.memory(name, case.layout),
+            "not measured" if measured is None else "measured",
+            [list(shape) for shape in case.layer.shapes],
+            {f"{n} {case.layout}": m.to_dict() for n, m in (case.found or {}).items()},
+        )
+    return Plan(layers, _cache.machine(), asdict(settings))
 
 
 @dataclass(frozen=True)
@@ -380,11 +410,11 @@ class Case:
 
     layer: Layer
     layout: str
-    found: dict[str, Measured] | None  # None where the time did not last
+    found: dict[str, Measured] | None = field(compare=False)  # None where the time did not last
 
     @classmethod
-    def of(cls, node: Node, meter: Meter, deadline: float) -> Case:
-        """Measured now, or taken from the cache."""
+    def of(cls, node: Node, meter: Meter) -> Case:
+        """What the cache knows."""
         a = arguments(node)
         operands = [a[name] for name in ("input", "weight", "bias")]
         specs = [Spec.of(_meta(x)) for x in operands]
@@ -397,10 +427,22 @@ class Case:
         parameters = (False, True, a["bias"] is not None, *[False] * len(window))
         layer = Layer(_OPERATIONS[node.target], (*specs, *window), parameters, in_place=False)
         layout = CHANNELS_LAST if CHANNELS_LAST in layer.layouts else layer.layouts[0]
-        found = meter.known_in(layer, layout)
-        if found is None and time.monotonic() <= deadline:
-            found = meter.measured_in(layer, layout)
-        return cls(layer, layout, found)
+        return cls(layer, layout, meter.known_in(layer, layout))
+
+    def measured(self, meter: Meter, deadline: float) -> Case:
+        """With what is measured now, by `time.monotonic()` until the deadline; without, where that is too soon."""
+        seconds = deadline - time.monotonic()
+        if seconds < 0:
+            return self
+        try:
+            return replace(self, found=meter.measured_in(self.layer, self.layout, _timing.clock() + seconds))
+        except _timing.OutOfTime:
+            return self
+
+    def holds(self, settings: TuneSettings) -> bool:
+        """Whether any algorithm keeps the tolerance that was asked for."""
+        limit = settings.tolerance
+        return limit is None or any(m.error <= limit for m in (self.found or {}).values())
 
     @property
     def default(self) -> str:
@@ -417,13 +459,17 @@ class Case:
             name, limit = unmeasured(self.layer, self.layout, settings, price)[0], settings.memory_limit
             held = settings.tolerance is None and (limit is None or sum(self.layer.memory(name, self.layout)) <= limit)
             return name if held else "torch"
+        operation = self.layer.operation
         allowed = {
             name: m
             for name, m in self.found.items()
-            if _runs_in_programs(self.layer.operation, name) and not ineligible(self.layer, name, self.found, settings)
+            if _runs_in_programs(operation, name) and not ineligible(self.layer, name, self.found, settings)
         }
-        if not allowed:
+        if not allowed and self.holds(settings):
             return "torch"
+        if not allowed:
+            able = [(m.error, n) for n, m in self.found.items() if n == "torch" or _runs_in_programs(operation, n)]
+            return min(able)[1]
         if largest_error is not None:
             exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
             if not exact:

@@ -151,7 +151,9 @@ class Network:
 
     def tidy(self) -> None:
         """Forgets what nothing reads."""
-        self.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
+        for node in reversed(self.graph.nodes):
+            if not node.users and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
         used = {node.target for node in self.graph.nodes if node.op == "get_attr"}
         self.constants = {name: value for name, value in self.constants.items() if name in used}
 

@@ -26,14 +26,19 @@ from ai3_ops.optimize.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
 from ai3_ops.optimize.timing import COSTS, paired
+from ai3_ops.registry import near
 from ai3_ops.steps.examples import Inputs
 from ai3_ops.swap import swap
 from ai3_ops.tune import Settings as TuneSettings
 from ai3_ops.tune import check_limits, tune_alone
 
-DEFAULT_SECONDS = 60.0  # that search and measuring may take where the user gives no budget
+DEFAULT_SECONDS = 60.0  # where the user gives no budget
+SEARCH, MEASURE = 0.2, 0.75  # shares of what is left for the search of substitutions, and then for measuring
+PATIENCE = 3.0  # seconds after which no further part of a model is captured, beyond 1.2 times the budget
+COMPARE_SECONDS = 0.5  # that two networks take turns at most, after the second turn
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
 WORST_APPROXIMATION = 5e-2  # with algorithms that approximate, which run only where the user allowed or named them
+VERIFY = ("quick", "full", "off")
 STRICTER = (4e-6, 1e-6)  # errors of single layers with which algorithms are chosen again where that is too much
 OWN_ERROR = (
     4  # unless PyTorch's own float32 error is so large that this many times as much is more: ill-conditioned networks
@@ -55,28 +60,41 @@ class Settings:
     tolerance: float | None = None
     deterministic: bool = False
     allow_approximate: bool = False
+    verify: str = "quick"  # how much is computed to compare with: one of VERIFY
     resolved: dict[str, str] | None = None  # by call, what the selectors chose for the first example
     thorough: bool = True  # search and compare; without, what was learned before is taken over
 
     def __post_init__(self) -> None:
         if not isinstance(self.alpha, (int, float)) or not self.alpha >= 1 or math.isinf(self.alpha):
             raise ValueError(f"ai3_ops.optimize: alpha needs a number of at least 1, got {self.alpha!r}")
+        if self.verify not in VERIFY:
+            words = ", ".join(map(repr, VERIFY))
+            raise ValueError(
+                f"ai3_ops.optimize: verify needs one of {words}, got {self.verify!r}{near(str(self.verify), VERIFY)}"
+            )
         check_limits("optimize", self)
 
 
 class Budget:
-    """The seconds for search and measuring, of all parts of a model together; they begin with the first search."""
+    """The seconds for everything, of all parts of a model together; they begin when it is made."""
 
     def __init__(self, seconds: float | None) -> None:
-        self._seconds = DEFAULT_SECONDS if seconds is None else seconds
-        self._end: float | None = None
+        self._start, self._seconds = time.monotonic(), DEFAULT_SECONDS if seconds is None else seconds
 
     @property
     def deadline(self) -> float:
         """When they end, by time.monotonic()."""
-        if self._end is None:
-            self._end = time.monotonic() + self._seconds
-        return self._end
+        return self._start + self._seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing further is begun, of which the end would be too late."""
+        return time.monotonic() > self._start + 1.2 * self._seconds + PATIENCE
+
+    def until(self, share: float) -> float:
+        """When a share of what is left now ends."""
+        now = time.monotonic()
+        return now + share * (self.deadline - now)
 
 
 @dataclass
@@ -117,22 +135,24 @@ def make_plan(
     progress("rewrites")
     fusion.simplify(network)
     if swapping and settings.thorough and not parts(network):
-        return _swapped(module, args, kwargs, settings, budget.deadline, captured, plain, resolved, report)
-    expected = _exact(captured, inputs)
-    error = _error(_exact(network, inputs), expected)
-    if not error <= _bound(captured, inputs, error, expected):
+        return _swapped(module, args, kwargs, settings, budget.until(MEASURE), captured, plain, resolved, report)
+    reference = Reference(captured, inputs, settings.verify)
+    if settings.verify == "full" and not reference.holds(error := reference.error(network.run)):
         _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved)
     if settings.thorough:
-        cost = COSTS["memory" if settings.objective == "memory" else "latency"]
+        measuring = choose.AUTO in resolved.values()
+        cost = COSTS["memory" if settings.objective == "memory" else "latency" if measuring else "work"]
         other = network.copy()
-        checker = _checker(other, inputs)
-        deadline = budget.deadline
-        changed = search(other, cost, settings.alpha, deadline, checker, progress=progress, notes=report.notes)
+        checker = _checker(other, inputs) if settings.verify == "full" else None
+        until = budget.until(SEARCH)
+        changed = search(other, cost, settings.alpha, until, checker, progress=progress, notes=report.notes)
+        deadline = budget.until(MEASURE)
         choose.measured(network, settings, deadline, progress, notes=report.notes)
         if changed:
             choose.measured(other, settings, deadline, progress)
-            network = _cheaper(network, other, inputs, settings, report, cost)
+            measured = measuring and settings.objective != "memory"
+            network = _cheaper(network, other, inputs, report, budget) if measured else other
     else:  # what the choices made before leave open: nothing is measured
         choose.measured(network, settings, -math.inf, progress)
     _fresh_outputs(network)
@@ -142,9 +162,9 @@ def make_plan(
         """Those of the algorithms as they are chosen now, what runs them, and whether its error is small enough."""
         regions = lowered(network, inputs, report, compare=settings.thorough)
         body = body_of(network, regions)
-        error = report.error = _error(_outputs(body, captured, inputs), expected)
+        error = report.error = reference.error(lambda given: flat_outputs(body(*given)))
         worst = WORST_APPROXIMATION if choose.approximates(network) else WORST_ERROR
-        return regions, body, error <= _bound(captured, inputs, error, expected, worst)
+        return regions, body, reference.holds(error, worst)
 
     regions, body, accurate = programs()
     for largest in STRICTER if settings.thorough else ():
@@ -179,7 +199,7 @@ def _inexact(report: Optimization, reason: str) -> None:
 
 def _slower(was: Callable[[], Any], made: Callable[[], Any], report: Optimization, how: str) -> bool:
     """Whether a module has to stay as it was, by turns of both: what was made of it takes longer, by either median."""
-    gain, before, after = paired(was, made)
+    gain, before, after = paired(was, made, seconds=COMPARE_SECONDS)
     report.before_ms, report.after_ms = before * 1e3, after * 1e3
     factor = max(1 / gain, after / before)
     if factor > 1:
@@ -200,6 +220,10 @@ class Swapped(nn.Module):
         args, kwargs = pytree.tree_unflatten(list(leaves), self._spec)
         return self.module(*args, **kwargs)
 
+    def leaves(self, given: list[Any]) -> list[Any]:
+        """Those of its output."""
+        return pytree.tree_leaves(self(*given))
+
 
 def _swapped(
     module: nn.Module,
@@ -219,15 +243,14 @@ def _swapped(
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
     folded = _without_norms(module, plain, report)
-    expected = _exact(captured, inputs)
+    reference = Reference(captured, inputs, settings.verify)
     with warnings.catch_warnings(record=True) as told, torch.no_grad():
         warnings.simplefilter("always")
         chosen = _selectors(folded, args, kwargs, settings, deadline, resolved, report.name)
         for source in (folded, module) if report.rewrites else (module,):
             body = Swapped(swap(source, chosen, allow_approximate=settings.allow_approximate), spec)
-            outputs = pytree.tree_leaves(body(*_one_item(captured, inputs)))
-            error = report.error = _error(outputs, expected)
-            if accurate := error <= _bound(captured, inputs, error, expected):
+            error = report.error = reference.error(body.leaves)
+            if accurate := reference.holds(error):
                 break
             report.rewrites = []
     if not accurate:
@@ -304,7 +327,9 @@ def lowered(
             except ValueError as error:
                 refused = True
                 _leave(network, part, str(error), report)
-    if not compare:
+    if not compare or (
+        len(regions) == 1 and _is_everything(network, regions[0][0])
+    ):  # which is compared with the module
         return regions
     needed = {node for part, _ in regions for node in part.inputs}
     values = example_values(network, inputs, needed)
@@ -323,7 +348,7 @@ def lowered(
 
 
 def _gain(own: nn.Module, region: nn.Module, given: list[Tensor]) -> float:
-    return paired(lambda: own(*given), lambda: region(*given), rounds=5)[0]
+    return paired(lambda: own(*given), lambda: region(*given), rounds=5, seconds=COMPARE_SECONDS)[0]
 
 
 def _shown(layers: list[str]) -> str:
@@ -355,12 +380,15 @@ def _leave(network: Network, part: Part, reason: str, report: Optimization) -> N
 
 def body_of(network: Network, regions: list[tuple[Part, Region]]) -> nn.Module:
     """The module that computes the outputs' leaves; a region itself where it is everything."""
-    outputs = network.output.args[0]
-    if len(regions) == 1:
-        part, region = regions[0]
-        if part.inputs == tuple(network.inputs) and part.outputs == outputs and len(part.outputs) == 1:
-            return region
+    if len(regions) == 1 and _is_everything(network, regions[0][0]):
+        return regions[0][1]
     return module_of(network, regions)
+
+
+def _is_everything(network: Network, part: Part) -> bool:
+    """Whether a part takes the network's inputs and gives its one output."""
+    outputs = network.output.args[0]
+    return part.inputs == tuple(network.inputs) and part.outputs == outputs and len(part.outputs) == 1
 
 
 def _fresh_outputs(network: Network) -> None:
@@ -402,30 +430,56 @@ def _checker(network: Network, inputs: list[Any]) -> Checker | None:
     return Checker(network, _one_item(network, inputs))
 
 
+class Reference:
+    """The outputs that a network has to have, in float64 of the network as it was captured; computed once, when first needed.
+
+    Of the first item of the example's batch; "full": of the whole example, and of random inputs.
+    """
+
+    def __init__(self, captured: Network, inputs: list[Any], verify: str) -> None:
+        self._captured = captured
+        self._given = [_one_item(captured, inputs)]
+        if verify == "full":
+            self._given = [inputs, [_random(x) for x in inputs]]
+        elif verify == "off":
+            self._given = []
+        self._expected: list[tuple[Any, ...]] = []
+
+    def error(self, run: Callable[[list[Any]], Any]) -> float | None:
+        """The largest error of the outputs of `run(inputs)`; None where nothing is compared."""
+        if not self._expected:
+            self._expected = [_exact(self._captured, given) for given in self._given]
+        with torch.no_grad():
+            errors = [_error(run(given), exact) for given, exact in zip(self._given, self._expected, strict=True)]
+        return max(errors, default=None)
+
+    def holds(self, error: float | None, worst: float = WORST_ERROR) -> bool:
+        """Whether an error is allowed: by `worst`, or because the captured network's own, in its own type, is large."""
+        if error is None or error <= worst:
+            return True
+        own = [_error(self._captured.run(x), exact) for x, exact in zip(self._given, self._expected, strict=True)]
+        return error <= max(worst, OWN_ERROR * max(own))
+
+
+def _random(x: Any) -> Any:
+    """Another input of the same sizes: normal numbers of the same mean and deviation."""
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.numel() < 2:
+        return x
+    generator = torch.Generator().manual_seed(0)
+    return x.mean() + x.std() * torch.randn(x.shape, generator=generator).to(x.dtype)
+
+
+def flat_outputs(output: Any) -> list[Any]:
+    """Of a body."""
+    return list(output) if isinstance(output, (list, tuple)) else [output]
+
+
 def _exact(network: Network, inputs: list[Any]) -> tuple[Any, ...]:
-    """The outputs for the first item of the batch, in float64 where the graph can be computed so."""
-    one = _one_item(network, inputs)
+    """The outputs in float64 where the graph can be computed so."""
     try:
-        return network.run(one, torch.float64)
+        return network.run(inputs, torch.float64)
     except RuntimeError:  # a graph that asks for a type of its own
-        return network.run(one)
-
-
-def _outputs(body: nn.Module, captured: Network, inputs: list[Any]) -> list[Any]:
-    """What the programs compute for the first item of the batch."""
-    with torch.no_grad():
-        out = body(*_one_item(captured, inputs))
-    return list(out) if isinstance(out, (list, tuple)) else [out]
-
-
-def _bound(captured: Network, inputs: list[Any], error: float, expected: Any, worst: float = WORST_ERROR) -> float:
-    """How large the outputs' error may be."""
-    return worst if error <= worst else max(worst, OWN_ERROR * _own_error(captured, inputs, expected))
-
-
-def _own_error(captured: Network, inputs: list[Any], expected: Any) -> float:
-    """Of the network as it was captured, computed by PyTorch in its own type."""
-    return _error(captured.run(_one_item(captured, inputs)), expected)
+        return network.run(inputs)
 
 
 def _one_item(network: Network, inputs: list[Any]) -> list[Any]:
@@ -438,20 +492,12 @@ def _error(outputs: Any, expected: Any) -> float:
     return max((difference(a, b) for a, b in zip(outputs, expected, strict=True)), default=0.0)
 
 
-def _cheaper(
-    network: Network,
-    other: Network,
-    inputs: list[Any],
-    settings: Settings,
-    report: Optimization,
-    cost: Callable[[fx.Node], float],
-) -> Network:
-    """The network with substitutions, if it is faster as a whole, too; or smaller, where memory is what counts."""
-    if settings.objective == "memory":
-        return other
+def _cheaper(network: Network, other: Network, inputs: list[Any], report: Optimization, budget: Budget) -> Network:
+    """The network with substitutions, if it is faster as a whole, too."""
     scratch = Optimization("")
     bodies = [body_of(n, lowered(n, inputs, scratch, compare=False)) for n in (network, other)]
-    gain, *_ = paired(lambda: bodies[0](*inputs), lambda: bodies[1](*inputs), rounds=15)
+    seconds = min(COMPARE_SECONDS, budget.until(0.5) - time.monotonic())
+    gain, *_ = paired(lambda: bodies[0](*inputs), lambda: bodies[1](*inputs), rounds=15, seconds=seconds)
     if gain > 1.01:
         report.notes.append(f"substitutions made it {gain:.2f} times as fast")
         return other

@@ -1,7 +1,8 @@
 """Which substitutions to take: best-first search that also follows networks up to `alpha` times the best cost (MetaFlow).
 
-Costs add up over steps, so that the network is searched in segments between which one value passes; equal segments are
-searched once. The search works on graphs whose constants have sizes only; what it found is then applied to the real ones.
+Costs add up over steps, so that only the surroundings of places where a substitution applies are searched, each by itself
+where they have no step in common, and equal ones once. The search works on graphs whose constants have sizes only; what it found
+is then applied to the real ones.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ai3_ops.optimize import fusion
+from ai3_ops.optimize import fusion, steps
 from ai3_ops.optimize.network import Checker, Mistake, Network, Node, extract, is_constant, is_step, splice
 from ai3_ops.optimize.substitutions import SUBSTITUTIONS, Substitution
 from ai3_ops.optimize.timing import problem_of
 
 SEGMENT = 12  # segments of fewer steps are joined up to this
-EXPANSIONS = 60  # networks that are expanded in one segment
-LEAST_GAIN = 0.02  # of a segment's cost: smaller ones are noise
+EXPANSIONS = 60  # networks that are expanded around a place
+LEAST_GAIN = 0.05  # of the cost around a place: smaller ones are noise
 
 Taken = list[tuple[Substitution, str]]
 _TIDYING = tuple(p for p in fusion.PASSES if p is not fusion.fuse_prologue)  # which would undo split_prologue
@@ -35,16 +36,16 @@ def search(
     progress: Callable[[str], None] = lambda _: None,
     notes: list[str] | None = None,
 ) -> int:
-    """Applies to `network` what the search finds; returns how many segments it changed.
+    """Applies to `network` what the search finds; returns at how many places.
 
     `notes` is told what was left out: for want of time, or because it was wrong.
     """
     known: dict[Any, Taken] = {}
     changed = late = 0
     said = [] if notes is None else notes
-    parts = segments(network)
+    parts = [around for nodes in segments(network) for around in surroundings(network, nodes, substitutions)]
     for number, nodes in enumerate(parts):
-        progress(f"substitutions, segment {number + 1} of {len(parts)}")
+        progress(f"substitutions, place {number + 1} of {len(parts)}")
         real, inputs, outputs = extract(network, nodes)
         key = state_key(real)
         if key not in known:
@@ -59,7 +60,7 @@ def search(
         try:
             for substitution, place in known[key]:
                 take(real, substitution, place)
-        except (Mistake, LookupError) as error:  # the segment stays as it was
+        except (Mistake, LookupError) as error:  # it stays as it was here
             said.append(f"substitutions that a check refused were left out: {error}")
             known[key] = []
             continue
@@ -67,9 +68,35 @@ def search(
         splice(network, nodes, outputs, real, inputs)
         changed += 1
     if late:
-        said.append(f"no substitutions were searched in {late} of {len(parts)} segments: the budget was used up")
+        said.append(f"no substitutions were searched at {late} of {len(parts)} places: the budget was used up")
     network.tidy()
     return changed
+
+
+def surroundings(network: Network, nodes: Sequence[Node], substitutions: Sequence[Substitution]) -> list[list[Node]]:
+    """Runs of a segment's steps, in order, around places where a substitution applies: what is read there, and what reads.
+
+    Places whose runs have a step in common are one.
+    """
+    part, _, _ = extract(network, nodes)
+    order = {node: i for i, node in enumerate(n for n in part.graph.nodes if n.op == "call_function")}
+    runs: list[tuple[int, int]] = []
+    for substitution in substitutions:
+        for place, _ in substitution(part):
+            changed = [node for node, i in order.items() if str(i) in place.split("+")]
+            read = [a for node in changed for a in node.all_input_nodes if not is_constant(a)]
+            beside = [user for a in read for user in a.users if user.target is steps.conv2d]
+            around = [
+                order[n] for n in (*changed, *read, *beside, *(u for n in changed for u in n.users)) if n in order
+            ]
+            runs.append((min(around), max(around)))
+    joined: list[tuple[int, int]] = []
+    for first, last in sorted(runs):
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(last, joined[-1][1])
+        else:
+            joined.append((first, last))
+    return [list(nodes[first : last + 1]) for first, last in joined]
 
 
 def find(
@@ -80,7 +107,8 @@ def find(
     substitutions: Sequence[Substitution],
 ) -> Taken:
     """The substitutions, in order, that lead to the cheapest network found; none where nothing gains enough."""
-    first = best = total(network, cost)
+    prices: dict[Any, float] = {}
+    first = best = total(network, cost, prices)
     path: Taken = []
     serial = itertools.count()  # heaps compare no networks
     queue: list[tuple[float, int, Network, Taken]] = [(first, next(serial), network, [])]
@@ -102,7 +130,7 @@ def find(
                 if key in seen:
                     continue
                 seen.add(key)
-                now, steps = total(changed, cost), [*taken, (substitution, place)]
+                now, steps = total(changed, cost, prices), [*taken, (substitution, place)]
                 if now < best:
                     best, path = now, steps
                 if now < alpha * best:
@@ -123,9 +151,16 @@ def take(network: Network, substitution: Substitution, place: str) -> None:
     network.tidy()
 
 
-def total(network: Network, cost: Callable[[Node], float]) -> float:
-    """The sum over all steps."""
-    return sum(cost(node) for node in network.graph.nodes if node.op == "call_function")
+def total(network: Network, cost: Callable[[Node], float], prices: dict[Any, float]) -> float:
+    """The sum over all steps; `prices` keeps those of each problem."""
+    found = 0.0
+    for node in network.graph.nodes:
+        if node.op == "call_function":
+            problem = problem_of(node)
+            if problem not in prices:
+                prices[problem] = cost(node)
+            found += prices[problem]
+    return found
 
 
 def state_key(network: Network) -> Any:

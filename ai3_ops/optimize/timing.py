@@ -43,31 +43,49 @@ def interleaved(functions: Sequence[Callable[[], Any]], rounds: int = 9, seconds
     return [statistics.median(times) for times in turns]
 
 
-def paired(slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 9) -> tuple[float, float, float]:
-    """The median ratio over pairs of turns that alternate, and both medians in seconds."""
+# After so many rounds in which all pairs differ by so much, all to the same side, no further ones are taken.
+DECIDED = ((2, 1.25), (3, 1.1), (5, 1.03))
+
+
+def paired(
+    slow: Callable[[], Any], fast: Callable[[], Any], rounds: int = 9, seconds: float = math.inf
+) -> tuple[float, float, float]:
+    """The median ratio over pairs of turns that alternate, and both medians in seconds.
+
+    Ends before all rounds where there is no doubt about which is faster, and after two rounds where the seconds are over.
+    """
+    deadline = time.perf_counter() + seconds
     with _lock, torch.no_grad():
         counts = []
         for function in (slow, fast):
-            function()
-            start = time.perf_counter()
-            function()
-            counts.append(max(1, math.ceil(TURN_SECONDS / max(time.perf_counter() - start, 1e-7))))
-        pairs = []
+            took = _seconds(function, 1)
+            if took < 10 * TURN_SECONDS:  # else it has long been warm
+                took = _seconds(function, 1)
+            counts.append(max(1, math.ceil(TURN_SECONDS / max(took, 1e-7))))
+        pairs: list[list[float]] = []
         for number in range(rounds):
-            order = (0, 1) if number % 2 == 0 else (1, 0)
-            took = [0.0, 0.0]
-            for which in order:
-                function = (slow, fast)[which]
-                start = time.perf_counter()
-                for _ in range(counts[which]):
-                    function()
-                took[which] = (time.perf_counter() - start) / counts[which]
-            pairs.append(took)
+            times = [0.0, 0.0]
+            for which in (0, 1) if number % 2 == 0 else (1, 0):
+                times[which] = _seconds((slow, fast)[which], counts[which])
+            pairs.append(times)
+            ratios = [a / b for a, b in pairs]
+            if any(len(pairs) >= n and (min(ratios) >= by or max(ratios) <= 1 / by) for n, by in DECIDED):
+                break
+            if number >= 1 and time.perf_counter() > deadline:
+                break
     return (
-        statistics.median(a / b for a, b in pairs),
+        statistics.median(ratios),
         statistics.median(a for a, _ in pairs),
         statistics.median(b for _, b in pairs),
     )
+
+
+def _seconds(function: Callable[[], Any], count: int) -> float:
+    """Of a call, on average."""
+    start = time.perf_counter()
+    for _ in range(count):
+        function()
+    return (time.perf_counter() - start) / count
 
 
 def problem_of(node: Node) -> tuple[Any, ...]:
@@ -80,8 +98,13 @@ def problem_of(node: Node) -> tuple[Any, ...]:
             return tuple(map(describe, value))
         return value
 
-    named = arguments(node)
-    return (node.target.__name__, *((k, describe(v)) for k, v in named.items()))
+    # Copies of a node have it, and no rewrite changes sizes. What a concatenation copies hangs on who else reads its parts.
+    kept = node.meta.get("problem")
+    if kept is None or kept[:2] != (node.target, node.kwargs.get("algorithm")):
+        named = arguments(node)
+        described = (node.target.__name__, *((k, describe(v)) for k, v in named.items()))
+        kept = node.meta["problem"] = node.target, node.kwargs.get("algorithm"), described
+    return (*kept[2], _moved(node)) if node.target is steps.concat else kept[2]
 
 
 def latency(node: Node) -> float:
@@ -180,4 +203,15 @@ def memory(node: Node) -> float:
     return float(sum(math.prod(v.meta["shape"]) * v.meta["dtype"].itemsize for v in values))
 
 
-COSTS: dict[str, Callable[[Node], float]] = {"latency": latency, "memory": memory, "flops": flops}
+FLOPS_A_BYTE = 16.0  # that processors compute while they move a byte: between what memory and what caches give
+
+
+def work(node: Node) -> float:
+    """What takes longer, computing or moving, in floating-point operations: where nothing is to be measured."""
+    if (moved := _moved(node)) is not None:
+        return FLOPS_A_BYTE * moved
+    values = [node, *node.all_input_nodes]
+    return max(flops(node), FLOPS_A_BYTE * sum(math.prod(v.meta["shape"]) * v.meta["dtype"].itemsize for v in values))
+
+
+COSTS: dict[str, Callable[[Node], float]] = {"latency": latency, "memory": memory, "flops": flops, "work": work}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import BOUND, check, exact, optimized
+from nets import BOUND, agree, check, exact, optimized
 from torch import nn
 
 import ai3_ops
@@ -17,7 +17,7 @@ from ai3_ops._timing import Measured
 from ai3_ops.optimize import canonical, choose, pipeline, steps
 from ai3_ops.optimize.network import difference
 from ai3_ops.optimize.report import shown_bytes
-from ai3_ops.tune import Meter
+from ai3_ops.tune import Interrupted, Meter
 
 
 def algorithms_of(fast):
@@ -251,15 +251,17 @@ def test_a_named_algorithm_that_is_too_inexact_changes_nothing_and_that_is_said(
     assert said.endswith("; tried, and not run:")
 
 
-def test_what_is_not_faster_stays_as_it_was(monkeypatch):
-    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.BatchNorm2d(8)).eval(), torch.randn(1, 8, 9, 9)
+@pytest.mark.parametrize("more", [[], [nn.Softmax(1)]], ids=["one program", "and PyTorch's"])
+def test_what_is_not_faster_stays_as_it_was(more, monkeypatch):
+    """A program that is the whole network is compared with the module alone."""
+    model, x = nn.Sequential(nn.Conv2d(8, 8, 3), nn.ReLU(), nn.BatchNorm2d(8), *more).eval(), torch.randn(1, 8, 9, 9)
     assert check(model, x)._ai3_first.body is not None
     monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (0.5, 1e-3, 2e-3))
     monkeypatch.setattr(pipeline, "_compared", {})
     fast = check(model, x)
     assert fast._ai3_first.body is None
     report = fast._ai3_report.parts[0]
-    assert "a program of them is not faster (it took 2 times as long)" in "; ".join(report.notes)
+    assert ("a program of them is not faster (it took 2 times as long)" in "; ".join(report.notes)) == bool(more)
     assert report.unchanged == "rewritten it took 2.00 times as long"
 
 
@@ -299,12 +301,56 @@ def test_plans_name_calls_that_are_no_steps():
         optimized(model, x, selectors=replace(plan, layers=changed | {":layer_norm_7": changed[":layer_norm_0"]}))
 
 
-def test_translations_are_checked(monkeypatch):
+@pytest.mark.parametrize("verify", ["quick", "full", "off"])
+def test_translations_are_checked(verify, monkeypatch):
     """What computes something else than the captured graph is not taken, whichever step of the way it was."""
     monkeypatch.setitem(canonical._PLAIN, torch.ops.aten.tanh.default, "sigmoid")
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh()), torch.randn(1, 3, 9, 9)
-    fast = check(model, x)
-    assert "the rewrites changed what the network computes" in fast._ai3_report.parts[0].unchanged
+    fast = optimized(model, x, verify=verify)
+    (part,) = fast._ai3_report.parts
+    words = {"quick": "rewritten its outputs had an error", "full": "the rewrites changed what the network computes"}
+    if verify == "off":
+        assert not part.unchanged
+        assert part.error is None
+    else:
+        assert words[verify] in part.unchanged
+        agree(fast, model, x)
+    with pytest.raises(ValueError, match=r"verify needs one of .*, got 'ful'; did you mean"):
+        optimized(model, x, verify="ful")
+
+
+@pytest.mark.parametrize(("verify", "runs"), [("quick", 1), ("full", 2), ("off", 0)])
+def test_how_much_is_computed_in_float64(verify, runs, monkeypatch):
+    """Of the captured graph, once each: the example, or its first item, and for "full" random inputs."""
+    seen, whole = [], pipeline._exact
+    monkeypatch.setattr(pipeline, "_exact", lambda network, inputs: (seen.append(inputs[0]), whole(network, inputs))[1])
+    x = torch.randn(2, 3, 9, 9)
+    optimized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), x, verify=verify, selectors="default")
+    assert [len(given) for given in seen] == {"quick": [1], "full": [2, 2], "off": []}[verify]
+    assert len(seen) == runs
+
+
+def test_what_was_measured_is_kept_when_it_is_interrupted(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, x = nn.Sequential(nn.Conv2d(16, 32, 3), nn.Conv2d(32, 8, 1), nn.Conv2d(8, 8, 3)), torch.randn(1, 16, 12, 12)
+    measured, count = Meter.measured_in, []
+
+    def interrupted(self, layer, *args):
+        count.append(layer)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return measured(self, layer, *args)
+
+    monkeypatch.setattr(Meter, "measured_in", interrupted)
+    monkeypatch.setattr(pipeline, "search", lambda *_, **__: 0)
+    with pytest.raises(Interrupted, match=r"ai3_ops\.optimize was interrupted") as stop:
+        optimized(model, x, budget_seconds=600)
+    layers = stop.value.plan.layers
+    assert [name for name, layer in layers.items() if layer.time_us is not None] == ["0"]  # that with most work
+    check(model, x, selectors=stop.value.plan)
+    count[:] = [None] * 2
+    optimized(model, x, budget_seconds=600)
+    assert len(count) == 4  # the other two
 
 
 def test_what_the_budget_left_out_is_said():
@@ -496,7 +542,7 @@ def test_parts_share_one_budget(monkeypatch):
             return self.second(x) if x.sum() < 1e9 else x
 
     optimized(Decides().eval(), torch.randn(1, 3, 9, 9), budget_seconds=10)
-    assert deadlines == [10, 3]
+    assert deadlines == [pytest.approx(10 * pipeline.SEARCH), pytest.approx(3 * pipeline.SEARCH)]
 
 
 def test_a_named_relu_that_approximates_is_held_to_their_bound(faster):

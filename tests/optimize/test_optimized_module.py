@@ -500,7 +500,7 @@ def test_what_pytorch_computes_between_the_layers_of_one_program(faster):
 def test_a_swapped_model_that_is_no_better_stays_as_it_was(monkeypatch, what):
     model, x = nn.Conv2d(3, 4, 3).double(), torch.randn(1, 3, 8, 8).double()
     if what == "error":
-        monkeypatch.setattr(pipeline, "_bound", lambda *_: -1.0)
+        monkeypatch.setattr(pipeline.Reference, "holds", lambda *_: False)
     else:
         monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (0.5, 1e-3, 2e-3))
     said = pytest.warns(UserWarning, match="the model stays as it was: swapped") if what == "error" else nullcontext()
