@@ -168,7 +168,7 @@ class Plan:
             above.text(
                 i, 0, f" {self.layers[name].algorithm}, not measured", rotation=90, ha="center", va="bottom", fontsize=6
             )
-        of = f"; {len(unmeasured)} more were not measured" if unmeasured else ""
+        of = f"\n{len(unmeasured)} more were not measured" if unmeasured else ""
         above.set_title(f"{len(timed)} layers, {self.time_us / 1e3:.2f} ms; behind them in grey: PyTorch's{of}")
         above.legend(fontsize=8)
         left = 0.0
