@@ -1,4 +1,4 @@
-"""The command line: `python -m ai3_ops {demo,list,explain,tune,bench,doctor}`."""
+"""The command line: `python -m ai3_ops {demo,list,explain,tune,optimize,bench,doctor}`."""
 
 from __future__ import annotations
 
@@ -91,18 +91,31 @@ def parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--plot", type=Path, metavar="PICTURE", help="where a picture of the plan goes")
     tune.add_argument("--verify", type=Path, metavar="PLAN", help="a plan whose choices are timed again, instead")
-    tune.add_argument("--objective", default="latency", help="latency (default), p99 or memory")
-    for name, kind, text in (
-        ("budget-seconds", float, "no further layer is measured after so long"),
-        ("memory-limit", int, "bytes of packed weights and the largest workspace"),
-        ("tolerance", float, "largest error of a layer (default: 5e-5)"),
-        ("threads", at_least_one, "default: torch's"),
-    ):
-        tune.add_argument(f"--{name}", type=kind, help=text)
-    tune.add_argument("--deterministic", action="store_true", help="leave out what may vary from run to run")
-    tune.add_argument("--allow-approximate", action="store_true", help="also algorithms that approximate")
     tune.add_argument("--no-cache", dest="cache", action="store_false", help="measure all of it now, and keep nothing")
-    for command in (explain, tune):
+
+    optimize = commands.add_parser("optimize", help="rewrite a whole network, and say what it gains and why")
+    optimize.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where the optimized module goes, for torch.load(FILE, weights_only=False)",
+    )
+    optimize.add_argument("--json", action="store_true", help="print JSON")
+    optimize.add_argument(
+        "--alpha", type=float, default=1.05, help="how far the search follows slower networks (default: 1.05)"
+    )
+    for command in (tune, optimize):
+        command.add_argument("--objective", default="latency", help="latency (default), p99 or memory")
+        for name, kind, text in (
+            ("budget-seconds", float, "no further layer is measured after so long"),
+            ("memory-limit", int, "bytes of packed weights and the largest workspace"),
+            ("tolerance", float, "largest error of a layer (default: 5e-5)"),
+            ("threads", at_least_one, "default: torch's"),
+        ):
+            command.add_argument(f"--{name}", type=kind, help=text)
+        command.add_argument("--deterministic", action="store_true", help="leave out what may vary from run to run")
+        command.add_argument("--allow-approximate", action="store_true", help="also algorithms that approximate")
+    for command in (explain, tune, optimize):
         command.add_argument("--batch", type=at_least_one, default=1, help="number of images (default: 1)")
         command.add_argument("--size", type=at_least_one, help="their height and width (default: the network's)")
         command.add_argument(
@@ -122,7 +135,7 @@ def parser() -> argparse.ArgumentParser:
         "--output", type=Path, help="a page; its JSON and picture go beside it, and networks not run now stay in them"
     )
 
-    for command in (demo, explain, tune):
+    for command in (demo, explain, tune, optimize):
         network = "a network of torchvision (default: resnet18)"
         if command is not demo:
             network += ", of timm, or package:factory"
@@ -138,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             "--selectors",
             type=selectors,
-            default="default",
+            default="auto" if command is optimize else "default",
             metavar="JSON",
             help='JSON, a file of JSON, or an algorithm\'s name; a value may be {"prefer": ["winograd", "im2col"]} or '
             '{"algorithm": "default", "exclude": ["winograd*"]}',
@@ -257,6 +270,35 @@ def tune_network(arguments: argparse.Namespace, console: Console) -> int:
     return status
 
 
+def optimize_network(arguments: argparse.Namespace, console: Console) -> int:
+    """Optimizes a network, prints what was done to it, and saves it where asked."""
+    import torch
+
+    import ai3_ops
+    from ai3_ops import _models
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.output and not arguments.output.parent.is_dir():
+        raise FileNotFoundError(f"{arguments.output}: there is no folder {arguments.output.parent}")
+    net = _models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
+    inputs = _laid_out(net.inputs, arguments.channels_last)
+    names = (
+        "alpha", "budget_seconds", "objective", "memory_limit", "tolerance", "deterministic", "allow_approximate",
+    )  # fmt: skip
+    settings = {name: getattr(arguments, name) for name in names}
+    fast = ai3_ops.optimize(net.model, inputs, arguments.selectors, **settings)
+    report = ai3_ops.explain(fast)
+    if arguments.json:
+        print(json.dumps(report.to_dict(), indent=2))
+    else:
+        console.print(f"{arguments.model}, {net.origin}{_described(inputs)}", highlight=False)
+        print(report)
+    if arguments.output:
+        torch.save(fast, arguments.output)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; its exit status. A mistake in the arguments is one sentence and status 2."""
     top = parser()
@@ -276,6 +318,8 @@ def main(argv: list[str] | None = None) -> int:
                 return explain_network(arguments, console)
             case "tune":
                 return tune_network(arguments, console)
+            case "optimize":
+                return optimize_network(arguments, console)
             case "bench":
                 from ai3_ops import bench
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import inspect
 import re
@@ -337,8 +338,20 @@ def _matches(
             found[i] = (_PARENT, key.count("."))
     if not found and key not in module_names and key.partition(":")[0] not in lost:
         words = [*operations, *module_names, *(name for p in places for name in p.names)]
-        raise ValueError(f"selector {key!r} is no operation and no name in this model{near(key, words)}")
+        hint = _as_regex(key, words) or near(key, words)
+        raise ValueError(f"selector {key!r} is no operation and no name in this model{hint}")
     return found
+
+
+def _as_regex(key: str, words: Sequence[str]) -> str:
+    """The end of an error message: the regular expression that a shell's pattern such as "*conv*" stands for."""
+    if not any(mark in key for mark in "*?["):
+        return ""
+    pattern = re.escape(key).replace(r"\*", ".*").replace(r"\?", ".").replace(r"\[", "[").replace(r"\]", "]")
+    with contextlib.suppress(re.error):
+        count = sum(re.fullmatch(pattern, word) is not None for word in dict.fromkeys(words))
+        return f"; as a pattern of names it is {f're:{pattern}'!r}, which matches {count} of them"
+    return ""
 
 
 def _pattern(key: str) -> re.Pattern[str]:

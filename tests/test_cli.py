@@ -1,4 +1,4 @@
-"""python -m ai3_ops {demo,list,explain,tune,bench,doctor}."""
+"""python -m ai3_ops {demo,list,explain,tune,optimize,bench,doctor}."""
 
 import json
 import subprocess
@@ -12,6 +12,7 @@ import torch
 
 from ai3_ops import demo, doctor, registry
 from ai3_ops.__main__ import main, selectors
+from ai3_ops.optimize import pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
@@ -188,3 +189,27 @@ def test_doctor_says_what_the_demo_lacks(monkeypatch, capsys):
     report = capsys.readouterr().out
     for package in extras["demo"]:
         assert f"missing: {package} for demo" in report
+
+
+def _factory():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3)).eval()
+
+
+def test_optimize_prints_and_saves(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (2.0, 2e-3, 1e-3))
+    path = tmp_path / "fast.pt"
+    given = ["optimize", "test_cli:_factory", "--size", "12", "--selectors", "default", "--output", str(path)]
+    assert main(given) == 0
+    shown = capsys.readouterr().out
+    assert "test_cli:_factory, made by its factory, images 1x3x12x12 in NCHW" in shown
+    assert "the model: 2 ms before, 1 ms after" in shown
+    fast, x = torch.load(path, weights_only=False), torch.randn(1, 3, 12, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), _factory()(x), rtol=1e-4, atol=1e-5)
+    assert main([*given, "--json", "--budget-seconds", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["optimization"]["parts"][0]["steps"]
+    with pytest.raises(SystemExit):
+        main(["optimize", "test_cli:_factory", "--alpha", "0.5"])
+    assert "ai3_ops optimize: alpha needs a number of at least 1" in capsys.readouterr().err

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ai3_ops._torch import pytree
+from ai3_ops.optimize.state import copied, others, same_random_numbers
+from ai3_ops.selectors import listed
+from ai3_ops.steps import examples
+from ai3_ops.steps.discover import meant, refuse_optimized
+from ai3_ops.steps.examples import Inputs
 
 __all__ = ["optimize"]
 
@@ -40,7 +46,7 @@ def optimize(
     as it was, and so does what is not faster. `ai3_ops.explain` lists all of it. The model itself is not changed.
 
     Args:
-        model: on the CPU; it is taken in evaluation mode.
+        model: on the CPU; one in training mode is taken in evaluation mode, else each module keeps its own.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, as they will come. Other batch sizes
             run at once, other sizes are planned when they first come, with a warning.
         selectors: "auto" measures algorithms; else as in `swap`: a name, a dict, a list, a function, a Plan.
@@ -71,13 +77,11 @@ def optimize(
         RuntimeError: the model does not run on the example inputs.
         ai3_ops.tune.Interrupted: on Ctrl-C while algorithms are measured; a KeyboardInterrupt whose `plan` has what was measured.
     """
-    from ai3_ops.nn.computed import copied
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
     from ai3_ops.optimize.pipeline import Budget, Settings
     from ai3_ops.plan import Plan
     from ai3_ops.selectors import check_words
-    from ai3_ops.steps.discover import refuse_optimized
     from ai3_ops.swap import unswap
 
     if not isinstance(model, nn.Module):
@@ -86,6 +90,11 @@ def optimize(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"ai3_ops.optimize: {name!r} of a lazy module has no size yet: run the model once")
+        if tensor.is_meta:
+            raise ValueError(
+                f"ai3_ops.optimize: {name!r} is on the meta device, without values: give the model its weights first, by "
+                "to_empty(device='cpu') and load_state_dict"
+            )
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate, verify
     )
@@ -94,27 +103,59 @@ def optimize(
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     args, kwargs = _arguments(example_inputs)
-    with torch.inference_mode(False), torch.no_grad(), _status(progress) as show:
+    with torch.inference_mode(False), torch.no_grad(), same_random_numbers(), _status(progress) as show:
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
-        original = unswap(copied(model, "ai3_ops.optimize")).eval()
+        original = unswap(copied(model))
+        if model.training:
+            original.eval()
+        _run(copied(original, sharing=True), args, kwargs, example_inputs)
+        whole, left = Optimized(original, settings), Left()
         try:
-            original(*args, **kwargs)
-        except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            hint = "; a list is one argument, a tuple has several" if isinstance(example_inputs, list) else ""
-            raise RuntimeError(
-                f"ai3_ops.optimize: running the model on the example inputs failed{hint}: {what}"
-            ) from error
-        whole = Optimized(original, settings)
-        try:
-            whole.plan(args, kwargs, progress=show, budget=budget)
+            whole.plan(args, kwargs, progress=show, budget=budget, rehearsal=copied(original, sharing=True))
         except Uncapturable as reason:
-            whole = _by_parts(original, settings, args, kwargs, str(reason), show, budget)
+            left.add("", reason)
+            whole = _by_parts(original, settings, args, kwargs, left, show, budget)
         if not keep_original:
             for module in list(whole.modules()):
                 if isinstance(module, Optimized):
                     module.forget_original()
+    left.warn(whole)
     return whole
+
+
+class Left(dict[str, str]):
+    """By the names of modules that were not captured, why; and what their calls change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: list[str] = []
+
+    def add(self, name: str, reason: Any) -> None:
+        """One more, with the Uncapturable that says why."""
+        self[name] = str(reason)
+        self.state += [found for own in reason.state if (found := f"{name}.{own}" if name else own) not in self.state]
+
+    def warn(self, whole: Any) -> None:
+        """Says once what kept a model from being faster, or what it keeps between calls."""
+        if self.state:
+            warnings.warn(
+                f"ai3_ops.optimize: a call changes {listed(self.state)}: the modules that do so are not captured and run as they "
+                "were; ai3_ops.explain lists them",
+                stacklevel=3,
+            )
+        elif reason := whole._ai3_report.gains_nothing():
+            warnings.warn(f"ai3_ops.optimize: the model is as fast as before: {reason}", stacklevel=3)
+
+
+def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any) -> None:
+    """RuntimeError, with what may be meant, where the model does not run."""
+    try:
+        _outputs(model, args, kwargs)
+    except Exception as error:
+        raise RuntimeError(
+            "ai3_ops.optimize: running the model on the example inputs failed"
+            f"{meant(example_inputs)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _by_parts(
@@ -122,14 +163,18 @@ def _by_parts(
     settings: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    reason: str,
+    left: Left,
     show: Any,
     budget: Any,
 ) -> Any:
-    """Replaces the largest submodules that can be captured, in place, as long as the model computes what it did."""
+    """Replaces the largest submodules that can be captured, in place, as long as the model computes what it did.
+
+    What runs meanwhile are copies that share its parameters, from the state that it is in.
+    """
+    from ai3_ops.optimize import pipeline
     from ai3_ops.optimize.capture import Uncapturable
     from ai3_ops.optimize.module import Optimized
-    from ai3_ops.optimize.pipeline import unthorough
+    from ai3_ops.optimize.report import Optimization
 
     calls: dict[nn.Module, tuple[Any, Any]] = {}  # the first of each module
     sizes: dict[nn.Module, set[Any]] = {}
@@ -139,59 +184,89 @@ def _by_parts(
         leaves = pytree.tree_leaves((args, kwargs))
         sizes.setdefault(module, set()).add(tuple(x.shape if isinstance(x, Tensor) else repr(x) for x in leaves))
 
+    before, after, again = (copied(original, sharing=True) for _ in range(3))  # the last one for a second opinion
     handles = [
         module.register_forward_pre_hook(record, with_kwargs=True)
-        for module in original.modules()
+        for module in before.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
-    try:
-        expected = pytree.tree_flatten(original(*args, **kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
-    left = {"": reason}
+    inputs = [(args, kwargs)]
+    with same_random_numbers():
+        try:
+            expected = [_outputs(before, args, kwargs)]
+        finally:
+            for handle in handles:
+                handle.remove()
+        with contextlib.suppress(Exception):  # of values that the model refuses
+            more = others(args, kwargs)
+            expected.append(_outputs(before, *more))
+            inputs.append(more)
     done: dict[nn.Module, Any] = {}
-    before: list[tuple[nn.Module, str, nn.Module]] = []
-    parts = []
+    replaced: list[str] = []
+    parts: list[Optimization] = []
+
+    def replace(path: str, module: nn.Module) -> None:
+        replaced.append(path)
+        after.set_submodule(path, module)
 
     def descend(parent: nn.Module, prefix: str) -> None:
+        if isinstance(parent, torch.jit.ScriptModule):
+            return
         for name, child in list(parent.named_children()):
             path = f"{prefix}{name}"
             if child in done:
-                before.append((parent, name, child))
-                setattr(parent, name, done[child])
+                if done[child] is not None:
+                    replace(path, done[child])
                 continue
             if budget.over:
                 left[path] = "the budget was used up"
                 continue
-            if child in calls and any(p.ndim > 1 for p in child.parameters()):
+            ran = before.get_submodule(path)
+            if ran in calls and any(p.ndim > 1 for p in child.parameters()):
                 optimized = Optimized(child, settings)
                 try:
-                    optimized.plan(*calls[child], path, show, original, budget)
+                    optimized.plan(*calls[ran], path, show, again, budget, again.get_submodule(path))
                 except Uncapturable as error:
-                    left[path] = str(error)
+                    left.add(path, error)
                 else:
-                    optimized._ai3_most = max(optimized._ai3_most, len(sizes[child]))
+                    optimized._ai3_most = max(optimized._ai3_most, len(sizes[ran]))
                     parts.append(optimized._ai3_report.parts[0])
-                    done[child] = optimized if optimized.changed else child
-                    before.append((parent, name, child))
-                    setattr(parent, name, done[child])
+                    done[child] = optimized if optimized.changed else None
+                    if optimized.changed:
+                        replace(path, optimized)
                     continue
             descend(child, f"{path}.")
 
     descend(original, "")
-    if wrong := _changes(lambda: original(*args, **kwargs), expected, settings.allow_approximate):
-        for parent, name, child in before:
-            setattr(parent, name, child)
-        left[""] += f"; and with {len(parts)} parts optimized {wrong}"
-        parts = []
-    whole = Optimized(original, unthorough(settings, {}))
-    whole._ai3_report.parts, whole._ai3_report.left = parts, left
+    report = pipeline.Optimization("")
+    if replaced:
+        if wrong := _changes(after, inputs, expected, settings.allow_approximate):
+            if _changes(again, inputs, expected, False):
+                wrong = "what it returns hangs on earlier calls through something outside of its modules"
+            left[""] += f"; and with {len(parts)} parts optimized {wrong}"
+            parts = []
+        elif pipeline._slower(lambda: before(*args, **kwargs), lambda: after(*args, **kwargs), report, "in parts"):
+            left[""] += f"; and with {len(parts)} parts optimized it was not faster: {report.unchanged}"
+            for part in parts:
+                part.unchanged = part.unchanged or "the whole model was not faster with it"
+        else:
+            for path in replaced:
+                original.set_submodule(path, after.get_submodule(path))
+    whole = Optimized(original, pipeline.unthorough(settings, {}))
+    whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
+    whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
     return whole
 
 
-def _changes(run: Callable[[], Any], expected: tuple[list[Any], Any], approximate: bool) -> str:
-    """What is wrong with a model whose parts were replaced, "" where nothing is.
+def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+    """What a call returns, in leaves and structure; it may write into copies of the inputs."""
+    given = examples.copied(Inputs(args, kwargs))
+    leaves, spec = pytree.tree_flatten(model(*given.args, **given.kwargs))
+    return [x.clone() if isinstance(x, Tensor) else x for x in leaves], spec
+
+
+def _changes(model: nn.Module, inputs: Sequence[Any], expected: Sequence[Any], approximate: bool) -> str:
+    """What is wrong with a model whose parts were replaced, in calls with these inputs in turn; "" where nothing is.
 
     It may use a part as only the part itself can be: as a list, or by its class. Each part kept its bounds; what differs here
     differs by much more.
@@ -199,20 +274,21 @@ def _changes(run: Callable[[], Any], expected: tuple[list[Any], Any], approximat
     from ai3_ops.optimize.network import difference
 
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), same_random_numbers():
             warnings.filterwarnings("ignore", message=".*: planned anew")  # of a part that is called with several sizes
-            leaves, spec = pytree.tree_flatten(run())
+            returned = [_outputs(model, *given) for given in inputs]
     except Exception as failure:
         return f"the model fails: {type(failure).__name__}: {failure}"
-    if spec != expected[1]:
-        return "the model returns another structure"
-    for ours, theirs in zip(leaves, expected[0], strict=True):
-        if not isinstance(theirs, Tensor):
-            continue
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            return f"an output is {tuple(ours.shape)} {ours.dtype}, not {tuple(theirs.shape)} {theirs.dtype}"
-        if theirs.is_floating_point() and (error := difference(ours, theirs)) > (0.2 if approximate else 1e-2):
-            return f"an output differs by {error:.2g} of its largest value"
+    for (leaves, spec), (wanted, structure) in zip(returned, expected, strict=True):
+        if spec != structure:
+            return "the model returns another structure"
+        for ours, theirs in zip(leaves, wanted, strict=True):
+            if not isinstance(theirs, Tensor):
+                continue
+            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+                return f"an output is {tuple(ours.shape)} {ours.dtype}, not {tuple(theirs.shape)} {theirs.dtype}"
+            if theirs.is_floating_point() and (error := difference(ours, theirs)) > (0.2 if approximate else 1e-2):
+                return f"an output differs by {error:.2g} of its largest value"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import logging
@@ -21,71 +22,132 @@ from ai3_ops._torch import pytree
 from ai3_ops.nn.computed import constant
 from ai3_ops.optimize.functional import functionalize
 from ai3_ops.optimize.network import Network, batch_of, difference, flat
+from ai3_ops.optimize.state import changes, copied, others
+from ai3_ops.selectors import listed
+from ai3_ops.steps import examples
+from ai3_ops.steps.examples import Inputs
 
 TOLERANCE = 1e-4  # of a captured graph's outputs against the module's, both in the model's own type
 
 
 class Uncapturable(RuntimeError):
-    """Why a module has no graph that does what it does."""
+    """Why a module has no graph that does what it does; `state` names what its calls change."""
+
+    def __init__(self, reason: str, state: list[str] | None = None) -> None:
+        super().__init__(reason)
+        self.state = state or []
 
 
 class _NotPlain(Uncapturable):
     """Of a graph that writes in place or has graphs of its own, which `run_decompositions` may take out of it."""
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
-    """The graph of a module in evaluation mode, checked against it on the example; Uncapturable where there is none.
+def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, functional: bool = False) -> Network:
+    """The graph of a module, checked against it on the example and on other inputs; Uncapturable where there is none.
 
     The graph holds for every batch size where the inputs that are tensors have their first dimension in common and the
-    module treats it as a batch, else for the sizes of the example only.
+    module treats it as a batch, else for the sizes of the example only. Copies of the module run, so that it stays as it is.
+    `functional`: of a module that is a graph already, whose calls change nothing that the graph does not show.
     """
-    with constant(module):
-        return _captured(module, args, kwargs)
+    if functional:
+        return _captured(module, _Calls(module, args, kwargs))
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Uncapturable("torch.jit compiled it: give the model as it was before")
+    fresh = copied(module, sharing=True)
+    with constant(fresh):
+        hooked = [name for name, m in fresh.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+        if hooked:
+            raise Uncapturable(
+                f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
+            )
+        return _captured(fresh, _Calls.in_turn(fresh, args, kwargs))
 
 
-def _captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
-    hooked = [name for name, m in module.named_modules() if m._forward_hooks or m._forward_pre_hooks]
-    if hooked:
-        raise Uncapturable(
-            f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
-        )
+class _Calls:
+    """Calls of a module, in turn, and what they returned."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.module, self.args, self.kwargs = module, args, kwargs
+        self.made: list[tuple[list[Any], list[Any]]] = []  # inputs, which a call may not change, and outputs
+        self.call(args, kwargs)
+
+    @classmethod
+    def in_turn(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Calls:
+        """The example, other inputs, and the example again, from the state that the module is in.
+
+        Uncapturable where the second or third call changes the module, as none would that only fills a table for its sizes.
+        """
+        cold = copied(module, sharing=True)
+        calls, other = cls(module, args, kwargs), others(args, kwargs)
+        before = copied(module, sharing=True) if changes(cold, module) else cold
+        with contextlib.suppress(Exception):  # of values that the module refuses
+            calls.call(*other)
+        state = changes(before, module)
+        calls.call(args, kwargs)
+        if state := list(dict.fromkeys([*state, *changes(before, module)])):
+            raise Uncapturable(f"a call changes {listed(state)}, which a graph would not", state)
+        if before is not cold:  # what the first call changed may hang on its inputs
+            with contextlib.suppress(Exception):
+                calls.made += cls(cold, *other).made
+        return calls
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One more, with copies of the inputs."""
+        own = examples.copied(Inputs(args, kwargs))
+        with torch.no_grad():
+            returned = self.module(*own.args, **own.kwargs)
+        outputs = [x.clone() if isinstance(x, Tensor) else x for x in pytree.tree_leaves(returned) if x is not None]
+        self.made.append((flat(args, kwargs), outputs))
+
+    def compare(self, network: Network) -> None:
+        """A trace that is not what the module does is refused."""
+        for inputs, expected in self.made:
+            for one, other in zip(network.run(inputs, sized=True), expected, strict=True):
+                if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
+                    raise Uncapturable(
+                        "its graph computes something else than the module, in which what a call returns may hang on the calls "
+                        "before it"
+                    )
+
+
+def _captured(module: nn.Module, calls: _Calls) -> Network:
+    """By torch.export, or by torch.fx."""
     reasons = []
     for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
         try:
-            return make(module, args, kwargs)
+            return make(module, calls)
         except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
             reasons.append(f"{name}: {error}")
             break
         except Exception as error:  # whatever the module's own code raises while it is traced
             text = str(error).strip().splitlines()
-            reasons.append(f"{name}: {type(error).__name__}: {text[0] if text else ''}"[:300])
+            reasons.append(f"{name}: {type(error).__name__}: {shortened(text[0] if text else '')}")
             if "attributes" in str(error) and "assigned" in str(error):  # which a symbolic trace would drop in silence
                 break
     raise Uncapturable("; ".join(reasons))
 
 
-def _exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
+def _exported(module: nn.Module, calls: _Calls) -> Network:
     """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown.
 
     What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
     """
+    args, kwargs = calls.args, calls.kwargs
     tensors = [x for x in flat(args, kwargs) if isinstance(x, Tensor)]
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
     if len(batches) == 1 and 0 not in batches:
         try:
             program = _export(module, args, kwargs, dynamic=True)
             if _any_batch(program):
-                return _checked(program, module, args, kwargs, dynamic=True)
+                return _checked(program, module, calls, dynamic=True)
         except Exception:  # it needs this batch size, or something else is amiss, which the second try says
             pass
-    return _checked(_export(module, args, kwargs, dynamic=False), module, args, kwargs, dynamic=False)
+    return _checked(_export(module, args, kwargs, dynamic=False), module, calls, dynamic=False)
 
 
-def _checked(
-    program: ExportedProgram, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool
-) -> Network:
+def _checked(program: ExportedProgram, module: nn.Module, calls: _Calls, dynamic: bool) -> Network:
     """The network of a program, compared with the module."""
-    inputs = flat(args, kwargs)
+    inputs = flat(calls.args, calls.kwargs)
     try:
         network = _network(program, module, inputs, dynamic)
     except _NotPlain:
@@ -93,9 +155,9 @@ def _checked(
             warnings.simplefilter("ignore")
             network = _network(program.run_decompositions({}), module, inputs, dynamic)
     if dynamic and batch_of(inputs) > 1:
-        one = pytree.tree_map_only(Tensor, lambda x: x[:1], (args, kwargs))
-        _compare(module, network, *one)
-    _compare(module, network, args, kwargs)
+        one = pytree.tree_map_only(Tensor, lambda x: x[:1], (calls.args, calls.kwargs))
+        _Calls(module, *one).compare(network)
+    calls.compare(network)
     return network
 
 
@@ -162,13 +224,18 @@ def _twice(x: Tensor) -> Tensor:
     return torch.cat([x.detach(), x.detach()])
 
 
+def shortened(text: str, most: int = 240) -> str:
+    """Whole words of a long sentence."""
+    return text if len(text) <= most else f"{text[:most].rpartition(' ')[0]} …"
+
+
 def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _traced(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Network:
+def _traced(module: nn.Module, calls: _Calls) -> Network:
     """Where export refuses the source: the graph that symbolic values leave, exported."""
-    return _exported(fx.symbolic_trace(module), args, kwargs)
+    return _exported(fx.symbolic_trace(module), calls)
 
 
 def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dynamic: bool) -> Network:
@@ -211,6 +278,11 @@ def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dyn
         node.meta |= sizes.of(node.meta.pop("val"))
     network = Network(graph, constants, dynamic, program.call_spec.out_spec)
     network.tidy()
+    random = [node for node in network.graph.nodes if _is_random(node)]
+    if random:
+        named = [(".".join(n.meta["layers"]) or "its own code", str(n.target).split(".")[1]) for n in random]
+        where = dict.fromkeys(f"{layer} ({operator})" for layer, operator in named)
+        raise Uncapturable(f"a call draws random numbers: {listed(list(where))}")
     return network
 
 
@@ -238,15 +310,15 @@ class _Sizes:
         return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, self.batch)))
 
 
-def _compare(module: nn.Module, network: Network, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A trace that is not what the module does is refused."""
-    inputs = flat(args, kwargs)
-    with torch.no_grad():
-        expected = [x for x in pytree.tree_leaves(module(*args, **kwargs)) if x is not None]
-    got = network.run(inputs, sized=True)
-    for one, other in zip(got, expected, strict=True):
-        if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
-            raise Uncapturable("its graph computes something else than the module")
+def _is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers: dropout does in training, attention where its dropout is not 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema: Any = getattr(node.target, "_schema", None)
+    values = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    given = {a.name: values.get(a.name, a.default_value) for a in schema.arguments}
+    trains = [given[name] for name in ("train", "training") if name in given]
+    return all(trains) and given.get("dropout_p", given.get("p")) != 0
 
 
 __all__ = ["Uncapturable", "capture"]

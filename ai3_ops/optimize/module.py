@@ -43,10 +43,16 @@ class Optimized(nn.Module):
         self._ai3_signature = inspect.Signature()
         self._ai3_report = OptimizeReport()
         self.training = False
+        # Of the modules inside: where one gets a hook, the original runs, which calls it.
+        inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
+        hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._ai3_hooks: list[Any] = [own for own in hooks if not own]
+        self._ai3_had_hooks: list[Any] = [(own, len(own)) for own in hooks if own]
         self._modules.update(original._modules)
         self._parameters.update(original._parameters)
         self._buffers.update(original._buffers)
         self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
+        self._ai3_told = False
 
     def __getattr__(self, name: str) -> Any:
         """Attributes and methods of the original, which may be a part of a model that reads them."""
@@ -67,10 +73,14 @@ class Optimized(nn.Module):
         progress: Callable[[str], None] = lambda _: None,
         whole: nn.Module | None = None,
         budget: Budget | None = None,
+        rehearsal: nn.Module | None = None,
     ) -> None:
-        """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part."""
+        """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part.
+
+        `rehearsal` is a copy that may run meanwhile.
+        """
         original = self._ai3_original[0]
-        plan = make_plan(original, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget)
+        plan = make_plan(rehearsal or original, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget)
         # The choices stay, not the selectors, which may be functions that no file holds.
         self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
         self._ai3_signature = _bare(inspect.signature(original.forward))
@@ -91,7 +101,7 @@ class Optimized(nn.Module):
     def forget_original(self) -> None:
         """Frees the original where it computes nothing any more, for no size that was planned."""
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
-            self._ai3_original = ()
+            self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
             for store in (self._modules, self._parameters, self._buffers):
                 store.clear()
 
@@ -154,6 +164,10 @@ class Optimized(nn.Module):
         if first is None:  # a model of which only submodules could be captured
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
+        if not torch.compiler.is_compiling() and self._hooked() and self.changed:
+            self._warn_of_hooks()
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
         plan: Plan | None
         if isinstance(first.body, Swapped) and not form:
             plan = first
@@ -181,6 +195,33 @@ class Optimized(nn.Module):
         if plan.out_spec.is_leaf():
             return out[0] if isinstance(out, (tuple, list)) else out
         return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+
+    def _hooked(self) -> bool:
+        """Whether a module inside has a hook that came later."""
+        return any(self._ai3_hooks) or any(len(hooks) > had for hooks, had in self._ai3_had_hooks)
+
+    def _warn_of_hooks(self) -> None:
+        if self._ai3_told:
+            return
+        self._ai3_told = True
+        name = next(
+            n for n, m in self._ai3_original[0].named_modules() if n and (m._forward_hooks or m._forward_pre_hooks)
+        )
+        warnings.warn(
+            f"ai3_ops.optimize: {name!r} has a hook, which programs would not call: the original computes until it is removed",
+            stacklevel=5,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses what would change the original and not what is computed of it."""
+        original = vars(self).get("_ai3_original")
+        own = name.startswith("_") or name in ("training", "forward")
+        if original and not own and hasattr(original[0], name):
+            raise RuntimeError(
+                f"ai3_ops.optimize: {name!r} of an optimized module stays as it is: replace it in the original model and "
+                "optimize it again"
+            )
+        super().__setattr__(name, value)
 
     def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], str]:
         """The arguments in the places and the order that those of the example had; their form where it is another one."""

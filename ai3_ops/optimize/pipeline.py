@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import operator
 import time
@@ -25,8 +26,10 @@ from ai3_ops.optimize.lower import Part, Region, build, example_values, module_o
 from ai3_ops.optimize.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
+from ai3_ops.optimize.state import copied
 from ai3_ops.optimize.timing import COSTS, paired
 from ai3_ops.registry import near
+from ai3_ops.selectors import listed
 from ai3_ops.steps.examples import Inputs
 from ai3_ops.swap import swap
 from ai3_ops.tune import Settings as TuneSettings
@@ -126,7 +129,7 @@ def make_plan(
     """
     report, budget = Optimization(name), budget or Budget(settings.budget_seconds)
     progress("capture")
-    network = capture(module, args, kwargs)
+    network = capture(module, args, kwargs, functional=not swapping)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
     sites = choose.call_sites(module, args, kwargs) if settings.resolved is None and swapping else {}
@@ -189,7 +192,7 @@ def make_plan(
 
 def _inexact(report: Optimization, reason: str) -> None:
     """Notes why a module stays as it was, and warns: nobody who asked for a faster one should find out by its speed."""
-    report.unchanged = reason
+    report.unchanged, report.warned = reason, True
     name = report.name or "the model"
     warnings.warn(
         f"ai3_ops.optimize: {name} stays as it was: {reason}; ai3_ops.explain names the algorithms that were chosen",
@@ -239,9 +242,10 @@ def _swapped(
     """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
     if not _own_names(resolved, report.name):
-        report.unchanged = "it makes no call that ai3_ops swaps"
+        others = sorted({type(m).__name__ for m in module.modules() if m._parameters})
+        report.unchanged = f"it makes no call that ai3_ops swaps; PyTorch computes {listed(others) or 'all of it'}"
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
-    report.notes.append("no step can run in a program (of float32, on the CPU): its layers are swapped one by one")
+    report.notes.append(f"{_no_program(plain)}: its layers are swapped one by one")
     folded = _without_norms(module, plain, report)
     reference = Reference(captured, inputs, settings.verify)
     with warnings.catch_warnings(record=True) as told, torch.no_grad():
@@ -257,9 +261,14 @@ def _swapped(
         _inexact(report, f"swapped its outputs had an error of {error:.2g}")
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes += [text for w in told if (text := str(w.message)).startswith("ai3_ops.tune: ")]
+    was = functools.partial(module, *args, **kwargs)
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
-    if _slower(lambda: module(*args, **kwargs), lambda: body(*inputs), report, "swapped"):
-        return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+    if _slower(was, lambda: body(*inputs), report, "swapped"):
+        alone = Swapped(folded, spec)  # perhaps what is folded is all that gains
+        if not report.rewrites or _slower(was, lambda: alone(*inputs), report, "with normalizations folded"):
+            return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+        report.unchanged, report.steps, body = "", [], alone
+        report.notes.append("its layers are not faster swapped: only normalizations are folded")
     return Plan(body, plain.dynamic, None, report, resolved)
 
 
@@ -292,25 +301,53 @@ def _own_names(resolved: dict[str, str], path: str) -> dict[str, str]:
     return {name.removeprefix(path).removeprefix("."): name for name in inside}
 
 
+def _no_program(network: Network) -> str:
+    """Why no step of a network can run in a program."""
+    found = list(network.calls(steps.conv2d, steps.linear))
+    types = sorted({str(node.meta["dtype"]).removeprefix("torch.") for node in found} - {"float32"})
+    if types:
+        return f"programs compute float32, and its convolutions and linear layers are {listed(types)}"
+    if found:
+        return "its convolutions and linear layers are left to PyTorch, or depend on no input's batch"
+    return "programs compute 2-D convolutions, linear layers and what is around them, and it has neither of both"
+
+
+_NORMED: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
+
+
 def _without_norms(module: nn.Module, plain: Network, report: Optimization) -> nn.Module:
     """A copy whose batch normalizations lie in the weights of the convolution before, where only they read its output."""
-    calls = Counter(name for node in plain.graph.nodes for name in node.meta.get("layers", ()))
-    folded = copy.deepcopy(module)
-    for node in plain.calls(steps.affine):
-        before = node.args[0]
-        if before.target is not steps.conv2d or len(before.users) > 1:
-            continue
-        names = [*before.meta["layers"], *node.meta["layers"]]
+    calls = Counter(
+        name for node in plain.graph.nodes if node.target not in _NORMS for name in node.meta.get("layers", ())
+    )
+    folded = copied(module)
+    for node in plain.graph.nodes:
+        before = _normalized(node)
+        names = [] if before is None else [*before.meta["layers"], *node.meta["layers"]]
         if len(names) != 2 or any(calls[name] != 1 for name in names):
             continue
-        conv, norm = map(folded.get_submodule, names)
-        if type(conv) is not nn.Conv2d or type(norm) is not nn.BatchNorm2d:
+        conv: Any = folded.get_submodule(names[0])
+        norm: Any = folded.get_submodule(names[1])
+        if type(norm) is not _NORMED.get(type(conv)) or conv._forward_pre_hooks:
             continue
         fused = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
         folded.set_submodule(names[0], fused.to(conv.weight.dtype))
         folded.set_submodule(names[1], nn.Identity())
         report.rewrites.append(Rewrite("fold normalization", ", ".join(names)))
     return folded
+
+
+_NORMS = (torch.ops.aten._native_batch_norm_legit_no_training.default,)  # whose first result is a node of its own
+
+
+def _normalized(node: fx.Node) -> fx.Node | None:
+    """What a batch normalization reads, if nothing else does; None for other steps."""
+    if node.target is operator.getitem and node.all_input_nodes[0].target in _NORMS:
+        node = node.all_input_nodes[0]
+    elif node.target is not steps.affine:
+        return None
+    read = node.all_input_nodes[0]
+    return read if len(read.users) == 1 else None
 
 
 def lowered(

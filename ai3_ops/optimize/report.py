@@ -42,6 +42,7 @@ class Optimization:
     notes: list[str] = field(default_factory=list)
     # Why the module stays as it was: the steps and rewrites are then those that were tried, and do not run. "" where they run.
     unchanged: str = ""
+    warned: bool = False  # of why it stays
     before_ms: float | None = None  # time of a call of the module as it was,
     after_ms: float | None = None  # and of the optimized one, measured in turns
     error: float | None = None  # of the outputs for the example inputs, against float64
@@ -57,6 +58,21 @@ class OptimizeReport:
 
     parts: list[Optimization] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
+    before_ms: float | None = None  # of a call of the whole model, where it was captured in parts,
+    after_ms: float | None = None  # and with these optimized
+
+    def gains_nothing(self) -> str:
+        """Why all of a model runs as it was, and what to do about it; "" where something is optimized, or that was said."""
+        if any(part.warned or not part.unchanged for part in self.parts):
+            return ""
+        part = self.parts[0] if self.parts else None
+        if "" not in self.left and part is not None:
+            return f"{part.unchanged}; ai3_ops.explain lists what was tried"
+        reasons = [self.left.get("", ""), *(f"{name}: {reason}" for name, reason in list(self.left.items())[1:3])]
+        return (
+            f"{'; '.join(filter(None, reasons))}; none of its modules gains alone, either: ai3_ops.swap chooses by layer without "
+            "a graph, and a module that is given alone, without what stands in the way, can be optimized"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and dicts, which can be written as JSON."""
@@ -69,6 +85,9 @@ class OptimizeReport:
 
         text = io.StringIO()
         console = Console(file=text, width=160, color_system=None)
+        if self.before_ms and self.after_ms:
+            took = f"{self.before_ms:.3g} ms before, {self.after_ms:.3g} ms after"
+            console.print(Text(f"the model, of which {len(self.parts)} parts were captured: {took}"))
         for part in self.parts:
             head = part.name or "the model"
             if part.before_ms and part.after_ms:

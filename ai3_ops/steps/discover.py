@@ -367,9 +367,8 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
             given = ", ".join(
                 [*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())]
             )
-            hint = "; give a tensor, such as torch.randn(shape), not its shape" if args and _are_sizes(args) else ""
             raise RuntimeError(
-                f"ai3_ops: running the model on the example inputs ({given}) failed: {what}{hint}"
+                f"ai3_ops: running the model on the example inputs ({given}) failed: {what}{meant(example_inputs)}"
             ) from error
 
 
@@ -382,8 +381,20 @@ def _resharded(model: nn.Module, output: Any) -> Any:
     return output
 
 
-def _are_sizes(args: tuple[Any, ...]) -> bool:
-    return all(isinstance(a, int) for a in args)
+def meant(example_inputs: Any) -> str:
+    """The end of an error message, for example inputs with which a model fails: what may have been meant."""
+    if isinstance(example_inputs, Inputs):
+        args, kwargs = example_inputs
+        return "" if kwargs else meant(args)
+    if isinstance(example_inputs, dict):
+        keys = ", ".join(f"{key!r}: …" for key in list(example_inputs)[:1])
+        return f"; a dict has arguments by name; of a model that takes a dict as one argument it is ({{{keys}}},)"
+    sizes = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
+        (sizes,) = sizes
+    if sizes and all(isinstance(size, int) for size in sizes):
+        return "; give a tensor, such as torch.randn(shape), not its shape"
+    return "; a list is one argument, a tuple has several" if isinstance(example_inputs, list) else ""
 
 
 @contextmanager

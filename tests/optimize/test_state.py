@@ -1,0 +1,339 @@
+"""What a model keeps between calls, and what is random in it: kept or named, and in the state in which it was given."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import warnings
+from collections import deque
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import optimized
+from torch import nn
+
+import ai3_ops
+from ai3_ops.optimize.network import difference
+from ai3_ops.optimize.state import changes, copied, others, same_random_numbers
+
+
+class Keeps(nn.Module):
+    """Adds to each frame what it keeps of those before, by `step(module, frame)`."""
+
+    def __init__(self, step, **kept):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.step = step
+        for name, value in kept.items():
+            if isinstance(value, torch.Tensor):
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, value)
+
+    def forward(self, x):
+        return torch.relu(self.b(self.step(self, torch.relu(self.a(x)))))
+
+
+def attribute(m, y):
+    z = y if m.past is None else y + m.past
+    m.past = y
+    return z
+
+
+def normalized(m, y):  # the same for inputs that differ by a factor
+    return attribute(m, F.layer_norm(y, y.shape[1:]))
+
+
+def in_list(m, y):
+    m.past.append(y)
+    return sum(m.past[-2:])
+
+
+def in_dict(m, y):
+    z = y + m.past.get("y", 0)
+    m.past["y"] = y
+    return z
+
+
+def nested(m, y):
+    z = y + m.past[0]["y"][-1]
+    m.past[0]["y"].append(y)
+    return z
+
+
+def counter(m, y):
+    m.past += 1
+    return y * m.past
+
+
+def iterator(m, y):
+    return y * next(m.past)
+
+
+def buffer(m, y):
+    m.past += y.mean()
+    return y + m.past
+
+
+def log(m, y):
+    m.past.append(len(m.past))
+    return y
+
+
+class Cache:
+    __slots__ = ("value",)
+
+    def __init__(self):
+        self.value = 0.0
+
+
+def slots(m, y):
+    m.past.value += 1.0
+    return y * m.past.value
+
+
+KINDS = {
+    "attribute": (attribute, lambda: None),
+    "normalized": (normalized, lambda: None),
+    "list": (in_list, list),
+    "dict": (in_dict, dict),
+    "nested": (nested, lambda: ({"y": [0]},)),
+    "counter": (counter, lambda: 0),
+    "iterator": (iterator, lambda: itertools.count(1)),
+    "buffer": (buffer, lambda: torch.zeros(())),
+    "log": (log, list),
+    "deque": (log, deque),
+    "slots": (slots, Cache),
+}
+
+
+def frames(count=4):
+    return [torch.randn(1, 3, 8, 8) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inside", [False, True], ids=["itself", "inside"])
+def test_state_is_kept_and_named(kind, inside):
+    step, start = KINDS[kind]
+    model = Keeps(step, past=start()).eval()
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), model, nn.Conv2d(8, 4, 3)) if inside else model
+    given, x = copy.deepcopy(model), torch.randn(1, 3, 8, 8)
+    with pytest.warns(UserWarning, match=r"a call changes (1\.)?past") as told:
+        fast = optimized(model, x, selectors="default")
+    assert len([w for w in told if "ai3_ops.optimize" in str(w.message)]) == 1
+    assert changes(model, given) == []
+    assert "past" in str(ai3_ops.explain(fast))
+    parts = {part.name for part in ai3_ops.explain(fast).optimization.parts}
+    assert parts >= ({"0", "1.a", "1.b", "2"} if inside else {"a", "b"})
+    with torch.no_grad():
+        for frame in frames():
+            assert difference(fast(frame), model(frame)) <= 1e-4
+
+
+_count = 0
+
+
+def of_the_module(m, y):
+    global _count
+    _count += 1
+    return y * _count
+
+
+def of_a_closure():
+    count = [0]
+
+    def step(m, y):
+        count[0] += 1
+        return y * count[0]
+
+    return step
+
+
+@pytest.mark.parametrize("make", [lambda: of_the_module, of_a_closure], ids=["global", "closure"])
+def test_state_outside_of_the_modules_is_not_captured(make):
+    global _count
+    model = Keeps(make()).eval()
+    with pytest.warns(UserWarning, match="earlier calls through something outside of its modules"):
+        fast = optimized(model, torch.randn(1, 3, 8, 8), selectors="default")
+    (x,) = frames(1)
+    with torch.no_grad():
+        first, second = fast(x), fast(x)
+    assert not torch.equal(first, second)
+
+
+def test_what_only_the_first_call_changes_is_captured():
+    """A table that is made for the sizes at hand, and numbers that every call sets alike."""
+
+    def step(m, y):
+        m.size = tuple(y.shape)
+        if m.table is None:
+            m.table = torch.arange(float(y.shape[-1]))
+        return y + m.table
+
+    model = Keeps(step, table=None).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = optimized(model, torch.randn(1, 3, 8, 8), selectors="default")
+    assert fast._ai3_first.body is not None
+    assert model.table is None
+    with torch.no_grad():
+        for frame in frames():
+            assert difference(fast(frame), model(frame)) <= 1e-4
+
+
+def test_the_first_call_s_own_result_is_not_taken_for_all():
+    def step(m, y):  # as ActNorm does
+        if m.scale is None:
+            m.scale = 1 / y.std()
+        return y * m.scale
+
+    model = Keeps(step, scale=None).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast = optimized(model, torch.randn(1, 3, 8, 8), selectors="default")
+    with torch.no_grad():
+        for frame in frames():
+            assert difference(fast(5 * frame), model(5 * frame)) <= 1e-4
+
+
+def test_random_numbers_go_on_as_they_were():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(), nn.Conv2d(8, 8, 3)).eval()
+    model[1].train()
+    x = torch.randn(1, 3, 8, 8)
+    torch.manual_seed(5)
+    random.seed(5)
+    before = torch.get_rng_state(), random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimized(model, x)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    with same_random_numbers():
+        torch.rand(3), random.random()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+class Functional(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+RANDOM = {
+    "dropout": lambda: nn.Dropout(0.5).train(),
+    "dropout2d": lambda: nn.Dropout2d(0.5).train(),
+    "alpha": lambda: nn.AlphaDropout(0.5).train(),
+    "feature_alpha": lambda: nn.FeatureAlphaDropout(0.5).train(),
+    "rrelu": lambda: nn.RReLU().train(),
+    "functional": lambda: Functional(lambda x: F.dropout(x, 0.5, training=True)),
+    "noise": lambda: Functional(lambda x: x + torch.randn_like(x)),
+    "attention": lambda: Functional(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5)),
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_what_is_random_in_evaluation_is_kept_and_named(kind):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), RANDOM[kind](), nn.Conv2d(8, 8, 3))
+    for i in (0, 1, 3):
+        model[i].eval()
+    model.training = False
+    x = torch.randn(2, 3, 8, 8)
+    fast = optimized(model, x, selectors="default")
+    assert "a call draws random numbers: 2 (" in str(ai3_ops.explain(fast))
+    assert [part.name for part in fast._ai3_report.parts] == ["0", "3"]
+    with torch.no_grad():
+        torch.manual_seed(1)
+        expected = model(x)
+        torch.manual_seed(1)
+        assert difference(fast(x), expected) <= 1e-4
+        assert not torch.equal(fast(x), fast(x))
+        again = pickle.loads(pickle.dumps(fast)) if kind not in ("functional", "noise", "attention") else fast
+        assert not torch.equal(again(x), again(x))
+
+
+def test_what_is_not_random_is_captured():
+    """Dropout of a model in training, which `optimize` takes in evaluation; of nothing; random numbers that nothing reads."""
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.Dropout(0.5),
+        nn.RReLU(),
+        Functional(lambda x: (torch.rand(()), x)[1]),
+        nn.Conv2d(8, 8, 1),
+    ]
+    fast = optimized(nn.Sequential(*layers).train(), torch.randn(2, 3, 8, 8), selectors="default")
+    assert fast._ai3_first is not None
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.0), nn.Conv2d(8, 8, 1)).eval()
+    model[1].train()
+    assert optimized(model, torch.randn(2, 3, 8, 8), selectors="default")._ai3_first is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hooks_that_come_later_are_called(dtype):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval().to(dtype)
+    x = torch.randn(1, 3, 8, 8, dtype=dtype)
+    fast = optimized(model, x, selectors="default")
+    for one in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        seen = []
+        with torch.no_grad():
+            plain = one(x)
+            handle = one.get_submodule("0").register_forward_hook(lambda m, args, y: seen.append(y) or 2 * y)  # noqa: B023
+            with pytest.warns(UserWarning, match="'0' has a hook"):
+                changed = one(x)
+            assert len(seen) == 1
+            assert not torch.allclose(changed, plain)
+            handle.remove()
+            assert torch.equal(one(x), plain)
+
+
+def test_what_would_not_be_computed_cannot_be_replaced():
+    fast = optimized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.randn(1, 3, 8, 8), selectors="default")
+    with pytest.raises(
+        RuntimeError, match="'0' of an optimized module stays as it is: replace it in the original model"
+    ):
+        setattr(fast, "0", nn.Identity())
+    fast.note = "of the user's own"
+    assert fast.note == "of the user's own"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm, nn.utils.parametrizations.weight_norm])
+def test_weights_that_hooks_compute_are_plain_in_the_graph(norm):
+    model = nn.Sequential(norm(nn.Conv2d(3, 8, 3)), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
+    x = torch.randn(1, 3, 8, 8)
+    for _ in range(2):  # freshly made, and with a weight that a call with gradients left
+        fast = optimized(model, x, selectors="default")
+        assert fast._ai3_first.body is not None
+        assert fast.state_dict().keys() == model.state_dict().keys()
+        with torch.no_grad():
+            assert difference(fast(x), model(x)) <= 1e-4
+        model(x).sum().backward()
+
+
+def test_other_inputs_differ_and_stay_in_range():
+    x, index = torch.rand(2, 3), torch.arange(6).reshape(2, 3)
+    (y, kept), named = others((x, index), {"scale": 2.0})
+    assert ((y < x) & (y >= x / 2)).all()
+    assert torch.equal(kept, index)
+    assert named == {"scale": 2.0}
+    assert others((torch.zeros(3),), {})[0][0].count_nonzero() == 3
+    assert torch.equal(others((index,), {})[0][0], index.flip(-1))
+
+
+def test_copies_share_parameters_and_nothing_else():
+    model = Keeps(log, past=[torch.ones(2)], table=torch.zeros(2))
+    copy_ = copied(model, sharing=True)
+    assert copy_.a.weight is model.a.weight
+    assert copy_.table is not model.table
+    assert copy_.past is not model.past
+    assert changes(model, copy_) == []
+    copy_.past.append(1)
+    copy_.table += 1
+    copy_.a.training = False
+    assert changes(model, copy_) == ["a.training", "past", "table"]
