@@ -241,12 +241,12 @@ def _swapped(
 ) -> Plan:
     """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
-    if not _own_names(resolved, report.name):
+    folded = _without_norms(module, plain, report)
+    if not _own_names(resolved, report.name) and not report.rewrites:
         others = sorted({type(m).__name__ for m in module.modules() if m._parameters})
         report.unchanged = f"it makes no call that ai3_ops swaps; PyTorch computes {listed(others) or 'all of it'}"
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
     report.notes.append(f"{_no_program(plain)}: its layers are swapped one by one")
-    folded = _without_norms(module, plain, report)
     reference = Reference(captured, inputs, settings.verify)
     with warnings.catch_warnings(record=True) as told, torch.no_grad():
         warnings.simplefilter("always")
@@ -328,9 +328,10 @@ def _without_norms(module: nn.Module, plain: Network, report: Optimization) -> n
             continue
         conv: Any = folded.get_submodule(names[0])
         norm: Any = folded.get_submodule(names[1])
-        if type(norm) is not _NORMED.get(type(conv)) or conv._forward_pre_hooks:
+        kinds = type(conv), type(norm)
+        if kinds not in _NORMED.items() or conv._forward_pre_hooks:
             continue
-        fused = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
+        fused: Any = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
         folded.set_submodule(names[0], fused.to(conv.weight.dtype))
         folded.set_submodule(names[1], nn.Identity())
         report.rewrites.append(Rewrite("fold normalization", ", ".join(names)))

@@ -641,3 +641,52 @@ def test_images_between_programs_stay_channels_last(last):
     with torch.no_grad():
         assert fast(x).is_contiguous()
         assert torch.equal(torch.export.export(fast, (x,)).module()(x), fast(x))
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes"),
+    [
+        ((nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.ReLU()), (2, 3, 20)),
+        ((nn.Conv3d(3, 8, 3, padding=1), nn.BatchNorm3d(8)), (2, 3, 4, 6, 6)),
+    ],
+    ids=["1d", "3d"],
+)
+def test_norms_of_other_dimensions_are_folded(layers, sizes):
+    layers[1].load_state_dict(seeded_norm(8).state_dict())
+    fast = check(nn.Sequential(*layers).eval(), torch.randn(sizes), selectors="default")
+    (part,) = fast._ai3_report.parts
+    assert [(r.rule, r.layers) for r in part.rewrites] == [("fold normalization", "0, 1")]
+    assert "it has neither of both: its layers are swapped" in part.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_what_gains_nothing_says_so_once():
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval())
+    for model, x, reason in (
+        (nn.LSTM(8, 8).eval(), torch.randn(4, 1, 8), "no call that ai3_ops swaps; PyTorch computes LSTM"),
+        (scripted, torch.randn(1, 3, 8, 8), "torch.jit compiled it: give the model as it was before"),
+    ):
+        with pytest.warns(UserWarning, match=f"the model is as fast as before: .*{reason}") as told:
+            optimized(model, x, selectors="default")
+        assert len([w for w in told if "ai3_ops.optimize" in str(w.message)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ((1, 3, 8, 8), "give a tensor, such as torch.randn(shape), not its shape"),
+        ([torch.ones(1, 3, 8, 8)], "a list is one argument, a tuple has several"),
+        ({"x": torch.ones(1, 3, 8, 8)}, "takes a dict as one argument it is ({'x': …},)"),
+    ],
+)
+def test_what_may_have_been_meant(given, hint):
+    for function in (lambda m, x: ai3_ops.optimize(m, x), lambda m, x: ai3_ops.swap(m, "default", x)):
+        with pytest.raises(RuntimeError, match=re.escape(hint)):
+            function(nn.Conv2d(3, 4, 3), given)
+
+
+def test_a_model_without_values_and_a_shell_s_pattern():
+    with pytest.raises(ValueError, match="'weight' is on the meta device, without values"):
+        ai3_ops.optimize(nn.Conv2d(3, 4, 3).to("meta"), torch.ones(1, 3, 8, 8, device="meta"))
+    with pytest.raises(ValueError, match=r"'re:\.\*conv\.\*', which matches"):
+        ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 4, 3)), {"*conv*": "direct"})
