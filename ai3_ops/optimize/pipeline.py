@@ -329,7 +329,7 @@ def _without_norms(module: nn.Module, plain: Network, report: Optimization) -> n
         conv: Any = folded.get_submodule(names[0])
         norm: Any = folded.get_submodule(names[1])
         kinds = type(conv), type(norm)
-        if kinds not in _NORMED.items() or conv._forward_pre_hooks:
+        if kinds not in _NORMED.items() or conv._forward_pre_hooks or norm.training or norm.running_mean is None:
             continue
         fused: Any = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
         folded.set_submodule(names[0], fused.to(conv.weight.dtype))
@@ -345,7 +345,7 @@ def _normalized(node: fx.Node) -> fx.Node | None:
     """What a batch normalization reads, if nothing else does; None for other steps."""
     if node.target is operator.getitem and node.all_input_nodes[0].target in _NORMS:
         node = node.all_input_nodes[0]
-    elif node.target is not steps.affine:
+    elif node.target not in (steps.affine, torch.ops.aten.batch_norm.default):
         return None
     read = node.all_input_nodes[0]
     return read if len(read.users) == 1 else None
