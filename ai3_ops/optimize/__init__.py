@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -300,11 +301,42 @@ def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @contextmanager
 def _status(progress: bool) -> Iterator[Any]:
-    """A line on a terminal's standard error that says what is being done."""
+    """A line on a terminal's standard error that says what is being done, and at the end what took how long."""
     if not progress or not sys.stderr.isatty():
         yield lambda _: None
         return
     from rich.console import Console
 
-    with Console(stderr=True).status("optimize") as status:
-        yield lambda text: status.update(f"optimize: {text}")
+    console, phases = Console(stderr=True), Phases()
+    with console.status("optimize") as status:
+
+        def show(text: str) -> None:
+            phases(text)
+            status.update(f"optimize: {text}")
+
+        yield show
+    console.print(f"optimize: {phases}", highlight=False)
+
+
+class Phases:
+    """How long each of the things took that are told to it as they begin; of "programs, 3 of 5" the first word."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self("the model's first run")
+
+    def __call__(self, text: str) -> None:
+        """What begins now."""
+        self._end()
+        self._current, self._since = text.partition(",")[0], time.monotonic()
+
+    def _end(self) -> None:
+        if hasattr(self, "_current"):
+            took = time.monotonic() - self._since
+            self.seconds[self._current] = self.seconds.get(self._current, 0.0) + took
+
+    def __str__(self) -> str:
+        self._end()
+        self._since = time.monotonic()
+        parts = [f"{name} {seconds:.1f}" for name, seconds in self.seconds.items()]
+        return f"{sum(self.seconds.values()):.1f} s: {', '.join(parts)}"

@@ -42,6 +42,7 @@ class Optimized(nn.Module):
         self._ai3_plain = -1  # how many tensors, where it was nothing but positional ones
         self._ai3_signature = inspect.Signature()
         self._ai3_report = OptimizeReport()
+        self._ai3_told = False  # that other batches are not optimized
         self.training = False
         # Of the modules inside: where one gets a hook, the original runs, which calls it.
         inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
@@ -123,6 +124,13 @@ class Optimized(nn.Module):
         with _planning:
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
+            if not form and self._is_another_batch(leaves):
+                name = self._ai3_report.parts[0].name or "the model"
+                if not self._ai3_told:
+                    self._ai3_told = True
+                    what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
+                    warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
+                return None
             try:
                 with torch.no_grad():
                     self._ai3_original[0](*args, **kwargs)
@@ -143,6 +151,19 @@ class Optimized(nn.Module):
                 del plans[old]
             self._ai3_plans = {**plans, key: plan}
             return plan
+
+    def _is_another_batch(self, leaves: list[Any]) -> bool:
+        """Whether tensors differ from the example's in their first dimension alone, which the graph does not leave open."""
+        types = iter(self._ai3_types)
+        return len(leaves) == len(self._ai3_shown) and all(
+            isinstance(shown, tuple)
+            and x.shape[1:] == shown[1:]
+            and len(x.shape) == len(shown)
+            and x.dtype == next(types)
+            if isinstance(x, Tensor)
+            else x == shown
+            for x, shown in zip(leaves, self._ai3_shown, strict=True)
+        )
 
     # Calling ----------------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,7 +36,7 @@ from ai3_ops.tune import Settings as TuneSettings
 from ai3_ops.tune import check_limits, tune_alone
 
 DEFAULT_SECONDS = 60.0  # where the user gives no budget
-SEARCH, MEASURE = 0.2, 0.75  # shares of what is left for the search of substitutions, and then for measuring
+SEARCH = 0.2  # of what is left for it and for measuring: the search of substitutions
 PATIENCE = 3.0  # seconds after which no further part of a model is captured, beyond 1.2 times the budget
 COMPARE_SECONDS = 0.5  # that two networks take turns at most, after the second turn
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
@@ -83,6 +83,7 @@ class Budget:
 
     def __init__(self, seconds: float | None) -> None:
         self._start, self._seconds = time.monotonic(), DEFAULT_SECONDS if seconds is None else seconds
+        self.begin()
 
     @property
     def deadline(self) -> float:
@@ -94,10 +95,18 @@ class Budget:
         """Whether nothing further is begun, of which the end would be too late."""
         return time.monotonic() > self._start + 1.2 * self._seconds + PATIENCE
 
-    def until(self, share: float) -> float:
-        """When a share of what is left now ends."""
+    def reserve(self) -> None:
+        """Keeps, for programs and comparisons, as long as capture and rewrites took: on a busy machine both take longer."""
+        self._end -= time.monotonic() - self._begun
+
+    def begin(self) -> None:
+        """Of a part's capture."""
+        self._begun, self._end = time.monotonic(), self.deadline
+
+    def until(self, share: float = 1.0) -> float:
+        """When a share ends of what is left for search and measuring."""
         now = time.monotonic()
-        return now + share * (self.deadline - now)
+        return now + share * (self._end - now)
 
 
 @dataclass
@@ -129,6 +138,7 @@ def make_plan(
     """
     report, budget = Optimization(name), budget or Budget(settings.budget_seconds)
     progress("capture")
+    budget.begin()
     network = capture(module, args, kwargs, functional=not swapping)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
@@ -137,8 +147,9 @@ def make_plan(
     plain = network.copy()
     progress("rewrites")
     fusion.simplify(network)
+    budget.reserve()
     if swapping and settings.thorough and not parts(network):
-        return _swapped(module, args, kwargs, settings, budget.until(MEASURE), captured, plain, resolved, report)
+        return _swapped(module, args, kwargs, settings, budget.until(), captured, plain, resolved, report)
     reference = Reference(captured, inputs, settings.verify)
     if settings.verify == "full" and not reference.holds(error := reference.error(network.run)):
         _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
@@ -150,12 +161,12 @@ def make_plan(
         checker = _checker(other, inputs) if settings.verify == "full" else None
         until = budget.until(SEARCH)
         changed = search(other, cost, settings.alpha, until, checker, progress=progress, notes=report.notes)
-        deadline = budget.until(MEASURE)
+        deadline = budget.until()
         choose.measured(network, settings, deadline, progress, notes=report.notes)
         if changed:
             choose.measured(other, settings, deadline, progress)
             measured = measuring and settings.objective != "memory"
-            network = _cheaper(network, other, inputs, report, budget) if measured else other
+            network = _cheaper(network, other, inputs, report) if measured else other
     else:  # what the choices made before leave open: nothing is measured
         choose.measured(network, settings, -math.inf, progress)
     _fresh_outputs(network)
@@ -530,12 +541,11 @@ def _error(outputs: Any, expected: Any) -> float:
     return max((difference(a, b) for a, b in zip(outputs, expected, strict=True)), default=0.0)
 
 
-def _cheaper(network: Network, other: Network, inputs: list[Any], report: Optimization, budget: Budget) -> Network:
+def _cheaper(network: Network, other: Network, inputs: list[Any], report: Optimization) -> Network:
     """The network with substitutions, if it is faster as a whole, too."""
     scratch = Optimization("")
     bodies = [body_of(n, lowered(n, inputs, scratch, compare=False)) for n in (network, other)]
-    seconds = min(COMPARE_SECONDS, budget.until(0.5) - time.monotonic())
-    gain, *_ = paired(lambda: bodies[0](*inputs), lambda: bodies[1](*inputs), rounds=15, seconds=seconds)
+    gain, *_ = paired(lambda: bodies[0](*inputs), lambda: bodies[1](*inputs), rounds=15, seconds=COMPARE_SECONDS)
     if gain > 1.01:
         report.notes.append(f"substitutions made it {gain:.2f} times as fast")
         return other

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import re
+import sys
 import threading
 import warnings
 from contextlib import nullcontext
@@ -17,10 +18,13 @@ from nets import Residual, agree, check, exact, optimized, seeded_norm
 from torch import nn
 
 import ai3_ops
+from ai3_ops.optimize import module as module_of_optimize
 from ai3_ops.optimize import pipeline
 from ai3_ops.optimize.body import Body
 from ai3_ops.optimize.lower import Region
 from ai3_ops.optimize.network import difference
+
+optimize_package = sys.modules["ai3_ops.optimize"]  # the package's attribute of this name is the function
 
 
 def test_state_dict_pickle_and_copies(residual):
@@ -92,6 +96,39 @@ def test_other_sizes(residual):
             warnings.simplefilter("ignore")
             agree(fast, model, torch.randn(1, 3, size, size))
     assert len(fast._ai3_plans) <= 4
+
+
+def test_a_batch_that_the_graph_does_not_leave_open_is_the_originals(monkeypatch):
+    """Said once, by the part's name; nothing is captured for it."""
+
+    class Merges(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU())
+
+        def forward(self, x):
+            return self.inner(x) * 2 if x.shape[0] == 1 else self.inner(x)
+
+    model = Merges().eval()
+    fast = check(model, torch.randn(1, 4, 8, 8))
+    assert fast._ai3_first.body is not None
+    assert not fast._ai3_first.dynamic
+    with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr(module_of_optimize, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
+        for size in (2, 3, 2, 1):
+            agree(fast, model, torch.randn(size, 4, 8, 8))
+    assert [str(w.message)[:48] for w in told] == ["ai3_ops.optimize: the model was optimized for in"]
+    assert len(fast._ai3_plans) == 1
+
+
+def test_phases_that_return_are_added(monkeypatch):
+    now = iter([0.0, 2.0, 2.0, 5.0, 5.0, 6.0, 6.0, 8.0, 8.0])
+    monkeypatch.setattr(optimize_package.time, "monotonic", lambda: next(now))
+    phases = optimize_package.Phases()
+    for text in ("capture", "programs, 1 of 2", "programs, 2 of 2"):
+        phases(text)
+    assert str(phases) == "8.0 s: the model's first run 2.0, capture 3.0, programs 3.0"
 
 
 @pytest.mark.parametrize(
