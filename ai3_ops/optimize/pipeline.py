@@ -252,11 +252,12 @@ def _swapped(
 ) -> Plan:
     """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
-    folded = _without_norms(module, plain, report)
-    if not _own_names(resolved, report.name) and not report.rewrites:
+    pairs = _normalized_layers(module, plain)
+    if not _own_names(resolved, report.name) and not pairs:
         others = sorted({type(m).__name__ for m in module.modules() if m._parameters})
         report.unchanged = f"it makes no call that ai3_ops swaps; PyTorch computes {listed(others) or 'all of it'}"
         return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+    folded = _without_norms(module, pairs, report) if pairs else module
     report.notes.append(f"{_no_program(plain)}: its layers are swapped one by one")
     reference = Reference(captured, inputs, settings.verify)
     with warnings.catch_warnings(record=True) as told, torch.no_grad():
@@ -326,26 +327,38 @@ def _no_program(network: Network) -> str:
 _NORMED: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
 
 
-def _without_norms(module: nn.Module, plain: Network, report: Optimization) -> nn.Module:
-    """A copy whose batch normalizations lie in the weights of the convolution before, where only they read its output."""
+def _normalized_layers(module: nn.Module, plain: Network) -> list[tuple[str, str]]:
+    """The names of convolutions and of the batch normalizations after them that can lie in their weights.
+
+    Only these read what the convolutions return, and both are called once.
+    """
     calls = Counter(
         name for node in plain.graph.nodes if node.target not in _NORMS for name in node.meta.get("layers", ())
     )
-    folded = copied(module)
+    found = []
     for node in plain.graph.nodes:
         before = _normalized(node)
         names = [] if before is None else [*before.meta["layers"], *node.meta["layers"]]
         if len(names) != 2 or any(calls[name] != 1 for name in names):
             continue
-        conv: Any = folded.get_submodule(names[0])
-        norm: Any = folded.get_submodule(names[1])
+        conv: Any = module.get_submodule(names[0])
+        norm: Any = module.get_submodule(names[1])
         kinds = type(conv), type(norm)
-        if kinds not in _NORMED.items() or conv._forward_pre_hooks or norm.training or norm.running_mean is None:
-            continue
+        if kinds in _NORMED.items() and not (conv._forward_pre_hooks or norm.training or norm.running_mean is None):
+            found.append((names[0], names[1]))
+    return found
+
+
+def _without_norms(module: nn.Module, pairs: list[tuple[str, str]], report: Optimization) -> nn.Module:
+    """A copy whose normalizations, second of each pair of names, lie in the weights of the convolutions, first of it."""
+    folded = copied(module)
+    for first, second in pairs:
+        conv: Any = folded.get_submodule(first)
+        norm: Any = folded.get_submodule(second)
         fused: Any = fuse_conv_bn_eval(copy.deepcopy(conv).double(), copy.deepcopy(norm).double())
-        folded.set_submodule(names[0], fused.to(conv.weight.dtype))
-        folded.set_submodule(names[1], nn.Identity())
-        report.rewrites.append(Rewrite("fold normalization", ", ".join(names)))
+        folded.set_submodule(first, fused.to(conv.weight.dtype))
+        folded.set_submodule(second, nn.Identity())
+        report.rewrites.append(Rewrite("fold normalization", f"{first}, {second}"))
     return folded
 
 
