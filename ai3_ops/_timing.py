@@ -46,7 +46,7 @@ class Measured:
     workspace_bytes: int  # that a call allocates besides the pack; 0 where PyTorch computes, which does not tell
     packed_bytes: int  # of the packed weight that the layer keeps
     rough: bool = False  # of a first look only: far slower than the fastest
-    failed: str = ""  # the error of its call; there are then no times, and nothing chooses it
+    failed: str = ""  # the error of its call, or, where rough, why it was not called: no times, and nothing chooses it
 
     @property
     def bytes(self) -> int:
@@ -58,9 +58,16 @@ class Measured:
         """Of a call that fails."""
         return cls(math.inf, 0.0, math.inf, 0, 0, failed=error)
 
+    @classmethod
+    def untried(cls, why: str) -> Measured:
+        """Of what needs no call to be known as hopeless."""
+        return cls(math.inf, 0.0, math.inf, 0, 0, rough=True, failed=why)
+
     def to_dict(self) -> dict[str, Any]:
         """Fit for JSON, which has no infinity."""
-        return {"failed": self.failed} if self.failed else {k: v for k, v in asdict(self).items() if k != "failed"}
+        if self.failed:
+            return {"failed": self.failed} | ({"rough": True} if self.rough else {})
+        return {k: v for k, v in asdict(self).items() if k != "failed"}
 
 
 @dataclass(frozen=True)
@@ -245,26 +252,45 @@ def measure(
     surroundings: Surroundings,
     p99: bool = False,
     seconds: float = math.inf,
+    everything: bool = False,
 ) -> dict[str, Measured]:
     """Times of each, which take turns; the first named is measured well however slow it is. OutOfTime after `seconds`.
 
     A first look drops those far slower than the fastest, marked rough. An algorithm whose call fails, such as for want of
-    memory, has the error in `failed`; PyTorch's own failing ("torch") raises.
+    memory, has the error in `failed`; PyTorch's own failing ("torch") raises. Of packs so large that to read them alone takes
+    far longer than the fastest, nothing is called, unless `everything` is asked for, because of their errors.
     """
-    end = clock() + seconds
+    try:
+        return _measured(layer, layout, names, surroundings, p99, clock() + seconds, everything)
+    finally:
+        _library.release_workspace()  # some algorithm's may be gigabytes, and would be kept; so would packs on glibc's heap
+
+
+def _measured(
+    layer: Layer,
+    layout: str,
+    names: Sequence[str],
+    surroundings: Surroundings,
+    p99: bool,
+    end: float,
+    everything: bool,
+) -> dict[str, Measured]:
     arguments = layer.tensors(layout)
     input = arguments[0]
     errors = _Reference(layer, arguments)
     others = tuple(_copy(a) if i else a for i, a in enumerate(arguments))  # weights of the layer before
-    functions = {name: (layer.function(name, arguments), layer.function(name, others)) for name in names}
+    memory = {name: layer.memory(name, layout) for name in names}
+    functions: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {}  # with their packs
     found: dict[str, list[float]] = {}
     error: dict[str, float] = {}
-    failed: dict[str, str] = {}
+    failed: dict[str, Measured] = {}
     with torch.inference_mode():
         before = input.clone() if layer.in_place else None
 
         def look(name: str) -> None:
-            function, twin = functions[name]
+            function = twin = layer.function(name, arguments)
+            if memory[name][1] <= cache_bytes():  # else the pack is out of the caches without another one
+                twin = layer.function(name, others)
             start = clock()
             output = function()  # packs the weight
             first = clock() - start
@@ -274,27 +300,39 @@ def measure(
                 input.copy_(before)
             looks = 2 if first < _WARM_SECONDS else 1
             found[name] = [surroundings.sample(function, twin, input) for _ in range(looks)]
+            functions[name] = function, twin
 
         def attempt(name: str, step: Callable[[str], None]) -> None:
-            if seconds < math.inf and clock() > end:
-                _library.release_workspace()
+            if clock() > end:
                 raise OutOfTime
             try:
                 step(name)
             except Exception as cause:  # a user's algorithm may raise anything
                 if name == "torch":
                     raise
-                failed[name] = f"{type(cause).__name__}: {cause}"
+                failed[name] = Measured.failure(f"{type(cause).__name__}: {cause}")
                 found.pop(name, None)
+                functions.pop(name, None)
                 _library.release_workspace()  # for want of which it may have failed
                 if before is not None:
                     input.copy_(before)
 
-        for name in names:
+        def limit() -> float:
+            return HOPELESS * min(map(min, found.values()), default=math.inf)
+
+        def well() -> str:
+            return next(name for name in names if name in found)
+
+        # Those with much memory last: they are dropped, or not tried, where the others are far faster.
+        for name in sorted(names, key=lambda name: (name != names[0], sum(memory[name]))):
+            packed = memory[name][1]
+            if not everything and input.device.type == "cpu" and _reading(packed) > HOPELESS * limit():
+                failed[name] = Measured.untried(f"its packed weight of {packed} bytes takes too long to read")
+                continue
             attempt(name, look)
-        limit = HOPELESS * min(map(min, found.values()))
-        well = next(name for name in names if name in found)
-        close = [name for name in found if name == well or min(found[name]) <= limit]
+            for slow in [n for n in functions if n != well() and min(found[n]) > limit()]:
+                del functions[slow]
+        close = list(functions)
         rounds = ROUNDS_P99
         if not p99:
             of_a_round = sum(min(found[name]) for name in close)
@@ -310,16 +348,20 @@ def measure(
     results = {}
     for name in names:
         if name in failed:
-            results[name] = Measured.failure(failed[name])
+            results[name] = failed[name]
             continue
         seconds, noise = percentile(found[name]) if p99 and name in close else median(found[name])
-        workspace, packed = layer.memory(name, layout)
+        workspace, packed = memory[name]
         rough = name not in close
         results[name] = Measured(
             round(seconds * 1e6, 2), round(noise * 1e6, 3), error[name], workspace, packed, rough
         )  # fmt: skip
-    _library.release_workspace()  # some algorithm's may be gigabytes, and would be kept
     return results
+
+
+def _reading(bytes: int) -> float:
+    """Seconds that it takes to read so many; 0 where a cache may hold them."""
+    return bytes / _library.machine(torch.get_num_threads())[1] if bytes > cache_bytes() else 0.0
 
 
 def _copy(argument: Any) -> Any:
@@ -403,10 +445,11 @@ def from_json(data: Any) -> dict[str, Measured]:
     """TypeError or ValueError for what `to_json` does not make."""
     found = {}
     for name, values in data.items():
-        if set(values) == {"failed"}:
-            if not isinstance(values["failed"], str):
+        if "failed" in values:
+            if not isinstance(values["failed"], str) or values.keys() - {"failed"} not in ({}.keys(), {"rough"}):
                 raise ValueError("no words")
-            found[name] = Measured.failure(values["failed"])
+            make = Measured.untried if values.get("rough") else Measured.failure
+            found[name] = make(values["failed"])
             continue
         found[name] = m = Measured(**values)
         numbers = (m.time_us, m.noise_us, m.error)

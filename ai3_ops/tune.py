@@ -269,13 +269,15 @@ class Meter:
     def __init__(self, network_bytes: int, settings: Settings, cache: bool) -> None:
         self.surroundings = Surroundings(network_bytes)
         self.p99, self.approximate = settings.objective == "p99", settings.allow_approximate
+        # Under a small tolerance, what is far slower may be the only one that holds it.
+        self.everything = settings.tolerance is not None and settings.tolerance < TOLERANCE
         self.cache = _cache.Cache(cache)
         self.told: set[tuple[str, str]] = set()  # algorithms whose failure a warning has named
 
     def key(self, layer: Layer, layout: str) -> dict[str, Any]:
         """What an entry depends on."""
         surroundings = {"bytes": self.surroundings.bytes, "p99": self.p99, "approximate": self.approximate}
-        return layer.key() | {"layout": layout} | surroundings
+        return layer.key() | {"layout": layout} | surroundings | ({"everything": True} if self.everything else {})
 
     def known(self, layer: Layer) -> dict[str, dict[str, Measured]] | None:
         """All layouts' measurements from the cache, if it has them."""
@@ -311,7 +313,7 @@ class Meter:
         """One layout's, now."""
         names = layer.candidates(layout, self.approximate)
         seconds = math.inf if end == math.inf else end - _timing.clock()
-        found = _timing.measure(layer, layout, names, self.surroundings, self.p99, seconds)
+        found = _timing.measure(layer, layout, names, self.surroundings, self.p99, seconds, self.everything)
         self.cache.put(self.key(layer, layout), _timing.to_json(found))
         self.tell(layer, found)
         return found
@@ -319,7 +321,7 @@ class Meter:
     def tell(self, layer: Layer, found: Mapping[str, Measured], more: str = "") -> None:
         """A warning of each algorithm that fails, once: at the first layer that shows it."""
         for name, m in found.items():
-            if m.failed and (layer.operation, name) not in self.told:
+            if m.failed and not m.rough and (layer.operation, name) not in self.told:
                 self.told.add((layer.operation, name))
                 warnings.warn(
                     f"ai3_ops.tune: {layer.operation} {name!r} fails on the layer {layer} and is not chosen there: "
@@ -394,7 +396,7 @@ def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings:
         return "" if limit is None or found[name].error <= limit else f"error {found[name].error:.0e} above {limit:.0e}"
     info, m = registry.algorithm(layer.operation, name, layer.device), found[name]
     if m.failed:
-        return f"its call fails: {m.failed}"
+        return m.failed if m.rough else f"its call fails: {m.failed}"
     if settings.deterministic and not info.deterministic:
         return "not deterministic"
     limit = settings.tolerance

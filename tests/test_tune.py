@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import warnings
+import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from ai3_ops import plan as plans
 from ai3_ops._timing import Layer, Measured, Surroundings, measure, median, percentile
 from ai3_ops.operations.calls import Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
-from ai3_ops.tune import Interrupted, Network, Settings, select
+from ai3_ops.tune import Interrupted, Meter, Network, Settings, select
 
 
 class Residual(nn.Module):
@@ -66,7 +67,7 @@ def given(monkeypatch):
     """Times instead of measured ones: given[name] or given[name, layout] in microseconds; 100 for the others."""
     times, asked = {}, []
 
-    def fake(layer, layout, names, surroundings, p99=False, seconds=math.inf):
+    def fake(layer, layout, names, surroundings, p99=False, seconds=math.inf, everything=False):
         asked.append((layer, layout, tuple(names)))
         result = {}
         for name in names:
@@ -776,6 +777,61 @@ def test_candidates_take_turns_and_hopeless_ones_leave(monkeypatch):
     assert close[:6] in (["direct", "torch", "im2col", "im2col", "torch", "direct"], close[:6][::-1])
     slow = measure(conv(), CHANNELS_LAST, ["smm", "torch"], Surroundings(2**20))
     assert not slow["smm"].rough  # the one to beat is measured well
+
+
+def test_packs_of_hopeless_candidates_are_gone_when_others_are_measured(monkeypatch):
+    """What a candidate's functions hold, its packs, lives until it is known to be far slower."""
+    Clock(monkeypatch, {"direct": 0.010, "torch": 0.012, "smm": 0.200, "im2col": 0.300})
+    made, alive = weakref.WeakSet(), []
+    function, sample = Layer.function, Surroundings.sample
+
+    def kept(layer, name, arguments):
+        run = function(layer, name, arguments)
+        run.algorithm = name
+        made.add(run)
+        return run
+
+    def counted(surroundings, *given):
+        alive.append(sorted(run.algorithm for run in made))
+        return sample(surroundings, *given)
+
+    monkeypatch.setattr(Layer, "function", kept)
+    monkeypatch.setattr(Surroundings, "sample", counted)
+    measure(conv(), CHANNELS_LAST, ["direct", "torch", "smm", "im2col"], Surroundings(2**20))
+    assert max(map(len, alive)) == 6  # never both of the hopeless ones
+    assert alive[-1] == ["direct", "direct", "torch", "torch"]
+    assert not made
+
+
+def test_packs_that_take_too_long_to_read_are_not_made(monkeypatch):
+    clock = Clock(monkeypatch, {"direct": 0.010, "torch": 0.012, "fft": 0.001})
+    monkeypatch.setattr(_timing, "cache_bytes", lambda: 4096)
+    layer, names = conv(), ["direct", "torch", "fft"]
+    packed = layer.memory("fft", CHANNELS_LAST)[1]
+    assert packed > 4096
+
+    def measured(seconds, **options):
+        monkeypatch.setattr(_library, "machine", lambda threads: (1.0, packed / seconds))
+        del clock.order[:]
+        return measure(layer, CHANNELS_LAST, names, Surroundings(2**20), **options)
+
+    found = measured(0.041)
+    assert "fft" not in clock.order
+    assert list(found) == names
+    assert found["fft"].rough
+    assert str(packed) in found["fft"].failed
+    assert _timing.from_json(json.loads(json.dumps(_timing.to_json(found)))) == found
+    assert select(layer, found, Settings())[0] == "direct"
+    Meter(0, Settings(), cache=False).tell(layer, found)  # no warning
+    assert measured(0.041, everything=True)["fft"].error > 0
+    assert not measured(0.039)["fft"].failed
+
+
+def test_under_a_small_tolerance_everything_is_tried():
+    """What is far slower may be the only one that holds it; such measurements have entries of their own."""
+    usual, small = (Meter(0, Settings(tolerance=limit), cache=False) for limit in (None, 1e-6))
+    assert (usual.everything, small.everything) == (False, True)
+    assert usual.key(conv(), CHANNELS_LAST) != small.key(conv(), CHANNELS_LAST)
 
 
 def test_p99_keeps_what_the_median_drops(monkeypatch):
