@@ -897,3 +897,13 @@ def test_runs_leave_example_inputs_as_they_were():
         assert held.any()
         assert not more["object"].value.any()
         assert explain(swapped).layers[0].shapes[0] == x.shape
+
+
+def test_a_rule_for_products_of_float32_says_nothing_of_autocast(monkeypatch):
+    monkeypatch.setattr("ai3_ops.operations.linear._FEATURES", 192)
+    layer, x = swap(nn.Linear(32, 8).requires_grad_(False), "default"), torch.randn(5, 32)
+    layer(x)
+    assert explain(layer).layers[0].torch_calls == 1
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x)
+    assert explain(layer).layers[0].torch_calls == 1
