@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -410,6 +410,20 @@ def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings:
     return ""
 
 
+def least_error(
+    layer: Layer, found: Mapping[str, Measured], settings: Settings, price: float, among: Collection[str]
+) -> str:
+    """For a tolerance that none of these holds: the one with the least error, of PyTorch's and those that nothing else forbids.
+
+    Where memory has a price, only what takes none is left: errors have no price to be compared with.
+    """
+    free = replace(settings, tolerance=math.inf)
+    able = [n for n in among if n != "torch" and not ineligible(layer, n, found, free)]
+    if price > 0:
+        able = [name for name in able if not found[name].bytes]
+    return min((name for name in ("torch", *able) if name in found), key=lambda name: found[name].error)
+
+
 def select(
     layer: Layer,
     found: Mapping[str, Measured],
@@ -419,15 +433,15 @@ def select(
 ) -> tuple[str, float, str]:
     """Of a layer in one layout: the algorithm, its cost (time, and price times bytes), and why; `among` these names, or all.
 
-    The first named is the one to beat; where the settings forbid it, PyTorch's. Where they forbid all, as a tolerance that none
-    holds, the one with the least error. Another is taken for a gain of more than GAIN of
-    its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first.
+    The first named is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more than GAIN of
+    its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first. Where none of
+    them holds the tolerance, `least_error`.
     """
     forbidden = {name: ineligible(layer, name, found, settings) for name in (found if among is None else among)}
     first = next(iter(forbidden))
     allowed = [name for name, why in forbidden.items() if not why]
     if not allowed:
-        least = min((n for n in forbidden if not found[n].failed), key=lambda n: found[n].error)
+        least = least_error(layer, found, settings, price, forbidden)
         return least, found[least].time_us + price * found[least].bytes, NONE_HOLDS
     base_name = first if first in allowed else "torch" if "torch" in allowed else allowed[0]
     cost = {name: found[name].time_us + price * found[name].bytes for name in allowed}
@@ -585,9 +599,10 @@ def _choose(network: Network, times: Times, settings: Settings, meter: Meter) ->
 def warn_of_errors(function: str, names: list[str], stacklevel: int) -> None:
     """Of layers of which no algorithm holds the tolerance, where there are any."""
     if names:
-        what = "no algorithm, PyTorch's neither, holds the tolerance"
+        what = "no algorithm that the settings allow, PyTorch's neither, holds the tolerance"
+        layers = listed([name or "the model" for name in names])
         warnings.warn(
-            f"ai3_ops.{function}: {what} in {listed(names)}: the one with the least error is taken",
+            f"ai3_ops.{function}: {what} in {layers}: the one with the least error is taken",
             stacklevel=stacklevel,
         )
 

@@ -24,8 +24,9 @@ from ai3_ops import Plan, _cache, _library, _timing, registry
 from ai3_ops import plan as plans
 from ai3_ops._timing import Layer, Measured, Surroundings, measure, median, percentile
 from ai3_ops.operations.calls import Spec
+from ai3_ops.optimize.choose import Case
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
-from ai3_ops.tune import Interrupted, Meter, Network, Settings, select
+from ai3_ops.tune import NONE_HOLDS, Interrupted, Meter, Network, Settings, select
 
 
 class Residual(nn.Module):
@@ -196,6 +197,28 @@ def test_tolerance():
     assert select(conv(), broken, Settings())[0] == "direct"
 
 
+def test_a_tolerance_that_none_holds_leaves_the_other_settings():
+    times = found(direct=(100.0, 0.1, 2e-7), torch=(120.0, 0.1, 3e-7), gemm=(50.0, 0.1, 1e-7))
+    times["fft"] = Measured(100.0, 0.1, 1.5e-7, 4096, 0)
+    times["smm"] = Measured(100.0, 0.1, 5e-8, 0, 0, failed="no memory")
+
+    def least(**settings):
+        return select(conv(), times, Settings(tolerance=1e-9, **settings))[::2]
+
+    assert least() == ("gemm", NONE_HOLDS)
+    assert least(deterministic=True) == ("fft", NONE_HOLDS)
+    assert least(deterministic=True, memory_limit=1000) == ("direct", NONE_HOLDS)
+    assert select(conv(), times, Settings(tolerance=1e-9, deterministic=True), price=1.0)[0] == "direct"
+    only = {name: times[name] for name in ("gemm", "torch", "smm")}
+    assert select(conv(), only, Settings(tolerance=1e-9, deterministic=True))[0] == "torch"
+
+    case = Case(conv(), CHANNELS_LAST, times)  # of optimize: `gemm` runs in no program
+    assert case.fastest(Settings(tolerance=1e-9)) == "fft"
+    assert case.fastest(Settings(tolerance=1e-9, memory_limit=1000)) == "direct"
+    assert case.fastest(Settings(tolerance=1e-9), price=1.0) == "direct"
+    assert replace(case, found=only).fastest(Settings(tolerance=1e-9)) == "torch"
+
+
 def test_half_types_are_held_to_pytorchs_error():
     times = found(direct=(100.0, 0.1, 4e-3), torch=(200.0, 0.1, 3e-3), winograd_f2=(50.0, 0.1, 9e-3))
     assert select(conv(), times, Settings())[0] == "direct"
@@ -282,7 +305,7 @@ def test_pytorchs_implementation_keeps_the_tolerance_too(x, given):
     given |= {"torch": 10.0, "fft": 90.0} | {f"error of {a.name}": 3e-6 for a in registry.algorithms("conv2d", "cpu")}
     given |= {"error of torch": 2e-6, "error of fft": 5e-7}
     assert algorithms(tuned(model, x, tolerance=1e-6)) == {"": "fft"}
-    with pytest.warns(UserWarning, match=r"no algorithm, PyTorch's neither, holds the tolerance in : "):
+    with pytest.warns(UserWarning, match="PyTorch's neither, holds the tolerance in the model: "):
         plan = tuned(model, x, tolerance=1e-7)
     assert algorithms(plan) == {"": "fft"}
     assert algorithms(tuned(model, x)) == {"": "torch"}

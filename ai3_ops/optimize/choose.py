@@ -25,7 +25,7 @@ from ai3_ops.plan import CHANNELS_LAST, Plan, PlannedLayer
 from ai3_ops.selectors import Algorithm, Place
 from ai3_ops.steps.discover import survey
 from ai3_ops.steps.examples import Inputs
-from ai3_ops.tune import Interrupted, Meter, ineligible, select, unmeasured, warn_of_errors, within
+from ai3_ops.tune import Interrupted, Meter, ineligible, least_error, select, unmeasured, warn_of_errors, within
 from ai3_ops.tune import Settings as TuneSettings
 
 AUTO = "auto"
@@ -380,8 +380,8 @@ def measured(
     if interrupted:
         raise Interrupted("optimize", _plan(todo, cases, names, asked))
     if notes is not None:
-        inexact = [i for i, case in enumerate(cases) if case.found and not case.holds(asked)]
-        warn_of_errors("optimize", [todo[i].meta["layers"][0] for i in inexact], 6)
+        chosen = zip(todo, cases, names, strict=True)
+        warn_of_errors("optimize", [n.meta["layers"][0] for n, case, name in chosen if not case.holds(name, asked)], 6)
     return before != [node.kwargs["algorithm"] for node in todo]
 
 
@@ -439,10 +439,10 @@ class Case:
         except _timing.OutOfTime:
             return self
 
-    def holds(self, settings: TuneSettings) -> bool:
-        """Whether any algorithm keeps the tolerance that was asked for."""
+    def holds(self, name: str, settings: TuneSettings) -> bool:
+        """Whether an algorithm keeps the tolerance that was asked for, as far as it was measured."""
         limit = settings.tolerance
-        return limit is None or any(m.error <= limit for m in (self.found or {}).values())
+        return limit is None or self.found is None or self.found[name].error <= limit
 
     @property
     def default(self) -> str:
@@ -465,11 +465,11 @@ class Case:
             for name, m in self.found.items()
             if _runs_in_programs(operation, name) and not ineligible(self.layer, name, self.found, settings)
         }
-        if not allowed and self.holds(settings):
+        if not allowed and self.holds("torch", settings):
             return "torch"
         if not allowed:
-            able = [(m.error, n) for n, m in self.found.items() if n == "torch" or _runs_in_programs(operation, n)]
-            return min(able)[1]
+            able = [name for name in self.found if _runs_in_programs(operation, name)]
+            return least_error(self.layer, self.found, settings, price, able)
         if largest_error is not None:
             exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
             if not exact:
