@@ -590,7 +590,7 @@ def test_report():
     assert row == {
         "name": "0", "operation": "conv2d", "requested": "direct", "used": "direct", "reason": "",
         "shapes": [(1, 1, 3, 3), (2, 1, 1, 1), (2,)], "calls": 1, "torch_calls": 0,
-        "layout": "", "packs": "each call",
+        "layout": "", "packs": "each call", "time_us": None, "torch_us": None,
     }  # fmt: skip
     assert "1x1x3x3" in str(report)
     assert [row.used for row in explain(nn.Sequential(nn.ReLU())).layers] == ["torch"]

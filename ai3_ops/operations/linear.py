@@ -304,7 +304,12 @@ class LinearCall(SwitchedCall):
     def gains(self, args: tuple[Any, ...]) -> bool:
         """By the level of instructions, the features and the rows of a call in float32; autocast's has another dtype."""
         input, weight = args[:2]
-        if input.dtype != torch.float32 or torch.is_autocast_enabled("cpu") or input.device.type != "cpu" or weight.ndim != 2:
+        if (
+            input.dtype != torch.float32
+            or torch.is_autocast_enabled("cpu")
+            or input.device.type != "cpu"
+            or weight.ndim != 2
+        ):
             return True
         features = weight.shape[1]
         return features >= _FEATURES and (input.numel() > features or weight.numel() >= _WEIGHTS)

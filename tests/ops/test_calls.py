@@ -404,8 +404,15 @@ def test_default_leaves_training_steps_that_it_would_slow_down_to_pytorch():
     assert named._ai3.calls == 1
 
 
+@pytest.fixture
+def gaining(monkeypatch):
+    """`default` gains in conv1d and layer_norm, as it does with AVX-512."""
+    for operation in LEFT:
+        monkeypatch.setattr(f"ai3_ops.operations.{operation}._GAINS", True)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_default_conv1d_under_autocast_is_pytorchs(dtype):
+def test_default_conv1d_under_autocast_is_pytorchs(dtype, gaining):
     layer, x = nn.Conv1d(80, 384, 3, padding=1), torch.randn(1, 80, 300)
     swapped = ai3_ops.swap(layer, "default", x)
     with torch.no_grad():
@@ -428,7 +435,7 @@ def namespaces(graph):
 
 
 @pytest.mark.parametrize("operation", LEFT)
-def test_exports_of_constant_sizes_leave_what_default_leaves(operation):
+def test_exports_of_constant_sizes_leave_what_default_leaves(operation, gaining):
     make, small, large = LEFT[operation]
     module = make().eval()
     swapped, batch = ai3_ops.swap(module, "default"), ({0: torch.export.Dim("batch")},)
@@ -447,7 +454,7 @@ def test_exports_of_constant_sizes_leave_what_default_leaves(operation):
 
 
 @pytest.mark.parametrize("operation", LEFT)
-def test_compiled_calls_of_constant_sizes_are_left_where_eager_ones_are(operation):
+def test_compiled_calls_of_constant_sizes_are_left_where_eager_ones_are(operation, gaining):
     """The second batch size makes the first dimension dynamic."""
     make, small, large = LEFT[operation]
     module, used = make().eval(), []
@@ -472,7 +479,7 @@ def test_compiled_calls_of_constant_sizes_are_left_where_eager_ones_are(operatio
 
 
 @pytest.mark.parametrize("eps", [np.float64(1e-3), np.float32(1e-3)])
-def test_numpys_numbers_are_numbers(eps):
+def test_numpys_numbers_are_numbers(eps, gaining):
     x = torch.randn(128, 1024)
     norm, conv = nn.LayerNorm(1024, eps=eps), nn.Conv1d(128, 64, 3)
     conv.stride = np.int64(2)
@@ -485,7 +492,7 @@ def test_numpys_numbers_are_numbers(eps):
 
 
 @pytest.mark.parametrize("stride", [0, (0,), (1, 1), -1])
-def test_conv1d_refuses_strides_readably(stride):
+def test_conv1d_refuses_strides_readably(stride, gaining):
     conv = ai3_ops.swap(nn.Conv1d(128, 64, 3), "default")
     conv.stride = stride
     with torch.no_grad(), pytest.raises(RuntimeError, match="ai3::conv1d: stride needs"):
