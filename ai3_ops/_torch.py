@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,6 +29,45 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 pytree = _pytree
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+# Imports --------------------------------------------------------------------------------------------------------------
+class _Watcher(importlib.abc.MetaPathFinder):
+    """Finds what the other finders find, and calls functions with a module once it has been imported."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """None for modules that nothing waits for, as for almost all."""
+        if fullname not in self.waiting:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                for then in self.waiting.pop(fullname, ()):
+                    then(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+_watcher = _Watcher()
+sys.meta_path.insert(0, _watcher)
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Calls a function with a module: now, if it has been imported, else when it is, so that nothing waits for an import."""
+    if (module := sys.modules.get(name)) is not None:
+        then(module)
+    else:
+        _watcher.waiting.setdefault(name, []).append(then)
 
 
 # Compilers ------------------------------------------------------------------------------------------------------------

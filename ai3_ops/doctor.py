@@ -10,14 +10,16 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from ai3_ops import _library, registry
 from ai3_ops._cases import CASES, Call
 from ai3_ops.register import find_compiler
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # What the extra `demo` of pyproject.toml installs, by the modules' names.
 DEMO_PACKAGES = {"torchvision": "torchvision", "sklearn": "scikit-learn", "matplotlib": "matplotlib", "PIL": "pillow"}
@@ -175,6 +177,9 @@ def self_test() -> list[tuple[str, str]]:
 
 def main(console: Console | None = None) -> int:
     """Prints the report; 1 when something is broken."""
+    from rich.console import Console
+    from rich.table import Table
+
     console = console or Console()
     build = _library.BUILD
     cuda, advice = cuda_state()

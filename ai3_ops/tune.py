@@ -9,8 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
@@ -378,6 +376,9 @@ def tune_alone(
 
 def _shown(layers: list[Layer], progress: bool) -> Iterator[Layer]:
     """With a bar on standard error: which one is measured, how many there are, and the time left."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not (progress and layers)) as bar:

@@ -131,3 +131,19 @@ def test_unbuilt_package_says_so(tmp_path):
     assert result.returncode == 1
     assert "ImportError" in result.stderr
     assert "_C.so" in result.stderr
+
+
+def test_importing_brings_in_nothing_that_only_some_calls_need():
+    code = (
+        "import sys, torch; before = {*sys.modules}; import ai3_ops\n"
+        "print(*sorted({*sys.modules} - before))\n"
+        "assert 'torch.utils.flop_counter' not in sys.modules or 'torch.utils.flop_counter' in before\n"
+        "from torch.utils import flop_counter\n"
+        "with flop_counter.FlopCounterMode(display=False) as mode:\n"
+        "    torch.ops.ai3.conv2d_direct(torch.ones(1, 2, 5, 5), torch.ones(3, 2, 3, 3))\n"
+        "assert mode.get_total_flops() == 2 * 3 * 9 * 2 * 9, mode.get_total_flops()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not result.returncode, result.stderr
+    heavy = {"triton", "sympy", "networkx", "rich", "numpy", "torch.export", "torch._inductor", "torch._dynamo"}
+    assert not heavy & {*result.stdout.split()}

@@ -13,7 +13,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from ai3_ops import _library, _torch, registry
 from ai3_ops._torch import DispatchKeySet, OpOverload, below_autograd
@@ -455,8 +454,13 @@ def register_autocast(op: OpOverload, rule: Callable[..., Any] | None = None) ->
 
 def register_flops(op: OpOverload, formula: Callable[..., int]) -> None:
     """For `torch.utils.flop_counter`: multiplications and additions of the direct method, whatever the algorithm."""
-    if op.overloadpacket not in flop_registry:
-        register_flop_formula(op.overloadpacket)(formula)
+    packet = op.overloadpacket
+
+    def register(counter: Any) -> None:
+        if packet not in counter.flop_registry:
+            counter.register_flop_formula(packet)(formula)
+
+    _torch.when_imported("torch.utils.flop_counter", register)  # which imports Triton
 
 
 _undetermined: set[str] = set()  # operators of which a version was not deterministic
