@@ -254,6 +254,9 @@ def _by_parts(
             for path in replaced:
                 original.set_submodule(path, after.get_submodule(path))
     whole = Optimized(original, pipeline.unthorough(settings, {}))
+    for part in whole.modules():
+        if isinstance(part, Optimized):
+            part._ai3_told = whole._ai3_told
     whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
     whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
     return whole
@@ -276,7 +279,8 @@ def _changes(model: nn.Module, inputs: Sequence[Any], expected: Sequence[Any], a
 
     try:
         with warnings.catch_warnings(), same_random_numbers():
-            warnings.filterwarnings("ignore", message=".*: planned anew")  # of a part that is called with several sizes
+            # Of a part that is called with several sizes.
+            warnings.filterwarnings("ignore", message=".*: (planned anew|batches of other sizes)")
             returned = [_outputs(model, *given) for given in inputs]
     except Exception as failure:
         return f"the model fails: {type(failure).__name__}: {failure}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -19,6 +21,7 @@ from ai3_ops.optimize.pipeline import Budget, Plan, Settings, Swapped, make_plan
 from ai3_ops.optimize.report import OptimizeReport
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
+_FREED = "keep_original=False freed the original weights and modules"
 _planning = threading.RLock()
 
 
@@ -42,7 +45,9 @@ class Optimized(nn.Module):
         self._ai3_plain = -1  # how many tensors, where it was nothing but positional ones
         self._ai3_signature = inspect.Signature()
         self._ai3_report = OptimizeReport()
-        self._ai3_told = False  # that other batches are not optimized
+        self._ai3_told: set[str] = (
+            set()
+        )  # the kinds of warnings that were given; of a whole model one, which its parts share
         self.training = False
         # Of the modules inside: where one gets a hook, the original runs, which calls it.
         inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
@@ -50,10 +55,12 @@ class Optimized(nn.Module):
         self._ai3_hooks: list[Any] = [own for own in hooks if not own]
         self._ai3_had_hooks: list[Any] = [(own, len(own)) for own in hooks if own]
         self._modules.update(original._modules)
-        self._parameters.update(original._parameters)
-        self._buffers.update(original._buffers)
+        # The original's own, so that it computes with what `functional_call` puts there.
+        self._parameters, self._buffers = original._parameters, original._buffers
         self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
-        self._ai3_told = False
+        self._ai3_stores: list[Any] = []  # where parameters, buffers and modules inside are,
+        self._ai3_stored: list[Any] = []  # and which they were
+        self._watch()
 
     def __getattr__(self, name: str) -> Any:
         """Attributes and methods of the original, which may be a part of a model that reads them."""
@@ -61,8 +68,10 @@ class Optimized(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             original = vars(self).get("_ai3_original")
-            if not original or name.startswith(("__", "_ai3")):
+            if original is None or name.startswith(("__", "_ai3")):
                 raise
+            if not original:
+                raise AttributeError(f"ai3_ops.optimize: no attribute {name!r}: {_FREED}") from None
             return getattr(original[0], name)
 
     # Planning ---------------------------------------------------------------------------------------------------------
@@ -103,8 +112,8 @@ class Optimized(nn.Module):
         """Frees the original where it computes nothing any more, for no size that was planned."""
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
-            for store in (self._modules, self._parameters, self._buffers):
-                store.clear()
+            self._ai3_stores, self._ai3_stored = [], []
+            self._modules, self._parameters, self._buffers = {}, {}, {}
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
@@ -126,8 +135,7 @@ class Optimized(nn.Module):
                 return self._ai3_plans[key]
             if not form and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
-                if not self._ai3_told:
-                    self._ai3_told = True
+                if self._tells("batch"):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
                 return None
@@ -161,7 +169,7 @@ class Optimized(nn.Module):
             and len(x.shape) == len(shown)
             and x.dtype == next(types)
             if isinstance(x, Tensor)
-            else x == shown
+            else type(x) is type(shown) and repr(x) == repr(shown)
             for x, shown in zip(leaves, self._ai3_shown, strict=True)
         )
 
@@ -185,8 +193,8 @@ class Optimized(nn.Module):
         if first is None:  # a model of which only submodules could be captured
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
-        if not torch.compiler.is_compiling() and self._hooked() and self.changed:
-            self._warn_of_hooks()
+        if first.body is not None and not torch.compiler.is_compiling() and (self._hooked() or self._replaced()):
+            self._warn_of_changes()
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
         plan: Plan | None
@@ -201,7 +209,10 @@ class Optimized(nn.Module):
                 plan = self._planned(leaves, args, kwargs, form)
         if plan is None or plan.body is None:
             with torch.no_grad():
-                return self._ai3_original[0](*args, **kwargs)
+                out = self._ai3_original[0](*args, **kwargs)
+            if first.body is not None and not torch.compiler.is_compiling():
+                self._watch()  # it may have made a table anew, for these sizes
+            return out
         if any_autocast():
             device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
             with torch.autocast(device, enabled=False), torch.no_grad():
@@ -221,28 +232,64 @@ class Optimized(nn.Module):
         """Whether a module inside has a hook that came later."""
         return any(self._ai3_hooks) or any(len(hooks) > had for hooks, had in self._ai3_had_hooks)
 
-    def _warn_of_hooks(self) -> None:
-        if self._ai3_told:
-            return
-        self._ai3_told = True
-        name = next(
-            n for n, m in self._ai3_original[0].named_modules() if n and (m._forward_hooks or m._forward_pre_hooks)
-        )
-        warnings.warn(
-            f"ai3_ops.optimize: {name!r} has a hook, which programs would not call: the original computes until it is removed",
-            stacklevel=5,
-        )
+    def _watch(self) -> None:
+        """Notes the parameters, buffers and modules inside as they are: where one is replaced, the original computes."""
+        inside = [m for m in self._ai3_original[0].modules() if not isinstance(m, torch.jit.ScriptModule)]
+        stores = [own for m in inside for own in (m._parameters, m._buffers, m._modules) if own]
+        self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
+        self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
+
+    def _replaced(self) -> bool:
+        """Whether one of them is another object now."""
+        now = chain.from_iterable(map(dict.values, self._ai3_stores))
+        return not all(map(operator.is_, now, self._ai3_stored))
+
+    def _tells(self, kind: str) -> bool:
+        """Whether a warning of a kind is still to be given; it is from now on."""
+        new = kind not in self._ai3_told
+        self._ai3_told.add(kind)
+        return new
+
+    def _warn_of_changes(self) -> None:
+        """Names what has a hook, or was replaced."""
+        modules = dict(self._ai3_original[0].named_modules())
+        if self._hooked():
+            kind, end = "has a hook, which programs would not call", "it is removed"
+            name = next(n for n, m in modules.items() if n and (m._forward_hooks or m._forward_pre_hooks))
+        else:
+            kind, end = "was replaced, which programs do not see", "it is put back"
+            known = set(map(id, self._ai3_stored))
+            names = (
+                f"{name}.{key}" if name else key
+                for name, m in modules.items()
+                for own in (m._parameters, m._buffers, m._modules)
+                for key, value in own.items()
+                if id(value) not in known
+            )
+            name = next(names, "a weight")  # one is missing where none is new
+        if self._tells(kind):
+            warnings.warn(f"ai3_ops.optimize: {name!r} {kind}: the original computes until {end}", stacklevel=4)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused where the original has one of this name."""
+        self._refuse_replacing(name)
+        super().add_module(name, module)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses what would change the original and not what is computed of it."""
+        if not name.startswith("_") and name not in ("training", "forward"):
+            self._refuse_replacing(name, value)
+        super().__setattr__(name, value)
+
+    def _refuse_replacing(self, name: str, value: Any = None) -> None:
         original = vars(self).get("_ai3_original")
-        own = name.startswith("_") or name in ("training", "forward")
-        if original and not own and hasattr(original[0], name):
+        if original == () and isinstance(value, Tensor):
+            raise RuntimeError(f"ai3_ops.optimize: {name!r} cannot be replaced: {_FREED}")
+        if original and hasattr(original[0], name):
             raise RuntimeError(
                 f"ai3_ops.optimize: {name!r} of an optimized module stays as it is: replace it in the original model and "
                 "optimize it again"
             )
-        super().__setattr__(name, value)
 
     def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], str]:
         """The arguments in the places and the order that those of the example had; their form where it is another one."""
@@ -318,8 +365,7 @@ class Optimized(nn.Module):
         """The original's, by its names."""
         if not self._ai3_original:
             raise RuntimeError(
-                "ai3_ops.optimize: keep_original=False freed the original weights: there is no state_dict, and no other "
-                "input sizes than other batches"
+                f"ai3_ops.optimize: {_FREED}: there is no state_dict, and no other input sizes than other batches"
             )
         return self._ai3_original[0].state_dict(*args, **kwargs)
 

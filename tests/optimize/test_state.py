@@ -16,6 +16,7 @@ from nets import optimized
 from torch import nn
 
 import ai3_ops
+from ai3_ops.optimize.module import Optimized
 from ai3_ops.optimize.network import difference
 from ai3_ops.optimize.state import changes, copied, others, same_random_numbers
 
@@ -298,8 +299,78 @@ def test_what_would_not_be_computed_cannot_be_replaced():
         RuntimeError, match="'0' of an optimized module stays as it is: replace it in the original model"
     ):
         setattr(fast, "0", nn.Identity())
+    for add in (fast.add_module, fast.register_module):
+        with pytest.raises(RuntimeError, match="'0' of an optimized module stays as it is"):
+            add("0", nn.Identity())
     fast.note = "of the user's own"
     assert fast.note == "of the user's own"
+
+
+class Scales(nn.Module):
+    """A parameter and a buffer of its own, and modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, 1, 1))
+        self.register_buffer("shift", torch.zeros(8, 1, 1))
+        self.inside = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        self.last = nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        return self.last(self.inside(x) * self.scale + self.shift)
+
+
+def test_what_is_replaced_inside_is_computed():
+    model, x = Scales().eval(), torch.randn(1, 3, 8, 8)
+    fast = optimized(model, x, selectors="default")
+    state = {name: torch.rand_like(value) for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        expected = torch.func.functional_call(model, state, (x,))
+        for one in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+            plain = one(x)
+            assert difference(plain, model(x)) <= 1e-4
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                for name in (*state, None):  # one, or all
+                    given = state if name is None else {name: state[name]}
+                    changed = torch.func.functional_call(one, given, (x,))
+                    assert torch.equal(changed, torch.func.functional_call(model, given, (x,)))
+            assert torch.equal(changed, expected)
+            assert [str(w.message).count("was replaced, which programs do not see") for w in told] == [1]
+            assert torch.equal(one(x), plain)
+        one.inside[0].weight = nn.Parameter(torch.zeros_like(one.inside[0].weight))
+        assert not torch.equal(one(x), plain)
+        fast.inside[1] = nn.Tanh()
+        assert not torch.equal(fast(x), plain)
+
+
+def test_freed_weights_cannot_be_replaced():
+    model, x = Scales().eval(), torch.randn(1, 3, 8, 8)
+    fast = optimized(model, x, selectors="default", keep_original=False)
+    with pytest.raises(RuntimeError, match="'scale' cannot be replaced: keep_original=False freed"):
+        torch.func.functional_call(fast, {"scale": torch.zeros(8, 1, 1)}, (x,))
+    with pytest.raises(AttributeError, match="'last': keep_original=False freed"):
+        fast.last.weight = nn.Parameter(torch.zeros(8, 8, 3, 3))
+
+
+def test_parts_warn_once_for_the_whole_model():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.Conv2d(8, 8, 1)).eval()
+    model[1].train()
+    fast = optimized(model, torch.randn(1, 3, 8, 8), selectors="default")
+    parts = [m for m in fast.modules() if isinstance(m, Optimized) and m is not fast]
+    assert len(parts) == 2
+    for part in parts:
+        assert part._ai3_told is fast._ai3_told
+    again = copy.deepcopy(fast)
+    assert again.get_submodule("0")._ai3_told is again._ai3_told
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for name in ("0", "2"):
+            part = fast.get_submodule(name)
+            part._ai3_first.dynamic = False  # as if the batch were not left open
+            part._ai3_plans.clear()
+        fast(torch.randn(2, 3, 8, 8))
+    assert len([w for w in told if "batches of other sizes" in str(w.message)]) == 1
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
