@@ -74,22 +74,30 @@ class Network:
         values: dict[fx.Node, Any] = {}
         given = iter(inputs)
         uses, batch = {node: len(node.users) for node in self.graph.nodes}, batch_of(inputs)
+
+        def value(node: fx.Node) -> Any:
+            if (
+                node.op == "get_attr" and node not in values
+            ):  # graphs name all constants first: in float64 twice the weights
+                values[node] = cast(self.constants[node.target], dtype)
+            return values[node]
+
         with torch.no_grad():
             for node in self.graph.nodes:
                 if node.op == "placeholder":
                     values[node] = cast(next(given), dtype)
                 elif node.op == "get_attr":
-                    values[node] = cast(self.constants[node.target], dtype)
+                    continue
                 elif node.op == "call_function":
-                    values[node] = cast(call(node, values.__getitem__), dtype)  # also of steps that name a type
+                    values[node] = cast(call(node, value), dtype)  # also of steps that name a type
                 else:
-                    return tuple(fx.map_arg(node.args[0], values.__getitem__))
+                    return tuple(fx.map_arg(node.args[0], value))
                 if sized and node.meta["batched"] and values[node].shape != (batch, *node.meta["shape"][1:]):
                     raise Mistake(f"{node.name} is {tuple(values[node].shape)}, a batch of {node.meta['shape'][1:]}")
                 for used in node.all_input_nodes:
                     uses[used] -= 1
                     if not uses[used]:
-                        del values[used]
+                        values.pop(used, None)
         raise AssertionError("a graph without an output")
 
     # Writing ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pickle
 import sys
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -322,3 +323,23 @@ def test_a_batch_of_one_that_is_squeezed():
         fast = optimized(model, torch.randn(batch, 3, 6, 6))
         for size in (1, 2, 3):
             agree(fast, model, torch.randn(size, 3, 6, 6))
+
+
+def test_weights_are_converted_one_after_another(monkeypatch):
+    """All of them in float64 at once would be twice the model's memory more."""
+    from ai3_ops.optimize import network
+
+    model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]).eval(), torch.randn(2, 32)
+    captured, cast, converted, alive = capture(model, (x,), {}), network.cast, [], []
+
+    def counted(value, dtype):
+        made = cast(value, dtype)
+        if made.shape == (32, 32):
+            converted.append(weakref.ref(made))
+        alive.append(sum(ref() is not None for ref in converted))
+        return made
+
+    monkeypatch.setattr(network, "cast", counted)
+    captured.run([x], torch.float64)
+    assert len(converted) == 5
+    assert max(alive) <= 2
