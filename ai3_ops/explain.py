@@ -472,7 +472,11 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
         used, why = _chosen(call)
     elif rule:
         why = _UNCALLED if "not called by the run" in call.reason else _UNKNOWN
-    training = "training steps are left to PyTorch, which is faster there" if call.left_training else ""
+    training = (
+        "training steps (calls that record gradients) are left to PyTorch, which is faster there"
+        if call.left_training
+        else ""
+    )
     formats = "its output is given in NCHW, since views need NCHW" if call.writes_nchw else ""
     if call.reads_last and not formats:
         formats = "its input is given in NHWC, since its weight must keep its strides"

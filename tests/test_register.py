@@ -453,6 +453,13 @@ def test_python_callable():
         register_function("relu", "user_no_default", clamp, default=True)
 
 
+def test_calls_of_a_callable_do_not_list_the_registry(monkeypatch):
+    register_function("relu", "user_listed", lambda x: x.clamp(min=0))
+    x = torch.randn(4, 5)
+    monkeypatch.setattr(registry, "registered", lambda: pytest.fail("asked at a call"))
+    assert torch.equal(torch.ops.ai3.relu_user_listed(x), x.relu())
+
+
 def test_callables_take_the_operator_s_arguments():
     with pytest.raises(TypeError, match=r"conv2d 'few' is called with 7 arguments, \(input, weight, bias, stride"):
         ai3_ops.register("conv2d", "few", lambda input, weight: input)

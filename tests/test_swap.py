@@ -907,3 +907,33 @@ def test_a_rule_for_products_of_float32_says_nothing_of_autocast(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         layer(x)
     assert explain(layer).layers[0].torch_calls == 1
+
+
+class Computes:
+    """No tensor, but computes as one, by __torch_function__."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        plain = [a.tensor if isinstance(a, Computes) else a for a in args]
+        return Computes(function(*plain, **(kwargs or {})))
+
+
+class CallsWithThose(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.relu = nn.Linear(3, 4), nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(F.relu(self.linear(Computes(x))).tensor)
+
+
+@pytest.mark.parametrize("selectors", ["default", {"linear": "gemm"}])
+def test_calls_that_get_no_tensor_when_seen_are_as_if_not_seen(selectors):
+    model, x = CallsWithThose(), torch.randn(2, 3)
+    swapped = swap(model, selectors, x)
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(x), model(x))
+    assert {row.name for row in explain(swapped).layers if row.shapes is not None} == {"relu"}

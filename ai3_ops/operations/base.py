@@ -6,6 +6,7 @@ algorithm gets them by being registered. A new operation is one more subclass of
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -191,9 +192,9 @@ class Operation(Tested):
         """The output without its values: sizes, strides, dtype, device and errors are the real kernel's."""
         return self.checked(algorithm, *args, **kwargs).empty(args[0].device)
 
-    @property
+    @functools.cached_property
     def schema(self) -> Any:
-        """What all algorithms' operators have before the parameters of their own."""
+        """What all algorithms' operators have before the parameters of their own; the registry is asked once."""
         return next(a.operator for a in registry.registered() if a.operation == self.name and not a.python)._schema
 
     def in_full(self, label: str, args: Sequence[Any]) -> list[Any]:

@@ -362,9 +362,13 @@ class Call:
 
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
-        operator = self.operator
         if _grad_enabled() and self.leaves_training(args):
-            return type(self).function(*args)
+            return self.leave(args)
+        return self.run_chosen(args)
+
+    def run_chosen(self, args: tuple[Any, ...]) -> Tensor:
+        """`run` where `default` leaves nothing to PyTorch."""
+        operator = self.operator
         if _is_compiling():
             if operator is None and not self.watch:
                 raise RuntimeError(self.trouble)
@@ -403,13 +407,19 @@ class Call:
         if rule and _is_compiling():
             left = _torch.has_constant_sizes(args) and not self.gains(args)
             return type(self).function(*args) if left else self.run(*args)
-        trains = _grad_enabled() and self.leaves_training(args)  # which `run` says
-        if not rule or type(args[0]) is not Tensor or trains or self.gains(args):
-            return self.run(*args)
-        if self.example is None or self.calls == 0:
-            self.example = tuple(map(Spec.of, args))
-        self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
-        self.reason = self.why_left
+        if rule and _grad_enabled() and self.leaves_training(args):
+            return self.leave(args)
+        if not rule or type(args[0]) is not Tensor or self.gains(args):
+            return self.run_chosen(args)
+        return self.leave(args, self.why_left)
+
+    def leave(self, args: tuple[Any, ...], reason: str = "") -> Tensor:
+        """PyTorch's answer to a call that `default` leaves to it; counted, but in programs, which would count once."""
+        if isinstance(args[0], Tensor) and not _is_compiling():
+            if self.example is None or self.calls == 0:
+                self.example = tuple(map(Spec.of, args))
+            self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
+            self.reason = reason or self.reason
         return type(self).function(*args)
 
     @property
@@ -578,7 +588,7 @@ class Call:
             return self.run(*args)
         if self.watch:
             self.watch(self)
-            if self.example is None:
+            if self.example is None and isinstance(args[0], Tensor):  # others compute by themselves
                 self.example = tuple(map(Spec.of, args))
         else:
             if self.strict:
@@ -630,7 +640,7 @@ class WeightedCall(Call):
         """With a slot, but for a weight that is trained, or that is no parameter and may be computed for every call."""
         weight = args[1]
         if self.leaves_computed(args):
-            return self.leave(args)
+            return self.leave_computed(args)
         if _is_compiling():
             trained = _grad_enabled() and weight.requires_grad and not _is_exporting()
         else:
@@ -662,7 +672,7 @@ class WeightedCall(Call):
             if type(weight) is not Tensor:
                 return None
             if self.leaves_computed(args):
-                return self.leave(args)
+                return self.leave_computed(args)
         version = -1 if weight.is_inference() else weight._version
         return plan.operator(args[0], weight, args[2], plan.numbers, version)
 
@@ -690,7 +700,7 @@ class WeightedCall(Call):
             return False
         return (_is_compiling() and not _torch.has_constant_sizes(args)) or not self.gains_unpacked(args)
 
-    def leave(self, args: tuple[Any, ...]) -> Tensor:
+    def leave_computed(self, args: tuple[Any, ...]) -> Tensor:
         """PyTorch's answer where the weight is computed at every call."""
         if not _is_compiling():
             self.torch_calls += 1

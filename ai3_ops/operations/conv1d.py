@@ -106,6 +106,11 @@ class Conv1dCall(Conv2dCall):
     functions = (F.conv1d,)
     function = torch.conv1d
     modules: ClassVar = {nn.Conv1d: of_module}
+    why_left = (
+        "PyTorch is faster for some calls: with few products, groups, one tap or 16 bits (docs/algorithms/conv1d/default.md)"
+        if _GAINS
+        else "PyTorch is faster with AVX2 (docs/algorithms/conv1d/default.md)"
+    )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what it has the faster call for (docs/algorithms/conv1d/default.md)."""

@@ -315,6 +315,11 @@ class LayerNormCall(Call):
     functions = (F.layer_norm, torch.layer_norm)
     function = F.layer_norm
     modules: ClassVar = {nn.LayerNorm: lambda m, x: (x, m.normalized_shape, *weights_of(m), m.eps)}
+    why_left = (
+        "PyTorch is faster for some calls: of few elements, or short rows in 16 bits (docs/algorithms/layer_norm/default.md)"
+        if _GAINS
+        else "PyTorch is faster with AVX2 (docs/algorithms/layer_norm/default.md)"
+    )
     reads_weights = True
 
     def arguments(

@@ -286,6 +286,7 @@ class LinearCall(SwitchedCall):
     function = F.linear
     modules: ClassVar = {nn.Linear: lambda m, x: (x, *weights_of(m))}
     inside = (nn.MultiheadAttention,)
+    why_left = "PyTorch is faster for some calls: of few features, or of one row (docs/algorithms/linear/default.md)"
 
     @staticmethod
     @_torch.constant_when_compiled

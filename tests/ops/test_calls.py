@@ -404,6 +404,50 @@ def test_default_leaves_training_steps_that_it_would_slow_down_to_pytorch():
     assert named._ai3.calls == 1
 
 
+LEVEL = _library.registry()["level"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "size"),
+    [
+        (lambda: nn.Conv2d(8, 8, 3), (1, 8, 8, 8)),
+        (lambda: nn.Conv1d(8, 8, 3), (1, 8, 20)),
+        (lambda: nn.LayerNorm(8), (2, 8)),
+        (lambda: nn.Linear(8, 8), (2, 8)),
+    ],
+)
+def test_calls_left_while_gradients_are_on_are_counted_and_asked_about_once(layer, size, monkeypatch):
+    swapped, x = ai3_ops.swap(layer(), "default").eval(), torch.randn(size)
+    call, asked = swapped._ai3, []
+    leaves = call.leaves_training
+    monkeypatch.setattr(call, "leaves_training", lambda args: asked.append(args) or leaves(args))
+    swapped(x)
+    swapped(x)
+    assert len(asked) == 2
+    (row,) = ai3_ops.explain(swapped).layers
+    assert (row.calls, row.torch_calls, row.shapes[0]) == (2, 2, size)
+    assert "calls that record gradients" in row.reason
+
+
+@pytest.mark.skipif(LEVEL == "avx512", reason="its rule leaves other calls")
+@pytest.mark.parametrize(
+    ("layer", "size", "reason"),
+    [
+        (lambda: nn.Conv1d(8, 8, 3), (1, 8, 20), "with AVX2 (docs/algorithms/conv1d"),
+        (lambda: nn.LayerNorm(8), (2, 8), "with AVX2 (docs/algorithms/layer_norm"),
+        (lambda: nn.Linear(8, 8), (2, 8), "few features"),
+    ],
+)
+def test_the_reason_is_the_operations_own(layer, size, reason):
+    swapped = ai3_ops.swap(layer(), "default")
+    with torch.no_grad():
+        swapped(torch.randn(size))
+    (row,) = ai3_ops.explain(swapped).layers
+    assert row.torch_calls == 1
+    assert reason in row.reason
+    assert "NCHW" not in row.reason
+
+
 @pytest.fixture
 def gaining(monkeypatch):
     """`default` gains in conv1d and layer_norm, as it does with AVX-512."""
