@@ -109,13 +109,18 @@ def optimize(
         original = unswap(copied(model))
         if model.training:
             original.eval()
-        _run(copied(original, sharing=True), args, kwargs, example_inputs)
+        state = _state_outside(original, args, kwargs, example_inputs)
         whole, left = Optimized(original, settings), Left()
         try:
+            if state:
+                raise Uncapturable(f"a call changes {listed(state)}, outside of its modules", state)
             whole.plan(args, kwargs, progress=show, budget=budget, rehearsal=copied(original, sharing=True))
         except Uncapturable as reason:
             left.add("", reason)
-            whole = _by_parts(original, settings, args, kwargs, left, show, budget)
+            if state:
+                whole._ai3_report.left = dict(left)
+            else:
+                whole = _by_parts(original, settings, args, kwargs, left, show, budget)
         if not keep_original:
             for module in list(whole.modules()):
                 if isinstance(module, Optimized):
@@ -146,6 +151,26 @@ class Left(dict[str, str]):
             )
         elif reason := whole._ai3_report.gains_nothing():
             warnings.warn(f"ai3_ops.optimize: the model is as fast as before: {reason}", stacklevel=3)
+
+
+def _state_outside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any) -> list[str]:
+    """Runs copies of a model: what each call changes outside of its modules, which is as before then.
+
+    What only the first call changes, as a table for its sizes, does not count.
+    """
+    from ai3_ops.optimize.outside import Outside
+
+    before, copy = Outside(model), copied(model, sharing=True)
+    _run(copy, args, kwargs, example_inputs)
+    if not before.changes():
+        return []
+    after = Outside(model)
+    with contextlib.suppress(Exception):  # of values that the model refuses
+        _outputs(copy, *others(args, kwargs))
+    state = after.changes()
+    if state:
+        before.put_back()
+    return state
 
 
 def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any) -> None:

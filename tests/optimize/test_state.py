@@ -153,16 +153,54 @@ def of_a_closure():
     return step
 
 
-@pytest.mark.parametrize("make", [lambda: of_the_module, of_a_closure], ids=["global", "closure"])
-def test_state_outside_of_the_modules_is_not_captured(make):
-    global _count
-    model = Keeps(make()).eval()
-    with pytest.warns(UserWarning, match="earlier calls through something outside of its modules"):
+def of_a_default():
+    def step(m, y, past=[0.0]):  # noqa: B006
+        past[0] = past[0] + y
+        return past[0]
+
+    return step
+
+
+def of_the_class():
+    class Own(Keeps):
+        past = None
+
+    def step(m, y):
+        z = y if Own.past is None else y + Own.past
+        Own.past = y
+        return z
+
+    return step, Own
+
+
+OUTSIDE = {
+    "global": (lambda: of_the_module, "_count"),
+    "closure": (of_a_closure, "count of "),
+    "default": (of_a_default, "a default argument of "),
+    "class": (of_the_class, "Own.past"),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_state_outside_of_the_modules_is_kept_and_named(kind):
+    make, name = OUTSIDE[kind]
+    step = make()
+    step, cls = step if isinstance(step, tuple) else (step, Keeps)
+    torch.manual_seed(3)
+    model = cls(step).eval()
+    before = _count
+    with pytest.warns(UserWarning, match=f"a call changes {name}"):
         fast = optimized(model, torch.randn(1, 3, 8, 8), selectors="default")
-    (x,) = frames(1)
+    assert _count == before
+    if kind == "global":  # one for the whole process
+        return
+    again = make()
+    again, cls = again if isinstance(again, tuple) else (again, Keeps)
+    plain = cls(again).eval()
+    plain.load_state_dict(model.state_dict())
     with torch.no_grad():
-        first, second = fast(x), fast(x)
-    assert not torch.equal(first, second)
+        for frame in frames():
+            assert difference(fast(frame), plain(frame)) <= 1e-4
 
 
 def test_what_only_the_first_call_changes_is_captured():
