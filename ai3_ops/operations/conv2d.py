@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops import _library, _torch
+from ai3_ops import _library, _torch, registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Problem, check
@@ -496,16 +496,22 @@ _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels 
 _WIDE_VECTOR = _library.registry()["onednn_wide_vector"]
 
 
-def is_wrong_in_training(weight: Tensor, stride: Any, groups: int) -> bool:
-    """Whether PyTorch's gradient of this weight is wrong, or ends the process, in channels_last (docs/pytorch.md)."""
+def is_wrong_in_training(weight: Tensor, stride: Any, groups: int, dtype: torch.dtype) -> bool:
+    """Whether PyTorch's gradient of this weight is wrong, or ends the process, in channels_last (docs/pytorch.md).
+
+    csrc/ops/conv2d_backward.cpp asks the same of a call.
+    """
+    if dtype != torch.float32 and not (dtype == torch.bfloat16 and _WIDE_VECTOR == 16):  # oneDNN has no such kernel
+        return False
     strided = stride > 1 if isinstance(stride, int) else max(stride) > 1
     return groups == 1 and tuple(weight.shape[2:]) == (1, 1) and strided and weight.shape[1] < _WIDE_VECTOR
 
 
-# In NCHW (two cores of Zen 3) outputs up to this take 0.5 to 0.97 of PyTorch's time, larger ones up to 1.95 times as long by
-# these algorithms, unless much less comes out than goes in; Winograd's and depthwise 0.35 to 0.9 of it.
+# In NCHW (two cores of Zen 3, AVX2: measured at no other level) outputs up to this take 0.5 to 0.97 of PyTorch's time, larger
+# ones by exact algorithms, which multiply, up to 1.95 times as long, unless much less comes out than goes in; Winograd's and
+# depthwise 0.35 to 0.9 of it.
 _SMALL = 110_000
-_PRODUCTS_IN_NCHW = ("direct", "smm", "im2col", "implicit", "kn2row", "gemm", "patch_gemm", "onednn")
+_LEAVES_NCHW = _library.registry()["level"] == "avx2"
 
 
 def of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
@@ -533,12 +539,14 @@ class Conv2dCall(SwitchedCall):
     def gains(self, args: tuple[Any, ...]) -> bool:
         """In NCHW and float32, products whose outputs are large spend their time on writing these in that order."""
         input, weight = args[:2]
-        if torch.compiler.is_compiling() or _torch.any_autocast() or input.dtype != torch.float32 or not input.is_cpu:
+        if not _LEAVES_NCHW or input.dtype != torch.float32 or not input.is_cpu:
+            return True
+        if torch.compiler.is_compiling() or _torch.any_autocast():
             return True
         if input.ndim != 4 or weight.ndim != 4 or type(weight) not in (Tensor, nn.Parameter):
             return True
         try:
-            key = (input.shape, input.stride(), weight.shape, weight.stride(), args[3:])
+            key = (registry.generation(), input.shape, input.stride(), weight.shape, weight.stride(), args[3:])
             if key not in self.gained:
                 if len(self.gained) >= REMEMBERED:
                     self.gained.clear()
@@ -554,7 +562,10 @@ class Conv2dCall(SwitchedCall):
         inputs, outputs = args[0].numel(), math.prod(problem.shape)
         if problem.channels_last or outputs <= _SMALL or 2 * outputs < inputs:
             return True
-        return not self.resolved("default", args).startswith(_PRODUCTS_IN_NCHW)
+        chosen = self.resolved("default", args)
+        if chosen in ("depthwise", registry.preferred.get(self.operation)):  # the latter is the user's choice
+            return True
+        return registry.algorithm(self.operation, chosen, "cpu").accuracy != "exact"
 
     def _forget(self) -> None:
         super()._forget()
@@ -601,7 +612,8 @@ class Conv2dCall(SwitchedCall):
         input, weight, _, stride, _, _, groups = args
         if input.device.type != "cpu" or input.ndim != 4 or weight.ndim != 4:
             return True
-        if groups == input.shape[1] or is_wrong_in_training(weight, stride, groups):  # depthwise
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
+        if groups == input.shape[1] or is_wrong_in_training(weight, stride, groups, dtype):  # depthwise
             return True
         kernel = tuple(weight.shape[2:])
         strides = (stride, stride) if isinstance(stride, int) else tuple(stride) * (2 // len(stride))
@@ -610,7 +622,6 @@ class Conv2dCall(SwitchedCall):
         pixels = input.shape[0]
         for size, k, s in zip(input.shape[2:], kernel, strides, strict=True):
             pixels = pixels * ((size - 1) // s + 1 if k > 1 or s > 1 else size)
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
         if fast_in(dtype):
             tiled = dtype == torch.bfloat16 and _TILES  # 16 times as many products in oneDNN as in Winograd's float32
             return not tiled and kernel == (3, 3) and strides == (1, 1) and pixels >= _PIXELS_16_BITS

@@ -50,7 +50,7 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
 
 def _is_wrong_in_training(module: Any) -> bool:
     weight = module.weight
-    return bool(weight.requires_grad and is_wrong_in_training(weight, module.stride, module.groups))
+    return bool(weight.requires_grad and is_wrong_in_training(weight, module.stride, module.groups, weight.dtype))
 
 
 def lay_out(
