@@ -21,8 +21,9 @@ from ai3_ops import _checks, registry
 LAYERS = Path(__file__).parent / "layers.txt"
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
 LIMITS = {torch.float32: 2e-5, torch.float64: 1e-11, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-# Whose gradients are all PyTorch's, and the rule's.
+# Whose gradients are all PyTorch's, and the rule's; of corners also those whose own they are.
 ALGORITHMS = ("gemm", "default")
+OF_CORNERS = (*ALGORITHMS, "direct", "smm", "im2col", "implicit_gemm")
 # 1x1 with strides, a group's and a single channel: input, weight, stride, padding, groups.
 CORNERS = [
     *[((2, c, 30, 30), (16, c, 1, 1), stride, 0, 1) for c in (1, 2, 3, 5, 7, 9, 15, 17) for stride in (2, 3, (1, 2))],
@@ -59,7 +60,13 @@ def laid_out(t: Tensor, name: str) -> Tensor:
     return t.contiguous(memory_format=FORMATS[name]) if t.ndim == 4 else laid_out(t[None], name)[0]
 
 
-def convolution(x: tuple[int, ...], w: tuple[int, ...], window: tuple[object, ...], dtype: torch.dtype) -> int:
+def convolution(
+    x: tuple[int, ...],
+    w: tuple[int, ...],
+    window: tuple[object, ...],
+    dtype: torch.dtype,
+    algorithms: tuple[str, ...] = ALGORITHMS,
+) -> int:
     """A layer's gradients by PyTorch's operators as algorithms call them, oneDNN's forms of it; how many there were."""
     generator = torch.Generator().manual_seed(1)
     input, weight, bias = (torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in (x, w, w[:1]))
@@ -70,7 +77,7 @@ def convolution(x: tuple[int, ...], w: tuple[int, ...], window: tuple[object, ..
     count = 0
     for of_input, of_weight in (("NCHW", "NCHW"), ("NCHW", "NHWC"), ("NHWC", "NHWC")):
         name, given, filters = f"{of_input} {of_weight}", laid_out(input, of_input), laid_out(weight, of_weight)
-        for algorithm in ALGORITHMS:
+        for algorithm in algorithms:
             what = f"{algorithm} {name} {dtype} {x} {w} {window}"
             print(what, flush=True)
             leaves = [t.detach().requires_grad_() for t in (given, filters, bias)]
@@ -101,7 +108,7 @@ def main(each: int) -> None:
     count = 0
     for x, w, stride, padding, groups in CORNERS:
         for dtype in LIMITS:
-            count += convolution(x, w, (stride, padding, 1, groups), dtype)
+            count += convolution(x, w, (stride, padding, 1, groups), dtype, OF_CORNERS)
     for x, w, stride, padding, dilation, groups in layers(each):
         count += convolution(x, w, (stride, padding, dilation, groups), torch.float32)
     for info in registry.algorithms(device="cpu"):
