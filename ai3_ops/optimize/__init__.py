@@ -279,9 +279,9 @@ def _by_parts(
             for path in replaced:
                 original.set_submodule(path, after.get_submodule(path))
     whole = Optimized(original, pipeline.unthorough(settings, {}))
-    for part in whole.modules():
-        if isinstance(part, Optimized):
-            part._ai3_told = whole._ai3_told
+    for module in whole.modules():
+        if isinstance(module, Optimized):
+            module._ai3_told = whole._ai3_told
     whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
     whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
     return whole

@@ -76,10 +76,9 @@ class Network:
         uses, batch = {node: len(node.users) for node in self.graph.nodes}, batch_of(inputs)
 
         def value(node: fx.Node) -> Any:
-            if (
-                node.op == "get_attr" and node not in values
-            ):  # graphs name all constants first: in float64 twice the weights
-                values[node] = cast(self.constants[node.target], dtype)
+            # At first use: graphs name all constants first, which in float64 would be twice the weights.
+            if node.op == "get_attr" and node not in values:
+                values[node] = cast(self.constants[str(node.target)], dtype)
             return values[node]
 
         with torch.no_grad():
