@@ -335,7 +335,9 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # who reads the pipe has enough; nothing more is to be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, TypeError, ImportError, OSError) as mistake:
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError) as mistake:
+        if type(mistake) is RuntimeError and not str(mistake).startswith("ai3_ops"):
+            raise  # nobody's mistake but ours
         text = str(mistake).removeprefix(f"ai3_ops.{arguments.command}: ")
         top.exit(2, f"ai3_ops {arguments.command}: {text}\n")
 

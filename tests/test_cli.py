@@ -1,6 +1,7 @@
 """python -m ai3_ops {demo,list,explain,tune,optimize,bench,doctor}."""
 
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -36,6 +37,14 @@ def test_mistakes_are_one_sentence(capsys):
     assert stopped.value.code == 2
     message = capsys.readouterr().err
     assert message == "ai3_ops list: no operation 'covn2d'; did you mean 'conv2d' or 'conv1d'?\n"
+
+
+@needs_torchvision
+def test_a_size_that_a_network_cannot_take_is_one_sentence(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "squeezenet1_1", "--size", "5", "--selectors", "direct"])
+    message = capsys.readouterr().err
+    assert re.fullmatch(r"ai3_ops explain: .*Output size is too small.*\n", message)
 
 
 def test_selectors_are_json_a_file_or_a_word(tmp_path):

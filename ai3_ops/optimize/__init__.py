@@ -101,6 +101,13 @@ def optimize(
     )
     budget = Budget(budget_seconds)
     check_words(selectors, model)
+    bounds = {"memory_limit": memory_limit, "tolerance": tolerance}
+    if selectors == "default" and (given := [name for name, value in bounds.items() if value is not None]):
+        warnings.warn(
+            f'ai3_ops.optimize: {" and ".join(given)} with selectors "default", which measures nothing, bounds nothing; "auto" '
+            "keeps such bounds",
+            stacklevel=2,
+        )
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
     args, kwargs = _arguments(example_inputs)

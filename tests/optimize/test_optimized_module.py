@@ -727,3 +727,9 @@ def test_a_model_without_values_and_a_shell_s_pattern():
         ai3_ops.optimize(nn.Conv2d(3, 4, 3).to("meta"), torch.ones(1, 3, 8, 8, device="meta"))
     with pytest.raises(ValueError, match=r"'re:\.\*conv\.\*', which matches"):
         ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 4, 3)), {"*conv*": "direct"})
+
+
+def test_bounds_that_only_measuring_keeps_are_warned_of(residual):
+    model, x = residual
+    with pytest.warns(UserWarning, match='memory_limit and tolerance with selectors "default"'):
+        ai3_ops.optimize(model, x, "default", memory_limit=10, tolerance=1e-12)
