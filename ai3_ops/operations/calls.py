@@ -415,12 +415,13 @@ class Call:
 
     def leave(self, args: tuple[Any, ...], reason: str = "") -> Tensor:
         """PyTorch's answer to a call that `default` leaves to it; counted, but in programs, which would count once."""
+        output = type(self).function(*args)
         if isinstance(args[0], Tensor) and not _is_compiling():
             if self.example is None or self.calls == 0:
                 self.example = tuple(map(Spec.of, args))
             self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
             self.reason = reason or self.reason
-        return type(self).function(*args)
+        return output
 
     @property
     def without_pack(self) -> str:

@@ -59,7 +59,8 @@ class Optimized(nn.Module):
         self._parameters, self._buffers = original._parameters, original._buffers
         self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
         self._ai3_stores: list[Any] = []  # where parameters, buffers and modules inside are,
-        self._ai3_stored: list[Any] = []  # and which they were
+        self._ai3_stored: list[Any] = []  # which they were,
+        self._ai3_names: list[tuple[str, ...]] = []  # and under which names
         self._watch()
 
     def __getattr__(self, name: str) -> Any:
@@ -112,7 +113,7 @@ class Optimized(nn.Module):
         """Frees the original where it computes nothing any more, for no size that was planned."""
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
-            self._ai3_stores, self._ai3_stored = [], []
+            self._ai3_stores, self._ai3_stored, self._ai3_names = [], [], []
             self._modules, self._parameters, self._buffers = {}, {}, {}
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
@@ -238,9 +239,17 @@ class Optimized(nn.Module):
         stores = [own for m in inside for own in (m._parameters, m._buffers, m._modules) if own]
         self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
         self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
+        self._ai3_names = [*map(tuple, self._ai3_stores)]
 
     def _replaced(self) -> bool:
         """Whether one of them is another object now."""
+        now = chain.from_iterable(map(dict.values, self._ai3_stores))
+        if all(map(operator.is_, now, self._ai3_stored)):
+            return False
+        # torch.export takes tensors out and puts them back behind the others: where only the order is another, it is put back.
+        for store, names in zip(self._ai3_stores, self._ai3_names, strict=True):
+            if store.keys() == set(names) and tuple(store) != names:
+                store.update([(name, store.pop(name)) for name in names])
         now = chain.from_iterable(map(dict.values, self._ai3_stores))
         return not all(map(operator.is_, now, self._ai3_stored))
 
