@@ -60,7 +60,7 @@ class Optimized(nn.Module):
         self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
         self._ai3_stores: list[Any] = []  # where parameters, buffers and modules inside are,
         self._ai3_stored: list[Any] = []  # which they were,
-        self._ai3_names: list[tuple[str, ...]] = []  # and under which names
+        self._ai3_names: list[str] = []  # and under which names
         self._watch()
 
     def __getattr__(self, name: str) -> Any:
@@ -239,19 +239,23 @@ class Optimized(nn.Module):
         stores = [own for m in inside for own in (m._parameters, m._buffers, m._modules) if own]
         self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
         self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
-        self._ai3_names = [*map(tuple, self._ai3_stores)]
+        self._ai3_names = [*chain.from_iterable(self._ai3_stores)]
 
     def _replaced(self) -> bool:
         """Whether one of them is another object now."""
-        now = chain.from_iterable(map(dict.values, self._ai3_stores))
-        if all(map(operator.is_, now, self._ai3_stored)):
+        if all(map(operator.is_, chain.from_iterable(map(dict.values, self._ai3_stores)), self._ai3_stored)):
             return False
-        # torch.export takes tensors out and puts them back behind the others: where only the order is another, it is put back.
-        for store, names in zip(self._ai3_stores, self._ai3_names, strict=True):
-            if store.keys() == set(names) and tuple(store) != names:
-                store.update([(name, store.pop(name)) for name in names])
-        now = chain.from_iterable(map(dict.values, self._ai3_stores))
-        return not all(map(operator.is_, now, self._ai3_stored))
+        # torch.export leaves a module with other dictionaries of the same tensors.
+        before, names = self._ai3_stored, self._ai3_names
+        self._watch()
+        if (
+            len(before) == len(self._ai3_stored)
+            and all(map(operator.is_, before, self._ai3_stored))
+            and names == self._ai3_names
+        ):
+            return False
+        self._ai3_stored, self._ai3_names = before, names
+        return True
 
     def _tells(self, kind: str) -> bool:
         """Whether a warning of a kind is still to be given; it is from now on."""
