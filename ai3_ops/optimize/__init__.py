@@ -275,7 +275,7 @@ def _by_parts(
     if replaced:
         if wrong := _changes(after, inputs, expected, settings.allow_approximate):
             if _changes(again, inputs, expected, False):
-                wrong = "what it returns hangs on earlier calls through something outside of its modules"
+                wrong = "what it returns depends on earlier calls through something outside of its modules"
             left[""] += f"; and with {len(parts)} parts optimized {wrong}"
             parts = []
         elif pipeline._slower(lambda: before(*args, **kwargs), lambda: after(*args, **kwargs), report, "in parts"):

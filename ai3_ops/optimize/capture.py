@@ -86,7 +86,7 @@ class _Calls:
         calls.call(args, kwargs)
         if state := list(dict.fromkeys([*state, *changes(before, module)])):
             raise Uncapturable(f"a call changes {listed(state)}, which a graph would not", state)
-        if before is not cold:  # what the first call changed may hang on its inputs
+        if before is not cold:  # what the first call changed may depend on its inputs
             with contextlib.suppress(Exception):
                 calls.made += cls(cold, *other).made
         return calls
@@ -105,7 +105,7 @@ class _Calls:
             for one, other in zip(network.run(inputs, sized=True), expected, strict=True):
                 if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
                     raise Uncapturable(
-                        "its graph computes something else than the module, in which what a call returns may hang on the calls "
+                        "its graph computes something else than the module, in which what a call returns may depend on the calls "
                         "before it"
                     )
 

@@ -98,7 +98,7 @@ def problem_of(node: Node) -> tuple[Any, ...]:
             return tuple(map(describe, value))
         return value
 
-    # Copies of a node have it, and no rewrite changes sizes. What a concatenation copies hangs on who else reads its parts.
+    # Copies of a node have it, and no rewrite changes sizes. What a concatenation copies depends on who else reads its parts.
     kept = node.meta.get("problem")
     if kept is None or kept[:2] != (node.target, node.kwargs.get("algorithm")):
         named = arguments(node)
