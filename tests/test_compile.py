@@ -1,17 +1,21 @@
 """torch.compile of every operator: one graph, static and dynamic shapes, gradients."""
 
+import warnings
+
 import pytest
 import torch
 from modules import EveryOperator, assert_equal, each_device, swapped_net
 from tester import each_algorithm
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ai3_ops import _cases
+from ai3_ops import _cases, swap
 
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler():
     torch._dynamo.reset()
+    torch._dynamo.utils.warn_once_cache.clear()
     yield
     torch._dynamo.reset()
 
@@ -96,3 +100,14 @@ def test_swapped_network(device, dynamic):
     for batch in (9, 4):
         x = torch.randn(batch, 3, 20, 21, device=device)
         torch.testing.assert_close(gradients(compiled, swapped, x), gradients(net, net, x), rtol=1e-4, atol=1e-4)
+
+
+def test_rules_are_compiled_without_warnings():
+    """default's rules run while Dynamo traces, which warns where it looks behind a cache."""
+    x = torch.randn(2, 3, 16, 16)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4096, 8), nn.LayerNorm(8))
+    compiled = torch.compile(swap(model, "default", x), backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled(x).square().sum().backward()
+    assert [str(w.message) for w in caught if "Dynamo" in str(w.message)] == []

@@ -7,7 +7,6 @@ sits in.
 
 from __future__ import annotations
 
-import functools
 import secrets
 import sys
 import warnings
@@ -748,7 +747,7 @@ class SwitchedCall(WeightedCall):
         return options
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # Dynamo would look into a cache's function, and warn
 def fast_in(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies pairs of 16 bits on this processor, through oneDNN."""
     mkldnn: Any = torch.ops.mkldnn
