@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._C import DispatchKeySet as DispatchKeySet
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -116,6 +116,14 @@ def has_kernels_of_its_own(tensor: Tensor) -> bool:
     """Whether a tensor's class computes operators itself (DTensor, quantized tensors), so that its data are not its values."""
     own = type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
     return own and not isinstance(tensor, FakeTensor)
+
+
+_SHARDED = "_is_fsdp_managed_module"  # FSDP's mark, for Dynamo
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP keeps parts of a module's parameters, and gives it whole ones, which are plain tensors, for its calls."""
+    return _SHARDED in module.__dict__
 
 
 def has_constant_sizes(values: Iterable[Any]) -> bool:

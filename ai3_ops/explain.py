@@ -481,8 +481,12 @@ def _layer(module: str, call: Call, trouble: str) -> Layer:
     if call.reads_last and not formats:
         formats = "its input is given in NHWC, since its weight must keep its strides"
     memory = _memory(call, used) if call.operator is not None and call.example is not None else {}
-    each = call.computed and call.computed not in call.reason and memory.get("packs") == "each call"
-    computed = f"its weight is computed at every call: {call.computed} first, and its pack is kept" if each else ""
+    each = memory.get("packs") == "each call"
+    computed = ""
+    if each and call.computed and call.computed not in call.reason:
+        computed = f"its weight is computed at every call: {call.computed} first, and its pack is kept"
+    elif each and call.gathered:
+        computed = "its weight is gathered by FSDP at every call, and packed each time"
     reasons = (
         call.missing,
         call.reason,

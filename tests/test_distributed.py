@@ -7,6 +7,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import ai3_ops
@@ -30,8 +31,29 @@ class Net(nn.Module):
         return self.head(self.second(x).flatten(2).mean(2))
 
 
+class Products(nn.Module):
+    """A layer, and a call site in a module inside of the one that is sharded; `default` would take both."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(512, 512))
+
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.own = nn.Linear(512, 512), self.Own()
+
+    def forward(self, x):
+        return self.own(self.layer(x))
+
+
 def sharded(model):
-    fully_shard(model.second)
+    if isinstance(model, Net):
+        fully_shard(model.second)
     return fully_shard(model)
 
 
@@ -91,6 +113,7 @@ def worker(rank, folder):
                 ((grads[n] - g).abs().max() / g.abs().max()).item() for n, g in expected.items()
             )
     found["weights that are gathered anew"] = gathered_anew(x)
+    found["packs"] = [packs(order, algorithm, x) for order in ORDERS for algorithm in ("gemm", "default")]
     found["a checkpoint"] = checkpoint(f"{folder}/checkpoint")
     try:
         swap(sharded(Net()), CHOSEN)
@@ -114,6 +137,31 @@ def gathered_anew(x):
             worst = max(worst, (model(x) - plain(x)).abs().max().item())
             model.reshard()
     return worst
+
+
+ORDERS = {
+    "swap first": lambda a, x: sharded(swap(Products(), {"linear": a}, x)),
+    "fully_shard first": lambda a, x: swap(sharded(Products()), {"linear": a}, x, inplace=True),
+}
+
+
+def packs(order, algorithm, x):
+    """What is kept of weights that are gathered anew, what explain says about it, and the largest error after changes."""
+    x = x.new_ones(2, 512)
+    model, plain = ORDERS[order](algorithm, x).eval(), Products().eval()
+    worst = 0.0
+    with torch.no_grad():
+        for element in range(7, 60000, 9001):
+            model(x)
+            model.reshard()  # which the root leaves to its next call
+            model.own.weight.to_local().flatten()[element] += 500
+            plain.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
+            expected = plain(x)
+            worst = max(worst, ((model(x) - expected).abs().max() / expected.abs().max()).item())
+            model.reshard()
+    calls = [model.layer._ai3, *model.own._ai3.calls.values()] if algorithm == "gemm" else []
+    rows = [(a.used, a.packs, a.calls == a.torch_calls, a.reason) for a in explain(model).layers]
+    return {"case": (order, algorithm), "off": worst, "held": [c.held_bytes() for c in calls], "rows": rows}
 
 
 def checkpoint(folder):
@@ -149,6 +197,21 @@ def test_gradients_in_both_orders_on_both_ranks(way, results):
 def test_what_fully_shard_gathers_is_packed_anew(results):
     for result in results:
         assert result["weights that are gathered anew"] < 1e-4
+
+
+def test_weights_that_fully_shard_gathers_are_never_kept_packed(results):
+    for result in results:
+        for found in result["packs"]:
+            assert found["off"] < 1e-4, found["case"]
+            assert not any(found["held"])
+            assert len(found["rows"]) == 2
+            for used, state, left, reason in found["rows"]:
+                if found["case"][1] == "gemm":
+                    assert (used, state, left) == ("gemm", "each call", False)
+                    assert "is gathered by FSDP at every call, and packed each time" in reason
+                else:
+                    assert left in (True, None) or used == "torch"
+                    assert "is gathered by FSDP at every call, and PyTorch is faster" in reason
 
 
 def test_a_sharded_checkpoint_fits_the_plain_model(results):

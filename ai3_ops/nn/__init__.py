@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from ai3_ops._torch import is_sharded
 from ai3_ops.nn.rewrite import Slow, Swapped, sites_class
 from ai3_ops.operations.calls import Call
 
@@ -15,9 +16,6 @@ from ai3_ops.operations.calls import Call
 LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [
     (module, name, arguments) for name, call in Call.by_name.items() for module, arguments in call.modules.items()
 ]
-
-
-_SHARDED = "_is_fsdp_managed_module"  # FSDP's mark, for Dynamo
 
 
 class Leaf(Swapped):
@@ -36,8 +34,8 @@ def _leaf_class(
         call = self.__dict__.get("_ai3")
         if call is None:  # made by the user's code from type(self)
             return original.forward(self, input)
-        if _SHARDED in self.__dict__:  # gathered anew into the same memory, at the same version
-            call.forget_packs()
+        if is_sharded(self):
+            call.gathered = True
         return call(*arguments(self, input))
 
     forward.__doc__ = original.forward.__doc__
@@ -120,8 +118,3 @@ def _below(module: nn.Module, cls: type[nn.Module]) -> type[nn.Module] | None:
     sharded = is_sharded(module) and cls.__name__.startswith("FSDP") and f"{cls.__module__}.".startswith("torch.")
     base: type[Any] = cls.__bases__[-1]
     return base if (parametrized or sharded) and issubclass(base, nn.Module) and base is not nn.Module else None
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP keeps parts of a module's parameters, and gives it whole ones, which are plain tensors, for its calls."""
-    return _SHARDED in vars(module)

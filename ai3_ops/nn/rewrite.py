@@ -13,6 +13,7 @@ import copy
 import copyreg
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from types import CellType, FunctionType
 from typing import Any
@@ -68,6 +69,8 @@ class Sites:
         assert self.found is not None
         calls = self.calls
         chosen = tuple(s for s in self.found if s.name in calls and (every or calls[s.name].algorithm is not None))
+        for call in calls.values():
+            call.holder = weakref.ref(module)
         vars(module)["_ai3"] = self
         set_class(module, sites_class(original_class(module), chosen))
 

@@ -195,6 +195,8 @@ class Call:
         self.plans: dict[Any, CallPlan | None] = {}
         self.generation = -1  # of the registry, for which the plans and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
+        self.gathered = False  # whether FSDP gathers the weight for every call, into the same memory at the same version
+        self.holder: Callable[[], nn.Module | None] | None = None  # of a call site: its module, which may be sharded later
         self.doubt = ""  # why it may not be taken after all
         self.left_training = False  # whether PyTorch computed the last training step, as `default` has it
         self.mixed = False  # whether the gradients have algorithms of their own
@@ -216,6 +218,8 @@ class Call:
             "held",
             "last_weight",
             "left_training",
+            "gathered",
+            "holder",
         )
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
@@ -426,7 +430,8 @@ class Call:
     def without_pack(self) -> str:
         """Why `default` leaves a call to PyTorch whose weight is computed for it, and what to do."""
         first = f": {self.computed} first" if self.computed else ""
-        return f"its weight is another tensor at every call, and PyTorch is faster than packing each{first}"
+        made = "is gathered by FSDP" if self.gathered else "is another tensor"
+        return f"its weight {made} at every call, and PyTorch is faster than packing each{first}"
 
     def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` beats PyTorch where each call packs its weight, by the operator's arguments."""
@@ -639,12 +644,15 @@ class WeightedCall(Call):
     def forward(self, args: tuple[Any, ...]) -> Tensor:
         """With a slot, but for a weight that is trained, or that is no parameter and may be computed for every call."""
         weight = args[1]
+        if not _is_compiling():
+            self.is_gathered()
         if self.leaves_computed(args):
             return self.leave_computed(args)
         if _is_compiling():
             trained = _grad_enabled() and weight.requires_grad and not _is_exporting()
         else:
             trained = type(weight) is not nn.Parameter or (_grad_enabled() and weight.requires_grad)
+        trained = trained or self.gathered  # nor for one whose pack nothing could tell from that of the next call's
         assert self.operator is not None
         if trained or (self.held is None and "forward" not in self.options):
             return super().forward(args)
@@ -662,19 +670,23 @@ class WeightedCall(Call):
 
     def pack_state(self) -> str:
         """Also where one is kept."""
-        kept = self.packs.bytes and self.packs.kept and not self.computed
+        kept = self.packs.bytes and self.packs.kept and not (self.computed or self.gathered)
         return "kept" if kept else super().pack_state()
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """With the version of the weight, by which C++ knows whether its pack still holds."""
         weight = args[1]
-        if type(weight) is not nn.Parameter:
-            if type(weight) is not Tensor:
+        if type(weight) is not nn.Parameter or ((self.gathered or self.holder) and self.is_gathered()):
+            if type(weight) not in (Tensor, nn.Parameter):
                 return None
             if self.leaves_computed(args):
                 return self.leave_computed(args)
         version = -1 if weight.is_inference() else weight._version
-        return plan.operator(args[0], weight, args[2], plan.numbers, version)
+        try:
+            return plan.operator(args[0], weight, args[2], plan.numbers, version)
+        finally:
+            if self.gathered:
+                self.forget_packs()
 
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """A rule may look at all of it."""
@@ -688,17 +700,24 @@ class WeightedCall(Call):
         To be asked once in a call: a tensor that is no parameter counts as computed unless it is the last call's.
         """
         weight = args[1]
+        computed = self.gathered
         if _is_compiling():  # in whose programs only the module tells a parameter from what is computed
-            computed = bool(self.computed)
-        elif computed := type(weight) is not nn.Parameter and (
-            self.last_weight is None or self.last_weight() is not weight
-        ):
+            computed = computed or bool(self.computed)
+        elif not computed and type(weight) is not nn.Parameter:
+            computed = self.last_weight is None or self.last_weight() is not weight
             self.last_weight = weakref.ref(weight)
         if not computed or self.algorithm is None or self.algorithm.name != "default" or self.strict:
             return False
         if args[0].device.type != "cpu" or (_grad_enabled() and weight.requires_grad):
             return False
         return (_is_compiling() and not _torch.has_constant_sizes(args)) or not self.gains_unpacked(args)
+
+    def is_gathered(self) -> bool:
+        """Sets `gathered`, also after the swap; what is compiled knows what was found before."""
+        if not self.gathered and self.holder is not None:
+            module = self.holder()
+            self.gathered = module is not None and _torch.is_sharded(module)
+        return self.gathered
 
     def leave_computed(self, args: tuple[Any, ...]) -> Tensor:
         """PyTorch's answer where the weight is computed at every call."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ai3_ops.nn import is_sharded, leaf_class, original_class
+from ai3_ops._torch import is_sharded
+from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.nn.computed import advice
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.nn.sites import Site, known_arguments
@@ -32,11 +33,13 @@ class Described(Place):
         super().__post_init__()
         self.call.layer = self.names[0]
         self.call.computed = "" if self.site else advice(self.module)
+        self.call.gathered = is_sharded(self.module)
 
     def leaves_computed(self) -> bool:
         """Whether `default` leaves a layer to PyTorch because its weight is computed, and would be packed, at every call."""
         call = self.call
-        if not call.computed or call.example is None or self.module.training or self.device() != "cpu":
+        anew = call.computed or call.gathered
+        if not anew or call.example is None or self.module.training or self.device() != "cpu":
             return False
         return not call.gains_unpacked(tuple(map(Spec.tensor, call.example)))
 

@@ -19,7 +19,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
-from ai3_ops.nn import LEAVES, is_sharded, layout, leaf_class, original_class, set_class, swapped_class
+from ai3_ops._torch import is_sharded
+from ai3_ops.nn import LEAVES, layout, leaf_class, original_class, set_class, swapped_class
 from ai3_ops.nn.rewrite import Sites, found_in
 from ai3_ops.nn.sites import operations_in
 from ai3_ops.operations.calls import Call, Spec
