@@ -195,8 +195,8 @@ class Call:
         self.plans: dict[Any, CallPlan | None] = {}
         self.generation = -1  # of the registry, for which the plans and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
-        self.gathered = False  # whether FSDP gathers the weight for every call, into the same memory at the same version
-        self.holder: Callable[[], nn.Module | None] | None = None  # of a call site: its module, which may be sharded later
+        self.gathered = False  # whether FSDP gathers the weight at every call: same memory, same version
+        self.holder: Callable[[], nn.Module | None] | None = None  # a call site's module, which may be sharded later
         self.doubt = ""  # why it may not be taken after all
         self.left_training = False  # whether PyTorch computed the last training step, as `default` has it
         self.mixed = False  # whether the gradients have algorithms of their own
