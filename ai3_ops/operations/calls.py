@@ -766,7 +766,7 @@ class SwitchedCall(WeightedCall):
         return options
 
 
-@torch.compiler.assume_constant_result  # Dynamo would look into a cache's function, and warn
+@_torch.constant_when_compiled  # Dynamo would look into a cache's function, and warn
 def fast_in(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies pairs of 16 bits on this processor, through oneDNN."""
     mkldnn: Any = torch.ops.mkldnn
