@@ -99,7 +99,12 @@ def registry_text() -> bytes:
 
 def registry() -> dict[str, Any]:
     """The registry as it is now: instruction-set level, operations, their algorithms per device with all properties."""
-    return json.loads(registry_text())
+    return _parsed(registry_text())
+
+
+@functools.lru_cache(maxsize=1)  # it is asked for with every layer, and changes with registrations only
+def _parsed(text: bytes) -> dict[str, Any]:
+    return json.loads(text)
 
 
 @functools.cache

@@ -142,19 +142,26 @@ def algorithms(operation: str | None = None, device: str | torch.device | None =
 def registered() -> list[AlgorithmInfo]:
     """As `algorithms`, without those that packages only offer until they are asked."""
     found = list(_of_text(_library.registry_text()))
+    if not _python:
+        return found
     devices = [d for d in _library.DEVICES if d == "cpu" or torch.cuda.is_available()]
     found += [dataclasses.replace(info, device=d) for info in _python.values() for d in devices]
-    return sorted(found, key=lambda a: (a.operation, a.name, a.device))
+    return sorted(found, key=_order)
+
+
+def _order(info: AlgorithmInfo) -> tuple[str, str, str]:
+    return info.operation, info.name, info.device
 
 
 @functools.lru_cache(maxsize=1)  # it is asked for at every swap of a layer, and changes with registrations only
 def _of_text(text: bytes) -> list[AlgorithmInfo]:
-    return [
+    found = [
         AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"])})
         for o, record in json.loads(text)["operations"].items()
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()
     ]
+    return sorted(found, key=_order)
 
 
 def approximate_default(operation: str, rule: str) -> str | None:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from ai3_ops.selectors import listed
 from ai3_ops.steps import examples
 from ai3_ops.steps.discover import meant, refuse_optimized
 from ai3_ops.steps.examples import Inputs
+
+if TYPE_CHECKING:
+    from ai3_ops.optimize.capture import Calls
 
 __all__ = ["optimize"]
 
@@ -116,12 +119,12 @@ def optimize(
         original = unswap(copied(model))
         if model.training:
             original.eval()
-        state = _state_outside(original, args, kwargs, example_inputs)
+        state, first = _state_outside(original, args, kwargs, example_inputs)
         whole, left = Optimized(original, settings), Left()
         try:
             if state:
                 raise Uncapturable(f"a call changes {listed(state)}, outside of its modules", state)
-            whole.plan(args, kwargs, progress=show, budget=budget, rehearsal=copied(original, sharing=True))
+            whole.plan(args, kwargs, progress=show, budget=budget, first=first)
         except Uncapturable as reason:
             left.add("", reason)
             if state:
@@ -160,30 +163,36 @@ class Left(dict[str, str]):
             warnings.warn(f"ai3_ops.optimize: the model is as fast as before: {reason}", stacklevel=3)
 
 
-def _state_outside(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any) -> list[str]:
-    """Runs copies of a model: what each call changes outside of its modules, which is as before then.
+def _state_outside(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any
+) -> tuple[list[str], Calls]:
+    """Runs a copy of a model: what each call changes outside of its modules, which is as before then; and the first call.
 
     What only the first call changes, as a table for its sizes, does not count.
     """
     from ai3_ops.optimize.outside import Outside
 
-    before, copy = Outside(model), copied(model, sharing=True)
-    _run(copy, args, kwargs, example_inputs)
+    before, cold = Outside(model), copied(model, sharing=True)
+    first = _run(model, args, kwargs, example_inputs, cold)
     if not before.changes():
-        return []
+        return [], first
     after = Outside(model)
     with contextlib.suppress(Exception):  # of values that the model refuses
-        _outputs(copy, *others(args, kwargs))
+        _outputs(copied(cold, sharing=True), *others(args, kwargs))
     state = after.changes()
     if state:
         before.put_back()
-    return state
+    return state, first
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any) -> None:
-    """RuntimeError, with what may be meant, where the model does not run."""
+def _run(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], example_inputs: Any, cold: nn.Module
+) -> Calls:
+    """The first call, of a copy; RuntimeError, with what may be meant, where the model does not run."""
+    from ai3_ops.optimize.capture import Calls
+
     try:
-        _outputs(model, args, kwargs)
+        return Calls(copied(model, sharing=True), args, kwargs, cold)
     except Exception as error:
         raise RuntimeError(
             "ai3_ops.optimize: running the model on the example inputs failed"

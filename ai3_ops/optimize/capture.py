@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import io
 import logging
+import operator
 import sys
 import threading
 import warnings
@@ -42,54 +43,65 @@ class _NotPlain(Uncapturable):
     """Of a graph that writes in place or has graphs of its own, which `run_decompositions` may take out of it."""
 
 
-def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, functional: bool = False) -> Network:
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    functional: bool = False,
+    first: Calls | None = None,
+) -> Network:
     """The graph of a module, checked against it on the example and on other inputs; Uncapturable where there is none.
 
     The graph holds for every batch size where the inputs that are tensors have their first dimension in common and the
     module treats it as a batch, else for the sizes of the example only. Copies of the module run, so that it stays as it is.
     `functional`: of a module that is a graph already, whose calls change nothing that the graph does not show.
+    `first`: the first call of a copy of the module with these inputs, if it was made.
     """
     if functional:
-        return _captured(module, _Calls(module, args, kwargs))
+        return _captured(Calls(module, args, kwargs))
     if isinstance(module, torch.jit.ScriptModule):
         raise Uncapturable("torch.jit compiled it: give the model as it was before")
-    fresh = copied(module, sharing=True)
+    fresh = copied(module, sharing=True) if first is None else first.module
     with constant(fresh):
         hooked = [name for name, m in fresh.named_modules() if m._forward_hooks or m._forward_pre_hooks]
         if hooked:
             raise Uncapturable(
                 f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
             )
-        return _captured(fresh, _Calls.in_turn(fresh, args, kwargs))
+        calls = first or Calls(fresh, args, kwargs, copied(fresh, sharing=True))
+        calls.in_turn()
+        return _captured(calls)
 
 
-class _Calls:
-    """Calls of a module, in turn, and what they returned."""
+class Calls:
+    """Calls of a module, in turn, and what they returned; the first one, with the example, at once."""
 
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.args, self.kwargs = module, args, kwargs
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cold: nn.Module | None = None
+    ) -> None:
+        """`cold`: a copy in the state that the module is in, which does not run."""
+        self.module, self.args, self.kwargs, self.cold = module, args, kwargs, cold
         self.made: list[tuple[list[Any], list[Any]]] = []  # inputs, which a call may not change, and outputs
         self.call(args, kwargs)
 
-    @classmethod
-    def in_turn(cls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Calls:
-        """The example, other inputs, and the example again, from the state that the module is in.
+    def in_turn(self) -> None:
+        """Other inputs, and the example again.
 
         Uncapturable where the second or third call changes the module, as none would that only fills a table for its sizes.
         """
-        cold = copied(module, sharing=True)
-        calls, other = cls(module, args, kwargs), others(args, kwargs)
+        module, cold, other = self.module, self.cold, others(self.args, self.kwargs)
+        assert cold is not None
         before = copied(module, sharing=True) if changes(cold, module) else cold
         with contextlib.suppress(Exception):  # of values that the module refuses
-            calls.call(*other)
+            self.call(*other)
         state = changes(before, module)
-        calls.call(args, kwargs)
+        self.call(self.args, self.kwargs)
         if state := list(dict.fromkeys([*state, *changes(before, module)])):
             raise Uncapturable(f"a call changes {listed(state)}, which a graph would not", state)
         if before is not cold:  # what the first call changed may depend on its inputs
             with contextlib.suppress(Exception):
-                calls.made += cls(cold, *other).made
-        return calls
+                self.made += Calls(copied(cold, sharing=True), *other).made
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One more, with copies of the inputs."""
@@ -101,8 +113,13 @@ class _Calls:
 
     def compare(self, network: Network) -> None:
         """A trace that is not what the module does is refused."""
+        ran: list[tuple[list[Any], tuple[Any, ...]]] = []  # a graph keeps nothing: equal inputs run once
         for inputs, expected in self.made:
-            for one, other in zip(network.run(inputs, sized=True), expected, strict=True):
+            outputs = next((out for given, out in ran if all(map(operator.is_, given, inputs))), None)
+            if outputs is None:
+                outputs = network.run(inputs, sized=True)
+                ran.append((inputs, outputs))
+            for one, other in zip(outputs, expected, strict=True):
                 if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
                     raise Uncapturable(
                         "its graph computes something else than the module, in which what a call returns may depend on the calls "
@@ -110,12 +127,12 @@ class _Calls:
                     )
 
 
-def _captured(module: nn.Module, calls: _Calls) -> Network:
+def _captured(calls: Calls) -> Network:
     """By torch.export, or by torch.fx."""
     reasons = []
     for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
         try:
-            return make(module, calls)
+            return make(calls.module, calls)
         except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
             reasons.append(f"{name}: {error}")
             break
@@ -127,7 +144,7 @@ def _captured(module: nn.Module, calls: _Calls) -> Network:
     raise Uncapturable("; ".join(reasons))
 
 
-def _exported(module: nn.Module, calls: _Calls) -> Network:
+def _exported(module: nn.Module, calls: Calls) -> Network:
     """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown.
 
     What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
@@ -145,7 +162,7 @@ def _exported(module: nn.Module, calls: _Calls) -> Network:
     return _checked(_export(module, args, kwargs, dynamic=False), module, calls, dynamic=False)
 
 
-def _checked(program: ExportedProgram, module: nn.Module, calls: _Calls, dynamic: bool) -> Network:
+def _checked(program: ExportedProgram, module: nn.Module, calls: Calls, dynamic: bool) -> Network:
     """The network of a program, compared with the module."""
     inputs = flat(calls.args, calls.kwargs)
     try:
@@ -156,7 +173,7 @@ def _checked(program: ExportedProgram, module: nn.Module, calls: _Calls, dynamic
             network = _network(program.run_decompositions({}), module, inputs, dynamic)
     if dynamic and batch_of(inputs) > 1:
         one = pytree.tree_map_only(Tensor, lambda x: x[:1], (calls.args, calls.kwargs))
-        _Calls(module, *one).compare(network)
+        Calls(module, *one).compare(network)
     calls.compare(network)
     return network
 
@@ -233,7 +250,7 @@ def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _traced(module: nn.Module, calls: _Calls) -> Network:
+def _traced(module: nn.Module, calls: Calls) -> Network:
     """Where export refuses the source: the graph that symbolic values leave, exported."""
     return _exported(fx.symbolic_trace(module), calls)
 
@@ -321,4 +338,4 @@ def _is_random(node: fx.Node) -> bool:
     return all(trains) and given.get("dropout_p", given.get("p")) != 0
 
 
-__all__ = ["Uncapturable", "capture"]
+__all__ = ["Calls", "Uncapturable", "capture"]

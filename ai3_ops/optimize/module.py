@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ai3_ops._torch import any_autocast, pytree
-from ai3_ops.optimize.capture import Uncapturable
+from ai3_ops.optimize.capture import Calls, Uncapturable
 from ai3_ops.optimize.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
 
@@ -85,13 +85,15 @@ class Optimized(nn.Module):
         whole: nn.Module | None = None,
         budget: Budget | None = None,
         rehearsal: nn.Module | None = None,
+        first: Calls | None = None,
     ) -> None:
         """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part.
 
-        `rehearsal` is a copy that may run meanwhile.
+        `rehearsal` is a copy that may run meanwhile, as are those of `first`, the first call.
         """
         original = self._ai3_original[0]
-        plan = make_plan(rehearsal or original, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget)
+        runs = rehearsal or (first and first.cold) or original
+        plan = make_plan(runs, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget, first=first)
         # The choices stay, not the selectors, which may be functions that no file holds.
         self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
         self._ai3_signature = _bare(inspect.signature(original.forward))

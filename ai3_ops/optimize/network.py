@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -122,9 +122,9 @@ class Network:
         args, kwargs = _normal(function, args, kwargs)
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", function, args, kwargs)
-        out = call(node, _meta)
+        shape, dtype = _result(function, _sized(args), _sized(tuple(kwargs.items())))
         batched = any(a.meta["batched"] for a in node.all_input_nodes)
-        node.meta.update(shape=tuple(out.shape), dtype=out.dtype, batched=batched)
+        node.meta.update(shape=shape, dtype=dtype, batched=batched)
         node.meta["layers"] = tuple(dict.fromkeys(layers))
         return node
 
@@ -253,8 +253,34 @@ def _normal(
 signature_of = functools.cache(inspect.signature)
 
 
-def _meta(node: fx.Node) -> Tensor:
-    return torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
+class _Size(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Plain(NamedTuple):
+    kind: type  # 1, 1.0 and True are equal
+    value: Any
+
+
+def _sized(value: Any) -> Any:
+    """Arguments with sizes for nodes, and tuples for lists: two that are equal give results of the same size."""
+    if isinstance(value, fx.Node):
+        return _Size(tuple(value.meta["shape"]), value.meta["dtype"])
+    return tuple(map(_sized, value)) if isinstance(value, (list, tuple)) else _Plain(type(value), value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _result(function: Callable[..., Any], args: tuple[Any, ...], kwargs: tuple[Any, ...]) -> _Size:
+    """The size of what a step returns, computed of meta tensors: of `_sized` arguments, kwargs as pairs."""
+
+    def meta(value: Any) -> Any:
+        if isinstance(value, _Size):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return value.value if isinstance(value, _Plain) else tuple(map(meta, value))
+
+    out = function(*map(meta, args), **dict(map(meta, kwargs)))
+    return _Size(tuple(out.shape), out.dtype)
 
 
 def batch_of(inputs: Sequence[Any]) -> int:

@@ -21,7 +21,7 @@ from ai3_ops._torch import pytree
 from ai3_ops.explain import explain
 from ai3_ops.optimize import choose, fusion, steps
 from ai3_ops.optimize.canonical import canonicalize
-from ai3_ops.optimize.capture import capture
+from ai3_ops.optimize.capture import Calls, capture
 from ai3_ops.optimize.lower import Part, Region, build, example_values, module_of, parts
 from ai3_ops.optimize.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
@@ -130,16 +130,18 @@ def make_plan(
     whole: nn.Module | None = None,
     swapping: bool = True,
     budget: Budget | None = None,
+    first: Calls | None = None,
 ) -> Plan:
     """Uncapturable where the module has no graph; ValueError for selectors that do not fit.
 
     `name` is the module's within `whole`, the model that the selectors are for. `swapping`: where no step can run in a
-    program, the module's layers are swapped instead. `budget` is the model's, where this is a part of one.
+    program, the module's layers are swapped instead. `budget` is the model's, where this is a part of one. `first` is the
+    module's first call, with these inputs, where it was made.
     """
     report, budget = Optimization(name), budget or Budget(settings.budget_seconds)
     progress("capture")
     budget.begin()
-    network = capture(module, args, kwargs, functional=not swapping)
+    network = capture(module, args, kwargs, functional=not swapping, first=first)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
     sites = choose.call_sites(module, args, kwargs) if settings.resolved is None and swapping else {}

@@ -56,14 +56,13 @@ def paired(
     """
     deadline = time.perf_counter() + seconds
     with _lock, torch.no_grad():
-        counts = []
-        for function in (slow, fast):
-            took = _seconds(function, 1)
-            if took < 10 * TURN_SECONDS:  # else it has long been warm
-                took = _seconds(function, 1)
-            counts.append(max(1, math.ceil(TURN_SECONDS / max(took, 1e-7))))
-        pairs: list[list[float]] = []
-        for number in range(rounds):
+        firsts = [_seconds(function, 1) for function in (slow, fast)]
+        pairs = [firsts] if min(firsts) >= 10 * TURN_SECONDS else []  # long calls are warm before they end
+        least, counts = 2 + len(pairs), [1, 1]
+        if not pairs:
+            again = [_seconds(function, 1) for function in (slow, fast)]
+            counts = [max(1, math.ceil(TURN_SECONDS / max(took, 1e-7))) for took in again]
+        for number in range(len(pairs), rounds):
             times = [0.0, 0.0]
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 times[which] = _seconds((slow, fast)[which], counts[which])
@@ -71,7 +70,7 @@ def paired(
             ratios = [a / b for a, b in pairs]
             if any(len(pairs) >= n and (min(ratios) >= by or max(ratios) <= 1 / by) for n, by in DECIDED):
                 break
-            if number >= 1 and time.perf_counter() > deadline:
+            if len(pairs) >= least and time.perf_counter() > deadline:
                 break
     return (
         statistics.median(ratios),

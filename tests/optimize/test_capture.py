@@ -15,9 +15,10 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops.optimize import capture as capture_module
+from ai3_ops.optimize import steps
 from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import Uncapturable, capture
-from ai3_ops.optimize.network import Checker, difference
+from ai3_ops.optimize.network import Checker, Network, difference
 
 
 class Several(nn.Module):
@@ -343,3 +344,22 @@ def test_weights_are_converted_one_after_another(monkeypatch):
     captured.run([x], torch.float64)
     assert len(converted) == 5
     assert max(alive) <= 2
+
+
+def test_a_model_runs_three_times_and_its_graph_twice(monkeypatch):
+    """The first call, which says whether it runs at all, is one of those that the graph is compared with."""
+    calls, runs, call, run = [], [], capture_module.Calls.call, Network.run
+    monkeypatch.setattr(capture_module.Calls, "call", lambda self, *given: calls.append(1) or call(self, *given))
+    monkeypatch.setattr(Network, "run", lambda self, *given, **how: runs.append(how) or run(self, *given, **how))
+    optimized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.randn(1, 3, 6, 6), verify="off")
+    assert (len(calls), sum("sized" in how for how in runs)) == (3, 2)
+
+
+def test_steps_are_sized_by_the_types_of_numbers():
+    """1 and 1.0 are equal, and make different sums of an integer."""
+    network = Network(torch.fx.Graph(), {})
+    x = network.graph.placeholder("x")
+    x.meta.update(shape=(2,), dtype=torch.int64, batched=True)
+    output = network.graph.output((x,))
+    made = [network.step(output, steps.binary, x, number, "add").meta["dtype"] for number in (1, 1.0, 1)]
+    assert made == [torch.int64, torch.float32, torch.int64]
