@@ -46,15 +46,23 @@ if (
     CUDA.ai3_cuda_failure.restype = ctypes.c_char_p
     if failure := CUDA.ai3_cuda_failure().decode():
         raise ImportError(f"ai3_ops: {failure}")
-_QUERY = (
-    ctypes.c_char_p,
-    ctypes.c_char_p,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.POINTER(ctypes.c_int64),
-    ctypes.c_int,
-    ctypes.c_char_p,
-)
+
+
+class _Question(ctypes.Structure):  # ai3_question
+    _fields_ = (
+        ("device", ctypes.c_int32),
+        ("index", ctypes.c_int32),
+        ("dtype", ctypes.c_int32),
+        ("allow_tf32", ctypes.c_int32),
+        ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("count", ctypes.c_int32),
+        ("parameter_count", ctypes.c_int32),
+        ("parameters", ctypes.POINTER(ctypes.c_int64)),
+        ("exclude", ctypes.c_char_p),
+    )
+
+
+_QUERY = (ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(_Question))
 _ERROR = (ctypes.c_char_p, ctypes.c_int64)
 C.ai3_registry.argtypes = _ERROR
 C.ai3_registry.restype = ctypes.c_char_p
@@ -114,23 +122,24 @@ def size_names(operation: str) -> tuple[str, ...]:
 
 
 class Sizes(NamedTuple):
-    """A problem's sizes as the registry names them, in order (-1 is unknown); and what a rule may not choose."""
+    """A problem's sizes as the registry names them, in order (-1 is unknown), and what else belongs to a query."""
 
     numbers: Sequence[int]
-    exclude: str = ""  # patterns of algorithms, between commas
+    exclude: str = ""  # patterns of algorithms that a rule may not choose, between commas
+    allow_tf32: bool = False
+    parameters: Sequence[int] | None = None  # of the algorithm's own, as C++ keeps them; None: their defaults
 
 
 def _query(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> tuple[Any, ...]:
-    array, count = (ctypes.c_int64 * len(sizes.numbers))(*sizes.numbers), len(sizes.numbers)
-    return (
-        operation.encode(),
-        algorithm.encode(),
-        DEVICES[device],
-        DTYPES[dtype],
-        array,
-        count,
-        sizes.exclude.encode(),
-    )
+    def array(numbers: Sequence[int] | None) -> Any:
+        return numbers and (ctypes.c_int64 * len(numbers))(*numbers)
+
+    kind, _, index = device.partition(":")
+    question = _Question(
+        DEVICES[kind], int(index or -1), DTYPES[dtype], sizes.allow_tf32, array(sizes.numbers), len(sizes.numbers),
+        len(sizes.parameters or ()), array(sizes.parameters), sizes.exclude.encode(),
+    )  # fmt: skip
+    return operation.encode(), algorithm.encode(), ctypes.byref(question)
 
 
 def supports(operation: str, algorithm: str, device: str, dtype: torch.dtype, sizes: Sizes) -> tuple[bool, str]:

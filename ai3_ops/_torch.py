@@ -204,6 +204,11 @@ def derivative_modes() -> tuple[bool, bool]:
     return torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
 
 
+def add_tags(op: OpOverload, tags: Sequence[torch.Tag]) -> None:
+    """What tracers must know of an operator; the stable ABI defines schemas without tags."""
+    op._tags.extend(tag for tag in tags if tag not in op._tags)
+
+
 _AUTOCAST = DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 

@@ -33,7 +33,7 @@ _Function = TypeVar("_Function", bound=Callable[..., torch.Tensor])
 
 # Passes on the ELF section that AI3_ALGORITHM writes to. Weak: a header without the macro has no such section.
 _UNIT = """\
-#include <ai3/algorithm.h>
+{problems}
 #include "{header}"
 extern "C" {{
 [[gnu::weak, gnu::visibility("hidden")]] extern const ai3::AlgorithmInfo* const __start_ai3_algorithms[];
@@ -184,7 +184,9 @@ def _check_name(operation: str, name: str, replace: bool, python: bool) -> None:
 
 def _check_signature(operation: str, name: str, function: Callable[..., torch.Tensor]) -> None:
     """A callable must take what the operator passes: all positional arguments of its schema."""
-    model = next(a.operator for a in registry.registered() if a.operation == operation and not a.python)
+    model = next(
+        a.operator for a in registry.registered() if a.operation == operation and not (a.python or a.parameters)
+    )
     names = [a.name for a in model._schema.arguments if not a.kwarg_only]
     try:
         inspect.signature(function).bind(*names)
@@ -306,7 +308,8 @@ def _build(operation: str, name: str, header: Path) -> Path:
         raise FileNotFoundError(f"ai3_ops.register: no header {header}")
     compiler = find_compiler()
     version, flags = _flags_for(tuple(compiler))
-    unit = _UNIT.format(header=str(header).replace("\\", "\\\\").replace('"', '\\"'))
+    problems = "\n".join(f"#include <ai3/{o}.h>" for o in registry.operations())
+    unit = _UNIT.format(problems=problems, header=str(header).replace("\\", "\\\\").replace('"', '\\"'))
     # Preprocessed text holds everything that the result depends on: the header and all that it includes.
     text = _run([*compiler, *flags, "-E", "-P"], unit, header)
     key = hashlib.sha256("\0".join([text, *compiler, *flags, version, torch.__version__]).encode()).hexdigest()[:32]

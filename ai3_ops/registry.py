@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import functools
 import json
+import numbers
 import os
+import struct
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -29,6 +32,55 @@ _generation = 0
 preferred: dict[str, str | None] = {}  # by operation, what a user made its `default` run
 digests: dict[tuple[str, str], str] = {}  # of the sources of algorithms that a user registered as headers
 OPERATIONS: dict[str, Operation] = {}  # the rules of each operation; filled by ai3_ops.operations
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """One parameter of an algorithm's own: a keyword argument of its operators, and of `Algorithm`."""
+
+    name: str
+    kind: str  # "int", "float", "bool" or "str"
+    default: Any
+    words: tuple[str, ...] = ()  # what a str may be
+
+    @staticmethod
+    def of_record(record: dict[str, Any]) -> Parameter:
+        """As the registry's JSON has it, the default as C++ keeps it."""
+        parameter = Parameter(record["name"], record["kind"], None, tuple(record["words"]))
+        return dataclasses.replace(parameter, default=parameter.decoded(record["default"]))
+
+    def decoded(self, number: int) -> Any:
+        """The value that C++ keeps as this number."""
+        if self.kind == "float":
+            return struct.unpack("d", struct.pack("q", number))[0]
+        if self.kind == "str":
+            return self.words[number]
+        return bool(number) if self.kind == "bool" else number
+
+    def encoded(self, value: Any) -> int:
+        """The number by which C++ keeps a value; RuntimeError for one that it cannot have."""
+        number = self.number(value)
+        return struct.unpack("q", struct.pack("d", number))[0] if self.kind == "float" else int(number)
+
+    def value(self, text: str) -> Any:
+        """Of a program's word for `number`."""
+        if self.kind == "float":
+            return float(text)
+        number = int(text)
+        return self.words[number] if self.kind == "str" else bool(number) if self.kind == "bool" else number
+
+    def number(self, value: Any) -> int | float:
+        """A word's place among those that are allowed, anything else as it is; RuntimeError as `encoded`."""
+        fits = {
+            "int": isinstance(value, numbers.Integral) and not isinstance(value, bool),
+            "float": isinstance(value, numbers.Real) and not isinstance(value, bool),
+            "bool": isinstance(value, (bool, int)),
+            "str": value in self.words,
+        }[self.kind]
+        if not fits:
+            needs = " or ".join(map(repr, self.words)) or f"of type {self.kind}"
+            raise RuntimeError(f"needs {self.name} {needs}, got {value!r}")
+        return self.words.index(value) if self.kind == "str" else float(value) if self.kind == "float" else int(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +107,7 @@ class AlgorithmInfo:
         False  # reads, and its _out operators write, slices of channels or rows of larger tensors without a copy
     )
     python: bool = dataclasses.field(default=False, compare=False)  # a Python callable
+    parameters: tuple[Parameter, ...] = ()  # of its own
 
     @property
     def operator(self) -> OpOverload:
@@ -156,12 +209,41 @@ def _order(info: AlgorithmInfo) -> tuple[str, str, str]:
 @functools.lru_cache(maxsize=1)  # it is asked for at every swap of a layer, and changes with registrations only
 def _of_text(text: bytes) -> list[AlgorithmInfo]:
     found = [
-        AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"])})
+        AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"]), "parameters": own})
         for o, record in json.loads(text)["operations"].items()
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()
+        for own in [tuple(map(Parameter.of_record, traits["parameters"]))]
     ]
     return sorted(found, key=_order)
+
+
+def parameters(operation: str, algorithm: str) -> tuple[Parameter, ...]:
+    """An algorithm's own parameters."""
+    return _parameters(_library.registry_text()).get((operation, algorithm), ())
+
+
+@functools.lru_cache(maxsize=1)
+def _parameters(text: bytes) -> dict[tuple[str, str], tuple[Parameter, ...]]:
+    return {(a.operation, a.name): a.parameters for a in _of_text(text) if a.parameters}
+
+
+def spelled(name: str, parameters: dict[str, Any]) -> str:
+    """An algorithm and values of its own parameters in one word, as programs and plans name them: "mine(window=256)"."""
+    return f"{name}({', '.join(f'{k}={v!r}' for k, v in parameters.items())})" if parameters else name
+
+
+def unspelled(text: str) -> tuple[str, dict[str, Any]]:
+    """The name and the parameters of what `spelled` returned; ValueError for anything else."""
+    if "(" not in text:
+        return text, {}
+    try:
+        call = ast.parse(text, mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args:
+            return call.func.id, {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
+    except (SyntaxError, ValueError):
+        pass
+    raise ValueError(f"no algorithm {text!r}: parameters are written as in 'mine(window=256)'")
 
 
 def approximate_default(operation: str, rule: str) -> str | None:
@@ -261,15 +343,20 @@ def supports_sizes(
     """As `supports`, from sizes by the names that the registry gives them, for callers that do not know all.
 
     A size left out, None, negative or symbolic is unknown: the answer is then no only where no value of it could help.
-    `exclude` among them has the patterns of algorithms that a rule may not choose, between commas.
+    `exclude` among them has the patterns of algorithms that a rule may not choose, between commas; `allow_tf32` is the
+    operator's switch, and `parameters` has values of the algorithm's own.
     """
-    kind = torch.device(device).type
-    if kind not in _library.DEVICES:
-        return False, f"has no kernel for {kind} tensors"
+    place = torch.device(device)
+    if place.type not in _library.DEVICES:
+        return False, f"has no kernel for {place.type} tensors"
     info = _python.get((operation, algorithm))
     if info is not None:
         return True, ""
-    return _library.supports(operation, algorithm, kind, dtype, _query(operation, sizes))
+    try:
+        query = _query(operation, algorithm, sizes)
+    except RuntimeError as error:  # a parameter's value
+        return False, str(error)
+    return _library.supports(operation, algorithm, str(place), dtype, query)
 
 
 def resolve_sizes(operation: str, algorithm: str, device: str | torch.device, dtype: torch.dtype, **sizes: Any) -> str:
@@ -284,7 +371,7 @@ def choice_sizes(
     if (operation, algorithm) in _python:
         return algorithm, ""
     kind = _kernel_device(operation, algorithm, device)
-    return _library.resolve(operation, algorithm, kind, dtype, _query(operation, sizes))
+    return _library.resolve(operation, algorithm, kind, dtype, _query(operation, algorithm, sizes))
 
 
 def workspace_sizes(
@@ -294,7 +381,7 @@ def workspace_sizes(
     if (operation, algorithm) in _python:
         return 0
     kind = _kernel_device(operation, algorithm, device)
-    return _library.workspace(operation, algorithm, kind, dtype, _query(operation, sizes))
+    return _library.workspace(operation, algorithm, kind, dtype, _query(operation, algorithm, sizes))
 
 
 def packed_bytes_sizes(
@@ -302,15 +389,15 @@ def packed_bytes_sizes(
 ) -> int:
     """Bytes of the tensor that ai3::_<operation>_<algorithm>_pack returns; on the meta device, what the CPU's does."""
     kind = _kernel_device(operation, algorithm, device)
-    return _library.packed_bytes(operation, algorithm, kind, dtype, _query(operation, sizes))
+    return _library.packed_bytes(operation, algorithm, kind, dtype, _query(operation, algorithm, sizes))
 
 
 def _kernel_device(operation: str, algorithm: str, device: str | torch.device) -> str:
     """Whose kernels are asked about: on the meta device, the CPU's; RuntimeError for devices that have none."""
-    kind = torch.device(device).type
-    if kind != "meta" and kind not in _library.DEVICES:
-        raise RuntimeError(f"ai3::{operation}_{algorithm}: has no kernel for {kind} tensors")
-    return "cpu" if kind == "meta" else kind
+    place = torch.device(device)
+    if place.type != "meta" and place.type not in _library.DEVICES:
+        raise RuntimeError(f"ai3::{operation}_{algorithm}: has no kernel for {place.type} tensors")
+    return "cpu" if place.type == "meta" else str(place)
 
 
 def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Problem:
@@ -336,15 +423,18 @@ def _problem(operation: str, algorithm: str, args: tuple[Any, ...], kwargs: dict
         wrong = kind == "Tensor" or (kind == "Optional[Tensor]" and value is not None)
         if wrong and not isinstance(value, Tensor):
             raise TypeError(f"ai3::{name} needs a tensor as {argument.name}, got {type(value).__name__}")
-    return OPERATIONS[operation].problem(f"ai3::{name}", *args, **kwargs)
+    return OPERATIONS[operation].asked(algorithm, *args, **kwargs)
 
 
-def _query(operation: str, sizes: dict[str, Any]) -> _library.Sizes:
+def _query(operation: str, algorithm: str, sizes: dict[str, Any]) -> _library.Sizes:
     names = _library.size_names(operation)
-    unknown = sizes.keys() - {*names, "exclude"}
+    unknown = sizes.keys() - {*names, "exclude", "allow_tf32", "parameters"}
     if unknown:
         raise TypeError(f"{operation} has no size {sorted(unknown)}; its sizes: {', '.join(names)}")
-    return _library.Sizes([_known_size(sizes.get(name)) for name in names], sizes.get("exclude", ""))
+    given = sizes.get("parameters")
+    own = given and [p.encoded(given.get(p.name, p.default)) for p in parameters(operation, algorithm)]
+    known = [_known_size(sizes.get(name)) for name in names]
+    return _library.Sizes(known, sizes.get("exclude", ""), bool(sizes.get("allow_tf32")), own or None)
 
 
 def _known_size(size: Any) -> int:

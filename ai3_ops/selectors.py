@@ -63,6 +63,12 @@ class Algorithm:
             if known[parameter] == "bool" and not isinstance(value, bool):
                 raise TypeError(f"Algorithm({name!r}) needs {parameter} to be True or False, got {value!r}")
 
+    @classmethod
+    def of(cls, text: str) -> Algorithm:
+        """A choice from the one word by which programs and plans name it: "mine(window=256)"."""
+        name, parameters = registry.unspelled(text)
+        return cls(name, **parameters)
+
     @property
     def names(self) -> list[str]:
         """All algorithms that this choice needs."""
@@ -245,7 +251,7 @@ def check_algorithm(name: str, operation: str, algorithm: str) -> None:
     if algorithm == "torch":
         return
     try:
-        registry.algorithm(operation, algorithm)
+        registry.algorithm(operation, registry.unspelled(algorithm)[0])
     except ValueError as error:
         raise ValueError(f"plan: layer {name!r} (algorithm {algorithm!r}): {error}") from None
 
@@ -479,7 +485,7 @@ def _candidates(value: Any, operation: str, *, exact: bool) -> tuple[Algorithm |
         if _leaves_alone(one) or one == "auto":  # decided later
             found.append(None)
             continue
-        algorithm = Algorithm(one) if isinstance(one, str) else one
+        algorithm = (Algorithm.of(one) if exact else Algorithm(one)) if isinstance(one, str) else one
         if exact or names.issuperset(algorithm.names):
             try:
                 algorithm.operator(operation)

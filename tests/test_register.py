@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -831,6 +832,74 @@ def test_what_a_new_version_has_in_addition_gets_its_rules(header):
         assert torch.equal(op(X, W), 5 * X)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# y = window * gain * conv2d for 1x1 kernels, negated by a word; a window of 0 is refused, by name.
+OWN = """
+#include <ai3/algorithm.h>
+template <class T>
+void conv2d_{name}(const ai3::Conv2dProblem& p, const T* x, const T* w, const T*, T* y, ai3::Workspace& workspace) {{
+  workspace.take<char>(p.parameters.whole(0));
+  const double factor = p.parameters.whole(0) * p.parameters.real(1) * (p.parameters.whole(3) ? -1 : 1);
+  const ai3::Acc<T> scale = static_cast<ai3::Acc<T>>(p.parameters.flag(2) ? 0 : factor) * ai3::widen(w[0]);
+  for (int64_t i = 0; i < p.batch * p.in_height * p.in_width; i++) y[i] = ai3::narrowed<T>(scale * ai3::widen(x[i]));
+}}
+inline bool {name}_supports(const ai3::Conv2dProblem& p, ai3::Reason& reason) {{
+  return p.parameters.whole(0) > 0 || ai3::refuse(reason, "needs a window of at least 1");
+}}
+inline int64_t {name}_workspace(const ai3::Conv2dProblem& p) {{ return (p.parameters.whole(0) + 63) / 64 * 64; }}
+AI3_ALGORITHM(conv2d, {name}, .accuracy = ai3::Accuracy::approximate, .supports = {name}_supports, .workspace = {name}_workspace,
+              .parameters = "int window={window}, float gain=0.5, bool off=False, str(plain|negated) form=plain")
+"""
+
+
+def own(name: str, window: int = 2) -> str:
+    return OWN.format(name=name, window=window)
+
+
+def test_an_algorithms_own_parameters(header):
+    """Arguments of its operators by name; `supports`, the workspace and the fake kernel know their values."""
+    op = register_function("conv2d", "user_own", header(own("user_own"))).default
+    (info,) = [a for a in ai3_ops.algorithms("conv2d", "cpu") if a.name == "user_own"]
+    assert [(p.name, p.kind, p.default) for p in info.parameters] == [
+        ("window", "int", 2),
+        ("gain", "float", 0.5),
+        ("off", "bool", False),
+        ("form", "str", "plain"),
+    ]
+    y = 5 * X
+    assert torch.equal(op(X, W), y)
+    assert torch.equal(op(X, W, window=4, gain=0.25, form="negated"), -y)
+    assert torch.equal(op(X, W, off=True), 0 * y)
+    assert ai3_ops.supports("conv2d", "user_own", X, W) == (True, "")
+    assert ai3_ops.supports("conv2d", "user_own", X, W, window=0) == (False, "needs a window of at least 1")
+    assert ai3_ops.workspace("conv2d", "user_own", X, W, window=200) == 256
+    with pytest.raises(RuntimeError, match="needs a window of at least 1"):
+        op(X, W, window=0)
+    with pytest.raises(RuntimeError, match="needs form to be one of 'plain', 'negated', got 'loud'"):
+        op(X, W, form="loud")
+    with torch._subclasses.FakeTensorMode() as mode, pytest.raises(RuntimeError, match="window of at least 1"):
+        op(mode.from_tensor(X), mode.from_tensor(W), window=0)
+    with pytest.raises(RuntimeError, match="has other parameters than the one that it replaces"):
+        register_function("conv2d", "user_own", header(own("user_own", window=3)), replace=True)
+
+
+def test_a_model_with_an_algorithms_own_parameters(header):
+    """Eager on the fast path, pickled, compiled, exported, optimized: the same values everywhere."""
+    register_function("conv2d", "user_model", header(own("user_model")))
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1, bias=False), torch.nn.ReLU()).eval()
+    torch.nn.init.constant_(model[0].weight, 5.0)
+    choice = ai3_ops.Algorithm("user_model", window=3, gain=-2.0, form="negated")
+    swapped = ai3_ops.swap(model, {"0": choice})
+    with torch.inference_mode():
+        assert torch.equal(swapped(X), 30 * X)
+    (plan,) = swapped[0]._ai3.plans.values()
+    assert plan is not None
+    assert "window=3" in str(ai3_ops.explain(swapped))
+    with torch.no_grad():
+        assert torch.equal(pickle.loads(pickle.dumps(swapped))(X), 30 * X)
+        assert torch.equal(torch.export.export(swapped, (X,)).module()(X), 30 * X)
+        assert torch.equal(torch.compile(swapped, backend="aot_eager")(X), 30 * X)
 
 
 @pytest.mark.skipif(not shutil.which("clang++"), reason="no Clang")

@@ -36,7 +36,7 @@ class AdaptiveAvgPool2d(Pooling):
             "batch": n, "channels": c, "in_height": h, "in_width": w, "out_height": height, "out_width": width,
             "channels_last": channels_last,
         }  # fmt: skip
-        return Problem(input.device.type, input.dtype, sizes, (n, c, height, width), channels_last, input.ndim == 3)
+        return Problem(str(input.device), input.dtype, sizes, (n, c, height, width), channels_last, input.ndim == 3)
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """ATen's."""

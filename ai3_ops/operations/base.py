@@ -27,7 +27,7 @@ Dims = Sequence["int | None"]
 class Problem(NamedTuple):
     """A call's arguments, checked: what the registry is asked about, and what the output looks like."""
 
-    device: str
+    device: str  # "cpu", "cuda:1", "meta"
     dtype: torch.dtype
     sizes: dict[str, Any]  # by the names of the operation's query; a size may be a SymInt
     shape: tuple[Any, ...]  # of the output; with a batch dimension of 1 when `unbatched`
@@ -130,7 +130,7 @@ def operator_named(name: str) -> OpOverload | None:
 def algorithm_operators(operation: str, algorithm: str) -> dict[str, OpOverload]:
     """The operators that an algorithm has, by kind: "" (the algorithm itself), "backward", "pack", "packed", ..."""
     names = {"": f"{operation}_{algorithm}"}
-    kinds = ("backward", "pack", "packed", "packed_out", "fused", "out", "held")
+    kinds = ("forward", "backward", "pack", "packed", "packed_out", "fused", "out", "held")
     names |= {kind: f"_{operation}_{algorithm}_{kind}" for kind in kinds}
     return {kind: op for kind, name in names.items() if (op := operator_named(name))}
 
@@ -166,6 +166,14 @@ class Operation(Tested):
         """The operator over one more dimension of `size`, by one call; dims[i] is its place in args[i], or None."""
         raise NotImplementedError
 
+    tags: ClassVar[tuple[torch.Tag, ...]] = ()  # of what computes the output, such as nondeterministic_seeded
+
+    # An operator of kind "forward", where the algorithm has one, returns what `backward` reads besides the output (a
+    # log-sum-exp, mean and scale): calls that record gradients run it, and `save` gets all that it returns.
+    def draw(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Random state of one call, as tensors: further arguments of the "forward" operator, which then always runs."""
+        return {}
+
     flops: Callable[..., int] | None = None  # of shapes, as torch.utils.flop_counter calls it
     rules: ClassVar[dict[str, Callable[..., None]]] = {}  # for other kinds of operators: function (self, op, algorithm)
 
@@ -175,16 +183,26 @@ class Operation(Tested):
             cls.registered = set()
 
     # What they get ----------------------------------------------------------------------------------------------------
+    def asked(self, algorithm: str, *args: Any, **kwargs: Any) -> Problem:
+        """`problem` of a call of an algorithm, with its own parameters and PyTorch's switches; RuntimeError as that."""
+        own = {p.name: kwargs.pop(p.name) for p in registry.parameters(self.name, algorithm) if p.name in kwargs}
+        problem = self.problem(f"ai3::{self.name}_{algorithm}", *args, **kwargs)
+        more: dict[str, Any] = {"parameters": own} if own else {}
+        if kwargs.get("allow_tf32"):
+            more["allow_tf32"] = True
+        return problem._replace(sizes=problem.sizes | more) if more else problem
+
     def checked(self, algorithm: str, *args: Any, **kwargs: Any) -> Problem:
         """The problem of a call that the algorithm can do; RuntimeError otherwise."""
         label = f"ai3::{self.name}_{algorithm}"
-        problem = self.problem(label, *args, **kwargs)
+        problem = self.asked(algorithm, *args, **kwargs)
         if all(isinstance(size, int) for size in problem.shape):
             check(math.prod(problem.shape) * 8 < 2**63, label, f"a tensor of sizes {problem.shape} is too large")
         ok, reason = registry.supports_problem(self.name, algorithm, problem)
         if not ok:
             names = sorted({a.name for a in registry.algorithms(self.name) if not a.python} - {algorithm})
-            able = [name for name in names if registry.supports_problem(self.name, name, problem)[0]]
+            others = problem._replace(sizes={k: v for k, v in problem.sizes.items() if k != "parameters"})
+            able = [name for name in names if registry.supports_problem(self.name, name, others)[0]]
             raise RuntimeError(f"{label}: {reason}; algorithms that support this case: {', '.join(able) or 'none'}")
         return problem
 
@@ -195,7 +213,8 @@ class Operation(Tested):
     @functools.cached_property
     def schema(self) -> Any:
         """What all algorithms' operators have before the parameters of their own; the registry is asked once."""
-        return next(a.operator for a in registry.registered() if a.operation == self.name and not a.python)._schema
+        plain = (a for a in registry.registered() if a.operation == self.name and not (a.python or a.parameters))
+        return next(plain).operator._schema
 
     def in_full(self, label: str, args: Sequence[Any]) -> list[Any]:
         """An operator's positional arguments with those that were left out, lists for so many dimensions as ATen wants."""
@@ -286,7 +305,10 @@ class Operation(Tested):
             return self.fake(forward, *args, **options)
 
         register_fake(op, fake)
-        register_autograd(op, self.backward, self.saver(algorithm), self.pytorch)
+        recording = operator_named(f"_{self.name}_{algorithm}_forward")
+        recorder = Recorder(recording, self.draw) if recording else None
+        register_autograd(op, self.backward, self.saver(algorithm), self.pytorch, recorder)
+        _torch.add_tags(op, self.tags)
         call = without_slot(op) if algorithm == "mixed" else op
         register_vmap(op, lambda _, *args, **options: self.vmap(call, *args, **options))
         if self.autocast:
@@ -313,15 +335,24 @@ class _Step(NamedTuple):
     modes: tuple[bool, bool] | None  # those of the outer levels of torch.func's transforms, where there may be any
 
 
+class Recorder(NamedTuple):
+    """What computes an operator's output where gradients are recorded."""
+
+    operator: OpOverload  # returns the output first, then what has no gradients and only `save` gets
+    draw: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]  # its further arguments; with any it always runs
+
+
 def register_autograd(
     op: OpOverload,
     backward: Callable[..., Any],
     save: Callable[..., None],
     pytorch: Callable[..., Any] | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
     """`save(ctx, inputs, options, output)` and `backward(ctx, *grads)`, which may leave out trailing gradients.
 
     Tangents are those of `pytorch(*args, **options)`, what PyTorch computes for such a call; without it forward mode is refused.
+    With a `recorder`, `save` gets the tuple of all that its operator returns.
 
     As torch.library.register_autograd, which cannot be used under torch.func.grad: a dispatcher kernel already runs at one
     level of the function transforms, so a single-level Function is what is needed there. The levels outside of it come
@@ -332,28 +363,33 @@ def register_autograd(
     defaults = [a.default_value for a in arguments]
     names = [a.name for a in arguments[count:]]
 
+    computing = recorder.operator if recorder else op
+
     class Rule(_torch.SingleLevelFunction):
         @staticmethod
         def forward(step: _Step, *args: Any) -> Any:
             if step.modes is None:
-                return below_autograd(op, step.keys, args, step.options)
+                return below_autograd(computing, step.keys, args, step.options)
             with _torch.derivatives(step.modes):
-                return below_autograd(op, step.keys, args, step.options)
+                return below_autograd(computing, step.keys, args, step.options)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             step, *args = inputs
             if step.tangents is not None:
                 outputs = output if isinstance(output, tuple) else (output,)
-                given = zip(outputs, step.tangents, strict=True)
-                ctx.tangents = tuple(torch.zeros_like(y) if t is None else t for y, t in given)
-            options = {n: step.options.get(n, d) for n, d in zip(names, defaults[count:], strict=True)}
+                given = zip(outputs, step.tangents, strict=recorder is None)
+                tangents = tuple(torch.zeros_like(y) if t is None else t for y, t in given)
+                ctx.tangents = (*tangents, *[None] * (len(outputs) - len(tangents)))
+            if recorder:
+                ctx.mark_non_differentiable(*output[1:])
+            options = dict(zip(names, defaults[count:], strict=True)) | step.options
             save(ctx, tuple(args), options, output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             ctx.needs = ctx.needs_input_grad[1:]
-            return (None, *backward(ctx, *grads), *[None] * count)[: count + 1]
+            return (None, *backward(ctx, *grads[:1] if recorder else grads), *[None] * count)[: count + 1]
 
         @staticmethod
         def jvp(ctx: Any, *_: Any) -> Any:
@@ -361,12 +397,17 @@ def register_autograd(
 
     def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
         tangents = None
+        if recorder:
+            options |= recorder.draw(args, options)
         if _torch.in_forward_mode() and any(_torch.tangent_of(a) is not None for a in args):
             tangents = tangents_of(args, options)
         elif not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
+            if options.keys() - {*names}:
+                return below_autograd(computing, keys, args, options)[0]
             return below_autograd(op, keys, args, options)
         modes = _torch.derivative_modes() if _torch.in_transform() else None
-        return Rule.apply_here(_Step(keys, options, tangents, modes), *args, *defaults[len(args) : count])
+        result = Rule.apply_here(_Step(keys, options, tangents, modes), *args, *defaults[len(args) : count])
+        return result[0] if recorder else result
 
     def tangents_of(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor | None, ...]:
         if pytorch is None:

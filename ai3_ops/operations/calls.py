@@ -28,6 +28,7 @@ _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracin
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
+SWITCHES = ("deterministic", "allow_tf32")  # keyword arguments that every algorithm of some operations has
 REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 
 
@@ -46,7 +47,7 @@ class Spec(NamedTuple):
             return value
         dense = value.layout == torch.strided and not value.is_nested
         shape, stride = (tuple(value.shape), value.stride()) if dense else ((), ())
-        return Spec(shape, stride, value.dtype, value.device.type)
+        return Spec(shape, stride, value.dtype, str(value.device))
 
     @staticmethod
     def tensor(value: Any) -> Any:
@@ -263,19 +264,23 @@ class Call:
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
         """The reason why `algorithm` cannot do a problem, "" where it can."""
         roles = {algorithm.backward[1]: "backward_weight", algorithm.backward[0]: "backward_input"}
-        problem = self.asked(algorithm, problem)
+        problem = self.asked(algorithm, problem._replace(sizes=problem.sizes | self.precision(problem.device)))
         for name in algorithm.names:
             ok, reason = registry.supports_problem(self.operation, name, problem)
             if not ok:
                 return reason if name == algorithm.name else f"with {roles[name]}={name!r}, which {reason}"
         return ""
 
+    def precision(self, device: str) -> dict[str, bool]:
+        """PyTorch's switches of a call on that device, as queries name them."""
+        return {}
+
     @staticmethod
     def asked(algorithm: Algorithm, problem: Problem) -> Problem:
         """The problem as the registry is asked about it where `algorithm` is to compute it."""
-        more: dict[str, Any] = {}
-        if algorithm.parameters.get("deterministic"):
-            more["deterministic"] = True
+        more: dict[str, Any] = {s: True for s in SWITCHES if algorithm.parameters.get(s)}
+        if own := {name: value for name, value in algorithm.parameters.items() if name not in SWITCHES}:
+            more["parameters"] = own
         if algorithm.exclude:
             more["exclude"] = algorithm.excluded
         return problem._replace(sizes=problem.sizes | more) if more else problem
@@ -340,15 +345,15 @@ class Call:
                 if a.dtype not in _library.DTYPES:
                     return f"does not compute in {str(a.dtype).removeprefix('torch.')}"
         try:
-            device, rules = args[0].device.type, registry.OPERATIONS[self.operation]
-            if rules.autocast and torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
+            device, rules = str(args[0].device), registry.OPERATIONS[self.operation]
+            if rules.autocast and torch.is_autocast_enabled(args[0].device.type):
+                dtype = torch.get_autocast_dtype(args[0].device.type)
                 args = tuple(
                     Spec.tensor(s._replace(dtype=dtype)) if isinstance(s, Spec) else s for s in map(Spec.of, args)
                 )
             reason = self.refusal(self.algorithm, self.problem(*args)._replace(device=device))
             if not reason and torch.are_deterministic_algorithms_enabled():
-                info = registry.algorithm(self.operation, self.algorithm.name, device)
+                info = registry.algorithm(self.operation, self.algorithm.name, args[0].device.type)
                 return "" if info.deterministic else "is not deterministic"
             return reason
         except RuntimeError:
@@ -549,10 +554,12 @@ class Call:
         if self.rule:
             name = self.resolved(name, args)
         infer = base.operator_named(f"_{self.operation}_{name}_infer")
-        if infer is None or self.algorithm.parameters:
+        own, given = registry.parameters(self.operation, name), self.algorithm.parameters
+        if infer is None or given.keys() - {p.name for p in own}:
             return None
         try:
-            return CallPlan(infer, CallPlan.text(CallPlan.numbers_of(self.operator, args) + self.sizes(args)))
+            values = [p.number(given.get(p.name, p.default)) for p in own]
+            return CallPlan(infer, CallPlan.text(CallPlan.numbers_of(self.operator, args) + self.sizes(args) + values))
         except RuntimeError:  # the operator says why
             return None
 
@@ -638,7 +645,8 @@ class WeightedCall(Call):
     def choose(self, algorithm: Algorithm) -> None:
         """Also finds the operator with a slot, where the choice has no gradients' algorithms and parameters of its own."""
         super().choose(algorithm)
-        plain = not any(algorithm.backward) and self.options.keys() <= {"allow_tf32", "deterministic"}
+        own = {p.name for p in registry.parameters(self.operation, algorithm.name)}
+        plain = not any(algorithm.backward) and self.options.keys() <= {*SWITCHES, *own}
         self.held = base.operator_named(f"_{self.operation}_{algorithm.name}_held") if plain else None
 
     def forward(self, args: tuple[Any, ...]) -> Tensor:
@@ -741,9 +749,10 @@ class WeightedCall(Call):
         """As PyTorch's switch has it; in the dtype of the input."""
         assert self.algorithm is not None
         dtype = args[0].dtype
+        device = str(args[0].device)
         args = tuple(Spec.tensor(s._replace(dtype=dtype)) if isinstance(s, Spec) else s for s in map(Spec.of, args))
-        p = self.problem(*args)
-        switches = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        p = self.problem(*args)._replace(device=device)
+        switches = {"deterministic": torch.are_deterministic_algorithms_enabled()} | self.precision(device)
         sizes = self.asked(self.algorithm, p._replace(sizes=p.sizes | switches)).sizes
         return registry.resolve_sizes(self.operation, rule, p.device, p.dtype, **sizes)
 
@@ -764,6 +773,10 @@ class SwitchedCall(WeightedCall):
         if input.is_cuda and self.allow_tf32():
             options = {"allow_tf32": True} | options
         return options
+
+    def precision(self, device: str) -> dict[str, bool]:
+        """TF32 is CUDA's."""
+        return {"allow_tf32": True} if device.startswith("cuda") and self.allow_tf32() else {}
 
 
 @_torch.constant_when_compiled  # Dynamo would look into a cache's function, and warn

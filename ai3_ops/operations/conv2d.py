@@ -163,7 +163,7 @@ class Conv2d(Weighted):
             sizes["channels_last"] = channels_last
         if exclude:
             sizes["exclude"] = exclude
-        return Problem(input.device.type, input.dtype, sizes, (n, k, *outputs), channels_last, x is not input)
+        return Problem(str(input.device), input.dtype, sizes, (n, k, *outputs), channels_last, x is not input)
 
     def weight_sizes(self, label: str, weight: Tensor, *window: Any) -> dict[str, int]:
         """Nothing about the input."""

@@ -33,7 +33,7 @@ class Flatten(Operation):
         for size in shape[start : end + 1]:
             joined = joined * size
         shape = (*shape[:start], joined, *shape[end + 1 :])
-        return Problem(input.device.type, input.dtype, {"count": input.numel()}, shape)
+        return Problem(str(input.device), input.dtype, {"count": input.numel()}, shape)
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
         """Only the shape is needed."""

@@ -65,7 +65,7 @@ class LayerNorm(Operation):
             "rows": count, "features": math.prod(shape), "has_weight": weight is not None, "has_bias": bias is not None,
             "wide_weight": wide,
         }  # fmt: skip
-        return Problem(input.device.type, input.dtype, sizes, tuple(input.shape))
+        return Problem(str(input.device), input.dtype, sizes, tuple(input.shape))
 
     def register_forward(self, op: OpOverload, algorithm: str) -> None:
         """Autocast is ATen's: none on the CPU, float32 on CUDA."""
@@ -199,7 +199,7 @@ def register_backward(rules: LayerNorm, op: OpOverload, algorithm: str) -> None:
     """ai3::_layer_norm_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
 
     def fake(
-        grad: Tensor, input: Tensor, shape: list[int], weight: Tensor | None, eps: float, mask: list[bool]
+        grad: Tensor, input: Tensor, shape: list[int], weight: Tensor | None, eps: float, mask: list[bool], **_: Any
     ) -> tuple[Tensor, ...]:
         label = f"ai3::layer_norm_{algorithm}"
         rules.problem(label, input, shape, weight)

@@ -67,7 +67,7 @@ class Linear(Weighted):
         }  # fmt: skip
         if exclude:
             sizes["exclude"] = exclude
-        return Problem(input.device.type, input.dtype, sizes, (*input.shape[:-1], *weight.shape[:-1]))
+        return Problem(str(input.device), input.dtype, sizes, (*input.shape[:-1], *weight.shape[:-1]))
 
     def weight_sizes(self, label: str, weight: Tensor) -> dict[str, int]:
         """Nothing about the input."""

@@ -122,7 +122,7 @@ def window_problem(
         "ceil_mode": ceil_mode, "count_include_pad": count_include_pad, "divisor": divisor_override or 0,
         "channels_last": channels_last,
     }  # fmt: skip
-    return Problem(input.device.type, input.dtype, sizes, (n, c, *outputs), channels_last, input.ndim == 3)
+    return Problem(str(input.device), input.dtype, sizes, (n, c, *outputs), channels_last, input.ndim == 3)
 
 
 def _pooled(size: Any, kernel: int, stride: int, pad: int, dilation: int, *, ceil_mode: bool) -> Any:

@@ -24,7 +24,7 @@ class Relu(Operation):
     def problem(self, label: str, input: Tensor, **_: Any) -> Problem:
         """Any shape; RuntimeError for other dtypes than the four."""
         base.check_dtype(label, input)
-        return Problem(input.device.type, input.dtype, {"count": input.numel()}, tuple(input.shape))
+        return Problem(str(input.device), input.dtype, {"count": input.numel()}, tuple(input.shape))
 
     def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
         """Keeps the order of dimensions in memory, as ATen's elementwise functions do."""

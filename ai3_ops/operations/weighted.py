@@ -61,13 +61,16 @@ class Weighted(Operation):
     def register_pack(self, op: OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_pack: as many elements, in one dimension, as the registry says."""
 
-        def fake(weight: Tensor, *window: Any) -> Tensor:
+        def fake(weight: Tensor, *window: Any, **parameters: Any) -> Tensor:
             label = f"ai3::{self.name}_{algorithm}"
             base.check_dtype(label, weight)
-            sizes = self.weight_sizes(label, weight, *window, *self.window[len(window) :])
-            sizes = {name: int(size) for name, size in sizes.items()}  # a traced weight's become constants
+            known = self.weight_sizes(label, weight, *window, *self.window[len(window) :])
+            # A traced weight's become constants.
+            sizes: dict[str, Any] = {name: int(size) for name, size in known.items()}
+            if parameters:
+                sizes["parameters"] = parameters
             ok, reason = registry.supports_problem(
-                self.name, algorithm, Problem(weight.device.type, weight.dtype, sizes, ())
+                self.name, algorithm, Problem(str(weight.device), weight.dtype, sizes, ())
             )
             check(ok, label, reason)
             size = registry.packed_bytes_sizes(self.name, algorithm, weight.device, weight.dtype, **sizes)

@@ -17,7 +17,7 @@ from ai3_ops import _cache, _timing, registry, selectors
 from ai3_ops._timing import Layer, Measured
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.operations.base import Problem
-from ai3_ops.operations.calls import Call, Spec
+from ai3_ops.operations.calls import SWITCHES, Call, Spec
 from ai3_ops.optimize import steps
 from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
@@ -182,7 +182,7 @@ def follow(
     for place, nodes in places:
         for node in nodes:
             algorithm = chosen.get(place.names[0], "default")
-            if resolved is not None and algorithm not in steps.RULES and refusal(node, Algorithm(algorithm)):
+            if resolved is not None and algorithm not in steps.RULES and refusal(node, Algorithm.of(algorithm)):
                 algorithm = AUTO  # chosen for other sizes
             _write(node, algorithm)
             own, *others = node.meta["layers"]
@@ -246,8 +246,6 @@ def refusal(node: fx.Node, algorithm: Algorithm) -> str:
     """Why an algorithm cannot do a step, "" where it can."""
     if any(algorithm.backward):
         return "has gradients' algorithms, and optimize is for inference"
-    if unknown := algorithm.parameters.keys() - {"deterministic", "allow_tf32"}:
-        return f"has parameters that programs do not take ({', '.join(sorted(unknown))})"
     problem = problem_of(node)
     if problem is None:
         return ""
@@ -258,10 +256,11 @@ def refusal(node: fx.Node, algorithm: Algorithm) -> str:
 def named(node: fx.Node, algorithm: Algorithm) -> str:
     """The name by which a step's algorithm is kept: of a rule that may not choose everything, what it chooses."""
     problem = problem_of(node)
+    own = {name: value for name, value in algorithm.parameters.items() if name not in SWITCHES}
     if problem is None or not (algorithm.exclude or algorithm.parameters.get("deterministic")):
-        return algorithm.name
+        return registry.spelled(algorithm.name, own)
     asked = _asked(*problem, algorithm)
-    return registry.resolve_sizes(problem[0], algorithm.name, "cpu", asked.dtype, **asked.sizes)
+    return registry.spelled(registry.resolve_sizes(problem[0], algorithm.name, "cpu", asked.dtype, **asked.sizes), own)
 
 
 def _asked(operation: str, problem: Problem, algorithm: Algorithm) -> Problem:
@@ -306,7 +305,7 @@ def approximates(network: Network) -> bool:
     """Whether a step's algorithm is one that approximates."""
     return any(
         (name := node.kwargs.get("algorithm", "")) not in ("", *steps.RULES)
-        and registry.algorithm(operation, name, "cpu").accuracy == "approximate"
+        and registry.algorithm(operation, registry.unspelled(name)[0], "cpu").accuracy == "approximate"
         for node in network.graph.nodes
         if (operation := operation_of(node)) is not None
     )

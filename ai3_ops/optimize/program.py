@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ai3_ops import _library, registry
 from ai3_ops.operations import base
+from ai3_ops.operations.calls import CallPlan
 from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 from ai3_ops.operations.weighted import SLOPED
@@ -53,6 +54,7 @@ class _Step:
     residual: Value | None = None
     algorithm: str = ""
     window: tuple[Any, ...] = ()  # what the weight's pack depends on
+    parameters: tuple[tuple[str, Any], ...] = ()  # of the algorithm's own
 
     @property
     def reads(self) -> list[Value]:
@@ -171,6 +173,7 @@ class Builder:
     ) -> registry.AlgorithmInfo:
         """What `name` stands for in such a layer, checked."""
         try:
+            name, own = registry.unspelled(name)
             asked = registry.algorithm(operation, name, "cpu")
             if asked.python:
                 raise ValueError(f"{operation}_{name} is a Python callable, which a program cannot run")
@@ -180,6 +183,9 @@ class Builder:
                 known["exclude"] = ",".join(a.name for a in registry.algorithms(operation, "cpu") if a.vendor)
             if "has_bias" in known:
                 known["has_bias"] = has_bias
+            if own:
+                known["parameters"] = own
+                options |= {p.name: CallPlan.word(p.number(own.get(p.name, p.default))) for p in asked.parameters}
             ok, reason = registry.supports_sizes(operation, name, "cpu", x.dtype, **known)
             if not ok:
                 raise ValueError(f"ai3::{operation}_{name}: {reason}")
@@ -212,7 +218,8 @@ class Builder:
             if bias.shape != weight.shape[:1]:
                 raise ValueError(f"{operation} needs a bias of {weight.shape[0]} elements, got {tuple(bias.shape)}")
             tensors["bias"] = bias.detach()
-        return _Step(f"{operation}_{info.name}", [x], options, tensors, algorithm=info.name)
+        own = tuple((p.name, p.value(options[p.name])) for p in info.parameters if p.name in options)
+        return _Step(f"{operation}_{info.name}", [x], options, tensors, algorithm=info.name, parameters=own)
 
     def _finish(
         self,
@@ -451,9 +458,14 @@ class _Constants:
             weight = tensor
             if chw is not None:  # columns in NHWC order
                 weight = weight.unflatten(1, chw).permute(0, 2, 3, 1).flatten(1)
-            return weight.contiguous().clone() if pack is None else pack(weight.contiguous(), *step.window)
+            return (
+                weight.contiguous().clone()
+                if pack is None
+                else pack(weight.contiguous(), *step.window, **dict(step.parameters))
+            )
 
-        return self._add((operation, step.algorithm, step.window, chw), tensor, pack is not None, make)
+        key = (operation, step.algorithm, step.window, step.parameters, chw)
+        return self._add(key, tensor, pack is not None, make)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,15 @@ Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ai3_ops import registry
 
 Pair = tuple[int, int]
 
@@ -84,8 +87,9 @@ def _computes(operation: str, algorithm: str, input: Tensor) -> Callable[..., Te
     """PyTorch's function, or the operator of an algorithm that was asked for by name; references in float64 are PyTorch's."""
     if algorithm in RULES or input.dtype == torch.float64:
         return _FUNCTIONS[operation]
-    operator: Callable[..., Tensor] = getattr(torch.ops.ai3, f"{operation}_{algorithm}").default
-    return operator
+    name, own = registry.unspelled(algorithm)
+    operator: Callable[..., Tensor] = getattr(torch.ops.ai3, f"{operation}_{name}").default
+    return functools.partial(operator, **own) if own else operator
 
 
 def conv2d(

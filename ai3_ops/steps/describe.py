@@ -89,7 +89,7 @@ class Described(Place):
         if self.call.example is not None:
             return next(a.device for a in self.call.example if isinstance(a, Spec))
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return tensors[0].device.type if tensors else "meta"
+        return str(tensors[0].device) if tensors else "meta"
 
     @property
     def in_place(self) -> bool:

@@ -17,8 +17,15 @@
 #include <iostream>
 #include <sstream>
 
-#include "../../csrc/algos/core/algorithm.h"
+#include "../../csrc/algos/adaptive_avg_pool2d/problem.h"
+#include "../../csrc/algos/avg_pool2d/problem.h"
+#include "../../csrc/algos/conv1d/problem.h"
 #include "../../csrc/algos/core/level.h"
+#include "../../csrc/algos/flatten/problem.h"
+#include "../../csrc/algos/layer_norm/problem.h"
+#include "../../csrc/algos/linear/problem.h"
+#include "../../csrc/algos/max_pool2d/problem.h"
+#include "../../csrc/algos/relu/problem.h"
 #include "machine.h"
 #include "shapes.h"
 
@@ -99,14 +106,21 @@ void time_kernel(benchmark::State& state, const Algorithm<P>& a, const Case<P>& 
   const int64_t own = a.traits.workspace ? a.traits.workspace(c.problem) : 0;
   const at::Tensor packed = at::empty({packed_bytes + 64}, at::kByte), memory = at::empty({own + 64}, at::kByte);
   auto pointer = [](const at::Tensor& t) -> const void* { return t.defined() ? t.const_data_ptr() : nullptr; };
-  Buffers buffers{pointer(c.input), pointer(c.weight), pointer(c.bias), nullptr, c.output.data_ptr()};
-  if (packed_bytes) {
-    a.traits.pack(c.problem, buffers.weight, aligned(packed));
-    buffers.weight = aligned(packed);
+  typename P::Operands operands;
+  operands.input = pointer(c.input), operands.output = c.output.data_ptr();
+  if constexpr (requires { operands.weight; }) {
+    operands.weight = pointer(c.weight), operands.bias = pointer(c.bias);
+    if (packed_bytes) {
+      const int64_t bytes = a.traits.pack_workspace ? a.traits.pack_workspace(c.problem) : 0;
+      const at::Tensor scratch = at::empty({bytes + 64}, at::kByte);
+      Workspace workspace{aligned(scratch), bytes, 0, nullptr};
+      a.traits.pack(c.problem, operands.weight, aligned(packed), workspace);
+      operands.weight = aligned(packed);
+    }
   }
   auto run = [&] {
     Workspace workspace{aligned(memory), own, 0, nullptr};
-    a.run(c.problem, buffers, workspace);
+    a.run(c.problem, operands, workspace);
   };
   run();
   const bool approximate = a.traits.accuracy == Accuracy::approximate;

@@ -73,21 +73,6 @@ Conv2dProblem conv2d_from(const Query& q) {
   return p;
 }
 
-std::array<int64_t, 12> pack_description(const Conv2dProblem& p) {
-  return {static_cast<int64_t>(p.dtype),
-          p.in_channels,
-          p.out_channels,
-          p.kernel_height,
-          p.kernel_width,
-          p.stride_h,
-          p.stride_w,
-          p.pad_h,
-          p.pad_w,
-          p.dilation_h,
-          p.dilation_w,
-          p.groups};
-}
-
 // The problem of a weight whose input is not known yet.
 Conv2dProblem Conv2dOperation::problem_of_weight(const Entry& entry, Conv2dCall& c) {
   const Sizes weight = sizes_of(c.weight);
@@ -125,6 +110,7 @@ Conv2dProblem conv2d_problem(const Entry& entry, Conv2dCall& c, const Sizes& wei
   p.stride_h = c.stride[0], p.stride_w = c.stride[1], p.pad_h = c.padding[0], p.pad_w = c.padding[1];
   p.dilation_h = c.dilation[0], p.dilation_w = c.dilation[1], p.groups = c.groups;
   p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic, p.exclude = c.excluded();
+  p.parameters = c.parameters.value_or(entry.defaults);
   check(p.in_channels == checked_mul(weight[1], p.groups), entry, "needs input of ", checked_mul(weight[1], p.groups),
         " channels for weight ", weight, " and groups ", p.groups, ", got ", c.input);
   set_outputs(p);
@@ -194,12 +180,16 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
       output.set_strides(y, p.y_stride);
       auto dense_residual = [&](const Tensor& r) { return dense(r, p.y_stride.c == 1); };
       const Tensor r = c.residual ? residual_for(*c.residual, y, !is_dense(y, p.y_stride.c == 1), dense_residual) : x;
-      run_kernel(
-          call, p,
-          {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr,
-           c.residual ? r.const_data_ptr() : nullptr, y.mutable_data_ptr(), p.has_prologue ? scale.const_data_ptr() : nullptr,
-           p.has_prologue ? shift.const_data_ptr() : nullptr, slope ? slope->const_data_ptr() : nullptr},
-          x, weight.packed, c.workspace);
+      run_kernel(call, p,
+                 {.input = x.const_data_ptr(),
+                  .weight = w.const_data_ptr(),
+                  .bias = c.bias ? b.const_data_ptr() : nullptr,
+                  .residual = c.residual ? r.const_data_ptr() : nullptr,
+                  .output = y.mutable_data_ptr(),
+                  .scale = p.has_prologue ? scale.const_data_ptr() : nullptr,
+                  .shift = p.has_prologue ? shift.const_data_ptr() : nullptr,
+                  .slope = slope ? slope->const_data_ptr() : nullptr},
+                 x, weight.packed, c.workspace);
     });
   }
   output.copy_to(c.output);

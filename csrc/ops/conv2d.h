@@ -1,5 +1,6 @@
 // The arguments of one conv2d call, for the glue and for the algorithms that call PyTorch's own operators.
 #pragma once
+#include "../algos/conv2d/problem.h"
 #include "weighted.h"
 
 namespace ai3::ops {
@@ -24,8 +25,6 @@ struct Conv2dCall : WeightedCall {
 
 // The problem that a query describes, with its output's sizes and dense strides.
 Conv2dProblem conv2d_from(const Query& q);
-// What a pack may depend on.
-std::array<int64_t, 12> pack_description(const Conv2dProblem& p);
 
 Tensor conv2d_run(const Entry& asked, Conv2dCall& c);
 // Checks the arguments as torch.nn.functional.conv2d does and fills the problem, strides excepted.

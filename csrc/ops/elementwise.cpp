@@ -1,4 +1,4 @@
-#include "tensors.h"
+#include "elementwise.h"
 
 namespace ai3::ops {
 
@@ -15,13 +15,13 @@ std::optional<Rows> rows_in_order(const Tensor& t) {
 }
 
 bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
-                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&),
-                     const std::optional<Tensor>& workspace) {
+                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&), const Given& given) {
   ElementwiseProblem p = contiguous_elements(dtype_of(asked, x), threads(y.numel()), y.numel());
+  p.parameters = given.parameters;
   const Prepared<ElementwiseProblem> call = prepare(asked, where_of(asked, x), p, p.count > 0);
   if (p.count == 0) return true;
   if (!set_rows(x, y, p) || (p.row < p.count && !call.algorithm->traits.sliced)) return false;
-  run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x, false, workspace);
+  run_kernel(call, p, {x.const_data_ptr(), y.mutable_data_ptr()}, x, false, given.workspace);
   return true;
 }
 

@@ -1,4 +1,5 @@
-#include "tensors.h"
+#include "../algos/flatten/problem.h"
+#include "elementwise.h"
 
 namespace ai3::ops {
 namespace {
@@ -35,12 +36,12 @@ bool set_rows(const Tensor& x, const Tensor& y, ElementwiseProblem& p) {
   return true;
 }
 
-void copy(const Entry& entry, const Tensor& input, Tensor& out, const std::optional<Tensor>& workspace = std::nullopt) {
-  if (run_elementwise(entry, input, out, set_rows, workspace)) return;
+void copy(const Entry& entry, const Tensor& input, Tensor& out, const Given& given) {
+  if (run_elementwise(entry, input, out, set_rows, given)) return;
   const Tensor x = as_contiguous(input);
-  if (run_elementwise(entry, x, out, set_rows, workspace)) return;
+  if (run_elementwise(entry, x, out, set_rows, given)) return;
   Tensor dense = empty(sizes_of(out), out.scalar_type(), out);
-  run_elementwise(entry, x, dense, set_rows, workspace);
+  run_elementwise(entry, x, dense, set_rows, given);
   torch::stable::copy_(out, dense);
 }
 
@@ -49,9 +50,10 @@ void forward(const Entry& entry, StableIValue* stack) {
   Arguments in(stack, inference);
   const Tensor input = in.take<Tensor>();
   const int64_t start = in.take<int64_t>(), end = in.take<int64_t>();
+  const Given given{.parameters = in.take_parameters(entry)};
   if (inference) check_inference(entry);
   Tensor output = empty(flattened(entry, input, start, end), input.scalar_type(), input);
-  copy(entry, input, output);
+  copy(entry, input, output, given);
   give(stack, 0, output);
 }
 void forward_out(const Entry& entry, StableIValue* stack) {
@@ -60,11 +62,12 @@ void forward_out(const Entry& entry, StableIValue* stack) {
   const int64_t start = in.take<int64_t>(), end = in.take<int64_t>();
   Tensor out = in.take<Tensor>();
   const auto workspace = in.take<std::optional<Tensor>>();
+  const Given given{.workspace = workspace, .parameters = in.take_parameters(entry)};
   mark_written(entry, out);
   check_place(entry, input, out, flattened(entry, input, start, end), "out");
   check_apart(entry, out, input, "input");
   check_workspace(entry, workspace, {{&input, "input"}, {&out, "out"}});
-  copy(entry, input, out, workspace);
+  copy(entry, input, out, given);
 }
 
 constexpr OperatorKind kinds[] = {

@@ -2,13 +2,6 @@
 #include "../algos/layer_norm/problem.h"
 #include "tensors.h"
 
-namespace ai3 {
-static auto value_of(const LayerNormProblem& p) {
-  const auto& [dtype, threads, rows, features, eps, weight, bias, wide] = p;
-  return ops::as_numbers(dtype, threads, rows, features, eps, weight, bias, wide);
-}
-}  // namespace ai3
-
 namespace ai3::ops {
 namespace {
 
@@ -17,6 +10,7 @@ struct Call {
   Sizes shape;
   std::optional<Tensor> weight, bias;
   double eps = 0;
+  std::optional<Parameters> parameters = std::nullopt;  // of the algorithm's own
 };
 
 // An element takes as long as some multiplications of a product do.
@@ -56,6 +50,7 @@ LayerNormProblem problem(const Entry& entry, const Call& c) {
   p.dtype = dtype, p.features = checked_numel(entry, c.shape, 1);
   p.rows = checked_numel(entry, Sizes(input.begin(), input.end() - static_cast<std::ptrdiff_t>(c.shape.size())), 1);
   p.eps = c.eps, p.has_weight = c.weight.has_value(), p.has_bias = c.bias.has_value(), p.wide_weight = wide;
+  p.parameters = c.parameters.value_or(entry.defaults);
   set_threads(p);
   return p;
 }
@@ -67,8 +62,10 @@ void run(const Entry& entry, const Call& c, Tensor& y, const std::optional<Tenso
   if (y.numel() == 0) return;
   const Tensor x = as_contiguous(c.input), w = c.weight ? as_contiguous(*c.weight) : x, b = c.bias ? as_contiguous(*c.bias) : x;
   run_kernel(call, p,
-             {x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr, c.bias ? b.const_data_ptr() : nullptr, nullptr,
-              y.mutable_data_ptr()},
+             {.input = x.const_data_ptr(),
+              .weight = c.weight ? w.const_data_ptr() : nullptr,
+              .bias = c.bias ? b.const_data_ptr() : nullptr,
+              .output = y.mutable_data_ptr()},
              x, false, workspace);
 }
 Tensor empty_output(const Entry& entry, const Call& c) {
@@ -84,7 +81,7 @@ void forward(const Entry& entry, StableIValue* stack) {
   if (!inference) c.shape = in.take_list();
   c.weight = in.take<std::optional<Tensor>>(), c.bias = in.take<std::optional<Tensor>>();
   if (inference) c.shape = in.take_list();
-  c.eps = in.take<double>();
+  c.eps = in.take<double>(), c.parameters = in.take_parameters(entry);
   if (inference) check_inference(entry);
   Tensor output = empty_output(entry, c);
   run(entry, c, output);
@@ -97,6 +94,7 @@ void forward_out(const Entry& entry, StableIValue* stack) {
   c.weight = in.take<std::optional<Tensor>>(), c.bias = in.take<std::optional<Tensor>>(), c.eps = in.take<double>();
   Tensor out = in.take<Tensor>();
   const auto workspace = in.take<std::optional<Tensor>>();
+  c.parameters = in.take_parameters(entry);
   mark_written(entry, out);
   dtype_of(entry, c.input), check_place(entry, c.input, out, sizes_of(c.input), "out");
   check_apart(entry, out, c.input, "input");
@@ -117,6 +115,7 @@ void backward(const Entry& entry, StableIValue* stack) {
   Call c;
   c.input = in.take<Tensor>(), c.shape = in.take_list(), c.weight = in.take<std::optional<Tensor>>(), c.eps = in.take<double>();
   const auto wanted = in.take<std::vector<bool>>();
+  c.parameters = in.take_parameters(entry);
   check(wanted.size() == 3, entry, "needs 3 flags in output_mask, got ", wanted.size());
   check_same(entry, c.input, grad, "grad_output");
   LayerNormProblem p = problem(entry, c);
@@ -133,11 +132,10 @@ void backward(const Entry& entry, StableIValue* stack) {
   if (c.input.numel() > 0) {
     const Tensor gy = as_contiguous(grad), x = as_contiguous(c.input), w = c.weight ? as_contiguous(*c.weight) : x;
     auto written = [&](size_t i) { return wanted[i] ? result[i].mutable_data_ptr() : nullptr; };
-    const GradientBuffers buffers = {gy.const_data_ptr(), x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr,
-                                     written(0),          written(1),         written(2)};
-    const Traits<LayerNormProblem>& traits = chosen.algorithm->traits;
-    with_workspace(*chosen.entry, traits.backward_workspace ? traits.backward_workspace(p, buffers) : 0, x,
-                   [&](Workspace& workspace) { traits.backward(p, buffers, workspace); });
+    run_backward(
+        chosen, p,
+        {gy.const_data_ptr(), x.const_data_ptr(), c.weight ? w.const_data_ptr() : nullptr, written(0), written(1), written(2)},
+        x);
   } else {
     for (Tensor& t : result) torch::stable::zero_(t);
   }

@@ -21,10 +21,6 @@ LinearProblem linear_from(const Query& q) {
   return with_dense_rows(p);
 }
 
-std::array<int64_t, 3> pack_description(const LinearProblem& p) {
-  return {static_cast<int64_t>(p.dtype), p.in_features, p.out_features};
-}
-
 namespace {
 
 // Checks the arguments as torch.nn.functional.linear does; `sizes` get the output's.
@@ -39,6 +35,7 @@ LinearProblem linear_problem(const Entry& entry, LinearCall& c, std::span<const 
   p.dtype = dtype_of(entry, c.input);
   p.in_features = in_features, p.out_features = weight.size() == 2 ? weight[0] : 1;
   p.has_bias = c.bias.has_value(), p.allow_tf32 = c.allow_tf32, p.deterministic = c.deterministic, p.exclude = c.excluded();
+  p.parameters = c.parameters.value_or(entry.defaults);
   sizes.pop_back();
   p.rows = checked_numel(entry, sizes, 1);
   if (weight.size() == 2) sizes.push_back(p.out_features);
@@ -107,11 +104,14 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     if (!in_place) p.x_row = p.in_features;
     const Tensor x = in_place ? c.input : as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,
                  r = c.residual ? residual_for(*c.residual, output, !is_contiguous(output), as_contiguous) : x;
-    run_kernel(
-        call, p,
-        {x.const_data_ptr(), w.const_data_ptr(), c.bias ? b.const_data_ptr() : nullptr, c.residual ? r.const_data_ptr() : nullptr,
-         output.mutable_data_ptr(), nullptr, nullptr, slope ? slope->const_data_ptr() : nullptr},
-        x, weight.packed, c.workspace);
+    run_kernel(call, p,
+               {.input = x.const_data_ptr(),
+                .weight = w.const_data_ptr(),
+                .bias = c.bias ? b.const_data_ptr() : nullptr,
+                .residual = c.residual ? r.const_data_ptr() : nullptr,
+                .output = output.mutable_data_ptr(),
+                .slope = slope ? slope->const_data_ptr() : nullptr},
+               x, weight.packed, c.workspace);
   }
   if (c.output && !direct) torch::stable::copy_(*c.output, output);
   return output;

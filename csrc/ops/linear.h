@@ -1,5 +1,6 @@
 // The arguments of one linear call, for the glue and for the algorithms that call PyTorch's own operators.
 #pragma once
+#include "../algos/linear/problem.h"
 #include "weighted.h"
 
 namespace ai3::ops {
@@ -8,7 +9,5 @@ struct LinearCall : WeightedCall {};
 
 // The problem that a query describes.
 LinearProblem linear_from(const Query& q);
-// What a pack may depend on.
-std::array<int64_t, 3> pack_description(const LinearProblem& p);
 
 }  // namespace ai3::ops

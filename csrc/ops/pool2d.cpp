@@ -32,6 +32,7 @@ Pool2dProblem problem_of_input(const Entry& entry, const Tensor& input) {
 
 // Runs p, whose output sizes are known.
 Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, const Given& given) {
+  p.parameters = given.parameters;
   std::optional<Tensor> out = given.out;
   const bool unbatched = input.dim() == 3;
   Sizes sizes = {p.batch, p.channels, p.out_height, p.out_width};
@@ -51,7 +52,7 @@ Tensor run(const Entry& asked, Tensor input, Pool2dProblem& p, const Given& give
   if (some)
     run_dense(call, p, set_strides, input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
       output.set_strides(y, p.y_stride);
-      run_kernel(call, p, {x.const_data_ptr(), nullptr, nullptr, nullptr, y.mutable_data_ptr()}, x, false, given.workspace);
+      run_kernel(call, p, {x.const_data_ptr(), y.mutable_data_ptr()}, x, false, given.workspace);
     });
   output.copy_to(out);
   return unbatched ? torch::stable::squeeze(output.tensor, 0) : output.tensor;

@@ -1,5 +1,6 @@
 // What the 2-D poolings share: windows, output sizes and the way from tensors to kernels.
 #pragma once
+#include "../algos/core/pool_problem.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -11,10 +12,6 @@ struct Pool2dCall {
   std::optional<int64_t> divisor = {};
 };
 
-// What a caller gives beside the arguments.
-struct Given {
-  std::optional<Tensor> out = {}, workspace = {};
-};
 // Checks the arguments as ATen does and runs the algorithm; the result is written to `out` where one is given.
 Tensor pool2d_run(const Entry& asked, Pool2dCall& call, const Given& given);
 // The same for windows that follow from the sizes.
@@ -27,12 +24,12 @@ template <Form form, auto run>
 void pooling(const Entry& entry, StableIValue* stack) {
   Arguments in(stack, form == Form::inference);
   const Tensor output = run(entry, in, [&]() -> Given {
+    Given given;
+    if (form == Form::out) given.out = in.take<Tensor>(), given.workspace = in.take<std::optional<Tensor>>();
+    given.parameters = in.take_parameters(entry);
     if (form == Form::inference) check_inference(entry);
-    if (form != Form::out) return {};
-    const Tensor out = in.take<Tensor>();
-    const auto workspace = in.take<std::optional<Tensor>>();
-    mark_written(entry, out);
-    return {out, workspace};
+    if (given.out) mark_written(entry, *given.out);
+    return given;
   });
   if (form != Form::out) give(stack, 0, output);
 }

@@ -1,7 +1,6 @@
 // A call that is ready to run: what is computed by what, with everything decided that does not depend on where tensors lie.
 // Prepared calls are kept by the value of their problem, so that a call derives nothing that one before it has derived.
 #pragma once
-#include <array>
 #include <bit>
 #include <mutex>
 
@@ -18,9 +17,13 @@ struct Chosen {
     entry = select(asked, device, p, reason);
     if (!entry) refused(asked, device, p, reason);
     algorithm = entry->algorithm<P>(device);
+    chosen_by_rule = entry != &asked;
   }
+  // The problem as what runs has it: with parameters of its own.
+  P own(const P& p) const { return chosen_by_rule ? with_parameters(p, entry->defaults) : p; }
   const Entry* entry = nullptr;
   const Algorithm<P>* algorithm = nullptr;
+  bool chosen_by_rule = false;
 };
 
 template <class P>
@@ -30,7 +33,7 @@ struct Prepared : Chosen<P> {
   int64_t workspace = 0, pack = 0, workspace_beside_pack = 0;
   int64_t pack_tensor = 0;  // what the pack operator returns
 
-  void execute(const Buffers& buffers, Workspace& memory) const { this->algorithm->run(problem, buffers, memory); }
+  void execute(const typename P::Operands& operands, Workspace& memory) const { this->algorithm->run(problem, operands, memory); }
 };
 
 // Where a call runs: GPUs of one machine differ, so what they support may, too.
@@ -39,47 +42,6 @@ struct Where {
   int32_t index = 0;
   bool operator==(const Where&) const = default;
 };
-
-// Members as one array of numbers.
-template <class M>
-inline constexpr size_t kNumbersIn = 1;
-template <>
-inline constexpr size_t kNumbersIn<Strides4> = 4;
-template <class... M>
-auto as_numbers(const M&... members) {
-  std::array<int64_t, (0 + ... + kNumbersIn<M>)> all;
-  int64_t* to = all.data();
-  auto append = [&]<class One>(const One& m) {
-    if constexpr (std::is_same_v<One, Strides4>)
-      *to++ = m.n, *to++ = m.c, *to++ = m.h, *to++ = m.w;
-    else if constexpr (std::is_same_v<One, double>)
-      *to++ = std::bit_cast<int64_t>(m);
-    else
-      *to++ = static_cast<int64_t>(m);
-  };
-  (append(members), ...);
-  return all;
-}
-// A problem's value. The binding fits no struct with a member more, so that none is forgotten; problems with patterns of what a
-// rule may not choose are not kept. An operation whose problem has no value_of prepares at every call.
-inline auto value_of(const Conv2dProblem& p) {
-  const auto& [dtype, threads, n, c, h, w, k, r, s, oh, ow, sh, sw, ph, pw, dh, dw, groups, x, y, activation, bias, residual,
-               prologue, relu, tf32, deterministic, exclude, packed] = p;
-  return as_numbers(dtype, threads, n, c, h, w, k, r, s, oh, ow, sh, sw, ph, pw, dh, dw, groups, x, y, activation, bias, residual,
-                    prologue, relu, tf32, deterministic, packed);
-}
-inline auto value_of(const LinearProblem& p) {
-  const auto& [dtype, threads, rows, in, out, activation, bias, residual, tf32, deterministic, exclude, x_row, y_row] = p;
-  return as_numbers(dtype, threads, rows, in, out, activation, bias, residual, tf32, deterministic, x_row, y_row);
-}
-inline auto value_of(const Pool2dProblem& p) {
-  const auto& [dtype, threads, n, c, h, w, oh, ow, r, s, sh, sw, ph, pw, dh, dw, divisor, ceil, pad_counts, x, y] = p;
-  return as_numbers(dtype, threads, n, c, h, w, oh, ow, r, s, sh, sw, ph, pw, dh, dw, divisor, ceil, pad_counts, x, y);
-}
-inline auto value_of(const ElementwiseProblem& p) {
-  const auto& [dtype, threads, count, row, x_row, y_row] = p;
-  return as_numbers(dtype, threads, count, row, x_row, y_row);
-}
 
 // Whether two problems that differ in nothing else lie alike in memory.
 inline bool same(const Strides4& a, const Strides4& b) { return a.n == b.n && a.c == b.c && a.h == b.h && a.w == b.w; }
@@ -92,7 +54,9 @@ bool same_layout(const P& a, const P& b) {
   return true;
 }
 
-// The calls of one kind of problem. The hash of a problem names a set, which holds those of its problems that were met last.
+// The calls of one kind of problem, by its value (`value_of` in its problem.h; one that has none is prepared at every call).
+// Problems with patterns of what a rule may not choose are not kept. The hash of a problem names a set, which holds those of its
+// problems that were met last.
 template <class P>
 class KeptCalls {
  public:
@@ -159,7 +123,7 @@ Prepared<P> derive(const Chosen<P>& chosen, const P& p, bool runs) {
   if (traits.packed_bytes) {
     const P q = in_direct_call(traits, p);
     call.pack = packed_bytes_of(traits, q);
-    if (traits.workspace) call.workspace_beside_pack = traits.workspace(q);
+    call.workspace_beside_pack = std::max(traits.workspace ? traits.workspace(q) : 0, pack_workspace_of(traits, q));
   }
   return call;
 }
@@ -177,7 +141,10 @@ Prepared<P> prepare_kept(const void* asked, Where where, const P& p, const auto&
 // pack's are told.
 template <class P>
 Prepared<P> prepare(const Entry& asked, Where where, const P& p, bool runs = true) {
-  auto derived = [&] { return derive(Chosen<P>(asked, where.device, p), p, runs); };
+  auto derived = [&] {
+    const Chosen<P> chosen(asked, where.device, p);
+    return derive(chosen, chosen.own(p), runs);
+  };
   const auto* algorithm = asked.algorithm<P>(where.device);
   const Traits<P>* traits = algorithm ? &algorithm->traits : nullptr;
   const bool at_once = !traits || !(traits->choose || traits->supports || traits->workspace || traits->packed_bytes);

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <mutex>
+#include <optional>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -57,19 +59,32 @@ const Entry* slots[kSlots];
 const SharedOperator* shared_slots[kSharedAtMost];
 int used_slots = 0, used_shared_slots = 0;
 
-void check_counts(const Schema& schema, uint64_t arguments, uint64_t results) {
-  if (arguments == schema.arguments && results == schema.results) [[likely]]
+// Those get the parameters among their numbers.
+constexpr bool is_for_inference(const OperatorKind& kind) { return std::string_view(kind.suffix) == "_infer"; }
+// The schema of an algorithm with parameters of its own: they are the last arguments, and given by name.
+std::string with_own(const Entry& entry, const OperatorKind& kind) {
+  std::string text = kind.signature.text;
+  if (is_for_inference(kind)) return text;
+  for (const Parameter& p : entry.parameters) {
+    const size_t end = text.rfind(") ->");
+    text.insert(end, (text.find("*,") < end ? ", " : ", *, ") + p.schema);
+  }
+  return text;
+}
+// `own` are the parameters of an algorithm's own, which follow.
+void check_counts(const Schema& schema, size_t own, uint64_t arguments, uint64_t results) {
+  if (arguments == schema.arguments + own && results == schema.results) [[likely]]
     return;
-  throw std::runtime_error("takes " + std::to_string(schema.arguments) + " arguments and has " + std::to_string(schema.results) +
-                           " results, was called with " + std::to_string(arguments) + " and " + std::to_string(results) +
-                           "; its schema is " + schema.text);
+  throw std::runtime_error("takes " + std::to_string(schema.arguments + own) + " arguments and has " +
+                           std::to_string(schema.results) + " results, was called with " + std::to_string(arguments) + " and " +
+                           std::to_string(results) + "; its schema is " + schema.text);
 }
 template <int i>
 void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
   const Entry& entry = *slots[i / kKindsAtMost];
   const OperatorKind& kind = entry.operation->kinds[i % kKindsAtMost];
   try {
-    check_counts(kind.signature, arguments, results);
+    check_counts(kind.signature, is_for_inference(kind) ? 0 : entry.parameters.size(), arguments, results);
     kind.call(entry, stack);
   } catch (...) {
     rethrow(std::string(entry.operation->name) + "_" + entry.name);
@@ -78,7 +93,7 @@ void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
 template <int i>
 void boxed_shared(StableIValue* stack, uint64_t arguments, uint64_t results) {
   try {
-    check_counts(shared_slots[i]->schema, arguments, results);
+    check_counts(shared_slots[i]->schema, 0, arguments, results);
     shared_slots[i]->call(stack);
   } catch (...) {
     const std::string schema = shared_slots[i]->schema.text;
@@ -125,6 +140,11 @@ void check_name(const Operation& operation, const char* name) {
     }
 }
 
+bool same_parameters(const std::vector<Parameter>& a, const std::vector<Parameter>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const Parameter& x, const Parameter& y) { return x.schema == y.schema && x.words == y.words; });
+}
+
 // Registers an algorithm for one device, or replaces it there. Operators stay once they are defined: where a replacement does not
 // pack, those for packed weights take weights as they are, tagged, and where it fuses nothing, they refuse that.
 void add(const AlgorithmInfo& info, bool replace) {
@@ -139,16 +159,23 @@ void add(const AlgorithmInfo& info, bool replace) {
     throw std::runtime_error(std::string("ai3: ") + info.operation + " has an algorithm '" + info.name + "' already");
   const Entry* first = operation->state->first.load();
   const bool is_new = !entry;
+  if (!is_new && !same_parameters(entry->parameters, parameters_of(operation->parameters(info))))
+    throw std::runtime_error(std::string("ai3: ") + info.operation + " algorithm '" + info.name +
+                             "' has other parameters than the one that it replaces; choose another name");
   if (is_new) {
     check_name(*operation, info.name);
     if (used_slots == kSlots) throw std::runtime_error("ai3: no room for another algorithm in this process");
-    entry = new Entry{operation, info.name, used_slots, 0, first, {}};
+    std::vector<Parameter> parameters = parameters_of(operation->parameters(info));
+    Parameters defaults;
+    for (size_t i = 0; i < parameters.size(); i++) defaults.values[i] = parameters[i].otherwise;
+    entry = new Entry{operation, info.name, used_slots, 0, first, {}, std::move(parameters), defaults};
     slots[used_slots++] = entry;
   }
   for (int kind = 0; kind < operation->kind_count; kind++) {
     const OperatorKind& k = operation->kinds[kind];
     if (entry->defined >> kind & 1 || (k.wanted && !k.wanted(info))) continue;
-    define(k.prefix + entry->name + k.suffix, k.signature.text, pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
+    if (is_for_inference(k) && !entry->parameters.empty() && !std::strstr(k.signature.text, "int numbers")) continue;
+    define(k.prefix + entry->name + k.suffix, with_own(*entry, k), pool[static_cast<size_t>(entry->slot * kKindsAtMost + kind)]);
     entry->defined.fetch_or(1u << kind);
   }
   // Published last, when all that could fail has not: the registry never holds an algorithm without its operators.
@@ -163,6 +190,11 @@ const Operation& operation_known(const char* name) {
   const Operation* o = operation_named(name);
   if (!o) throw std::runtime_error(std::string("ai3: unknown operation '") + name + "'");
   return *o;
+}
+int64_t mark_of(std::span<const int64_t> sizes) {
+  uint64_t mark = 0;
+  for (const int64_t size : sizes) mark = mark * 31 + static_cast<uint64_t>(size);
+  return static_cast<int64_t>(mark % 251) * 64 + 32;  // no pack for the CPU has 32 bytes more than a multiple of 64
 }
 uint64_t generation() { return registrations.load(std::memory_order_acquire); }
 const Entry& entry_named(const Operation& operation, const std::string& name) {
@@ -185,7 +217,7 @@ std::vector<const Entry*> entries(const Operation& operation) {
   return found;
 }
 
-std::string describe_traits(const Traits<ElementwiseProblem>& t, bool packs, bool rule, bool tensors) {
+std::string describe_traits(const TraitsRecord& t) {
   static const char* const accuracies[] = {"exact", "bounded", "approximate"};
   static const char* const layouts[] = {"any", "nchw", "nhwc"};
   auto flag = [](const char* name, bool value) { return std::string(",\"") + name + "\":" + (value ? "true" : "false"); };
@@ -196,9 +228,9 @@ std::string describe_traits(const Traits<ElementwiseProblem>& t, bool packs, boo
   char bound[32];
   std::snprintf(bound, sizeof(bound), "%.3g", t.error_bound);
   return word("accuracy", accuracies[static_cast<int>(t.accuracy)]) + word("layout", layouts[static_cast<int>(t.layout)]) +
-         word("backward", t.gradients ? "own" : "aten") + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
+         word("backward", t.own_gradients ? "own" : "aten") + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
          flag("deterministic", t.deterministic) + flag("epilogue", t.epilogue) + flag("prologue", t.prologue) +
-         flag("sliced", t.sliced) + flag("packs", packs) + flag("rule", rule) + flag("vendor", tensors);
+         flag("sliced", t.sliced) + flag("packs", t.packs) + flag("rule", t.rule) + flag("vendor", t.vendor);
 }
 
 }  // namespace ai3::ops
@@ -213,17 +245,40 @@ Boxed function_named(const char* name) {
   if (found == functions.end()) throw std::runtime_error(std::string("ai3: no operator ai3::") + name);
   return found->second;
 }
-// What a function of the C interface is asked about.
+}  // namespace
+
+// What a function of the C interface is asked about: a problem, by its sizes, and the algorithm's parameters (null: their
+// defaults). `exclude` has patterns of algorithms that a rule may not choose, between commas; null or "": none.
+struct ai3_question {
+  int32_t device, index, dtype;  // index: of the GPU, -1: the current one
+  int32_t allow_tf32;
+  const int64_t* sizes;
+  int32_t count, parameter_count;
+  const int64_t* parameters;
+  const char* exclude;
+};
+
+namespace {
 struct Asked {
   const Entry& entry;
   Device device;
+  Parameters parameters;
   Query query;
-  Asked(const char* operation, const char* name, int device_, int dtype, const int64_t* sizes, int count, const char* exclude)
+  std::optional<torch::stable::accelerator::DeviceGuard> guard;  // what a GPU supports, it is asked itself
+  Asked(const char* operation, const char* name, const ai3_question& q)
       : entry(entry_named(operation_known(operation), name)),
-        device(static_cast<Device>(device_)),
-        query{static_cast<DType>(dtype), sizes, count, exclude && *exclude ? exclude : nullptr} {
-    if (device_ < 0 || device_ > 1 || dtype < 0 || dtype > 3) throw std::runtime_error("ai3: unknown device or dtype");
+        device(static_cast<Device>(q.device)),
+        query{static_cast<DType>(q.dtype), q.sizes, q.count, q.exclude && *q.exclude ? q.exclude : nullptr, q.allow_tf32 != 0} {
+    if (q.device < 0 || q.device > 1 || q.dtype < 0 || q.dtype > 3) throw std::runtime_error("ai3: unknown device or dtype");
+    if (device == Device::cuda && q.index >= 0 && entry.on(device)) guard.emplace(q.index);
+    if (!q.parameters) return;
+    if (q.parameter_count != static_cast<int32_t>(entry.parameters.size()))
+      throw std::runtime_error("needs " + std::to_string(entry.parameters.size()) + " parameters, got " +
+                               std::to_string(q.parameter_count));
+    std::copy_n(q.parameters, q.parameter_count, parameters.values);
+    query.parameters = &parameters;
   }
+  Asked(const Asked&) = delete;
   const Entry& select(const char** why = nullptr) const {
     Reason reason{};
     const Entry* chosen = entry.operation->select(entry, device, query, reason, why);
@@ -231,6 +286,18 @@ struct Asked {
     return *chosen;
   }
 };
+std::string quoted(const std::string& text) { return "\"" + text + "\""; }  // of names, which need no escapes
+std::string describe_parameters(const Entry& e) {
+  static const char* const kinds[] = {"int", "float", "bool", "str"};
+  std::string json = ",\"parameters\":[";
+  for (const Parameter& p : e.parameters) {
+    json += std::string(json.back() == '[' ? "" : ",") + "{\"name\":" + quoted(p.name) + ",\"kind\":\"" +
+            kinds[static_cast<int>(p.kind)] + "\",\"default\":" + std::to_string(p.otherwise) + ",\"words\":[";
+    for (const std::string& word : p.words) json.append(json.back() == '[' ? "" : ",").append(quoted(word));
+    json += "]}";
+  }
+  return json + "]";
+}
 const char* registry_as_json() {
   static thread_local std::string json;
   json = std::string("{\"level\":\"") + level() + "\",\"onednn_wide_vector\":" + std::to_string(onednn_wide_vector()) +
@@ -247,7 +314,8 @@ const char* registry_as_json() {
       bool first_device = true;
       for (Device d : {Device::cpu, Device::cuda})
         if (const AlgorithmInfo* info = e->on(d)) {
-          json += std::string(first_device ? "\"" : ",\"") + ops::name_of(d) + "\":{" + (*o)->describe(*info) + "}";
+          json += std::string(first_device ? "\"" : ",\"") + ops::name_of(d) + "\":{" + (*o)->describe(*info) +
+                  describe_parameters(*e) + "}";
           first_device = false;
         }
       json += "}";
@@ -277,18 +345,16 @@ AI3_EXPORT int ai3_set_default(const char* operation, const char* name, char* er
     return 1;
   });
 }
-// Queries about a problem: `exclude` has patterns of algorithms that a rule may not choose, between commas; null or "": none.
 // 1: supported; 0: `error` says why not.
-AI3_EXPORT int ai3_supports(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
-                            const char* exclude, char* error, int64_t size) {
-  return guarded(error, size, [&] { return Asked(operation, name, device, dtype, sizes, count, exclude).select(), 1; });
+AI3_EXPORT int ai3_supports(const char* operation, const char* name, const ai3_question* question, char* error, int64_t size) {
+  return guarded(error, size, [&] { return Asked(operation, name, *question).select(), 1; });
 }
 // The name of the algorithm that runs: `name` itself unless it is a rule, which says into `error` why it chose it.
-AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
-                                   int count, const char* exclude, char* error, int64_t size) {
+AI3_EXPORT const char* ai3_resolve(const char* operation, const char* name, const ai3_question* question, char* error,
+                                   int64_t size) {
   return guarded(error, size, [&] {
     const char* why = "";
-    const Entry& chosen = Asked(operation, name, device, dtype, sizes, count, exclude).select(&why);
+    const Entry& chosen = Asked(operation, name, *question).select(&why);
     if (error && size > 0) std::snprintf(error, static_cast<size_t>(size), "%s", why);
     return chosen.name.c_str();
   });
@@ -299,20 +365,20 @@ struct Bytes {
 };
 }  // namespace
 // Bytes of workspace in a direct call, and of what the pack operator returns; -1 on failure.
-AI3_EXPORT int64_t ai3_workspace(const char* operation, const char* name, int device, int dtype, const int64_t* sizes, int count,
-                                 const char* exclude, char* error, int64_t size) {
+AI3_EXPORT int64_t ai3_workspace(const char* operation, const char* name, const ai3_question* question, char* error,
+                                 int64_t size) {
   return guarded(error, size,
                  [&] {
-                   const Asked a(operation, name, device, dtype, sizes, count, exclude);
+                   const Asked a(operation, name, *question);
                    return Bytes{a.entry.operation->workspace(a.entry, a.device, a.query)};
                  })
       .value;
 }
-AI3_EXPORT int64_t ai3_packed_bytes(const char* operation, const char* name, int device, int dtype, const int64_t* sizes,
-                                    int count, const char* exclude, char* error, int64_t size) {
+AI3_EXPORT int64_t ai3_packed_bytes(const char* operation, const char* name, const ai3_question* question, char* error,
+                                    int64_t size) {
   return guarded(error, size,
                  [&] {
-                   const Asked a(operation, name, device, dtype, sizes, count, exclude);
+                   const Asked a(operation, name, *question);
                    return Bytes{a.entry.operation->packed_bytes(a.entry, a.device, a.query)};
                  })
       .value;

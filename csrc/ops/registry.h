@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -63,12 +64,15 @@ struct SharedOperator {
   [[gnu::section("ai3_operators"), gnu::used]] static const ::ai3::ops::SharedOperator* const name_##_operator_record = \
       &name_##_operator;
 
-// Asked about a problem that Python describes as a flat list of sizes (-1: unknown), see each operation's `problem_from`.
+// Asked about a problem that Python describes as a flat list of sizes (-1: unknown), see each operation's `problem_from`. The
+// rest is the same for all operations, and is put into those problems that have such a member.
 struct Query {
   DType dtype;
   const int64_t* sizes;
   int count;
   const char* exclude = nullptr;  // as in Conv2dProblem
+  bool allow_tf32 = false;
+  const Parameters* parameters = nullptr;  // null: their defaults
 };
 
 // What is known about an operation at run time. Read without a lock: entries are only ever added, and never freed or moved.
@@ -89,6 +93,7 @@ struct Operation {
   int64_t (*workspace)(const Entry&, Device, const Query&);     // bytes, a direct call's packed weights included
   int64_t (*packed_bytes)(const Entry&, Device, const Query&);  // bytes of what the pack operator returns
   std::string (*describe)(const AlgorithmInfo&);                // JSON members of its traits
+  const char* (*parameters)(const AlgorithmInfo&);              // of its traits, null where it has none
 };
 inline constexpr int kKindsAtMost = 9;
 // Puts an operation into the registry's list; the list is an ELF section, as that of the algorithms.
@@ -99,6 +104,19 @@ inline constexpr int kKindsAtMost = 9;
   [[gnu::section("ai3_operations"), gnu::used]] static const ::ai3::ops::Operation* const name_##_operation_record = \
       &name_##_operation;
 
+// One parameter of an algorithm's own, as its record states it.
+struct Parameter {
+  enum class Kind { whole, real, flag, word };
+  Kind kind;
+  std::string name, schema;        // "window", "int window=512"
+  std::vector<std::string> words;  // of a word, those that are allowed
+  int64_t otherwise;               // as in Parameters
+};
+// Reads Traits::parameters; throws where they are not written as those are. Null has none.
+std::vector<Parameter> parameters_of(const char* text);
+// The place of a word among those that the parameter allows, or an error that names them.
+int64_t word_of(const Parameter& parameter, const std::string& word);
+
 // An algorithm's name with its implementation on each device.
 struct Entry {
   const Operation* operation;
@@ -107,6 +125,9 @@ struct Entry {
   std::atomic<uint32_t> defined;  // bit k: has an operator of kind k
   const Entry* next;
   std::atomic<const AlgorithmInfo*> implementations[2];
+  // The algorithm's own parameters, the same on every device and in every version, and their defaults.
+  std::vector<Parameter> parameters;
+  Parameters defaults;
 
   const AlgorithmInfo* on(Device device) const {
     return implementations[static_cast<int>(device)].load(std::memory_order_acquire);
@@ -168,6 +189,13 @@ bool supported(const Traits<P>& traits, const P& p, Reason& reason) {
   return false;
 }
 
+// p with the parameters of an algorithm that another one chooses.
+template <class P>
+P with_parameters(P p, const Parameters& parameters) {
+  if constexpr (requires { p.parameters; }) p.parameters = parameters;
+  return p;
+}
+
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
 // cannot. `depth` rules have asked; `why`, where given, gets why a rule chose.
 inline constexpr int kRulesAtMost = 8;
@@ -196,14 +224,14 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
     const Entry* find(const P& p, const char* name) const {
       const Entry* e = is_excluded(p, name) ? nullptr : ops::find(*operation, name);
       Reason ignored;
-      return e ? select(*e, device, p, ignored, depth) : nullptr;
+      return e ? select(*e, device, with_parameters(p, e->defaults), ignored, depth) : nullptr;
     }
   } context{entry.operation, device, depth + 1};
   if (entry.name == "default")
     if (const Entry* preferred = entry.operation->state->preferred.load(std::memory_order_acquire);
         preferred && preferred != &entry && !is_excluded(p, preferred->name)) {
       Reason ignored;
-      if (const Entry* chosen = select(*preferred, device, p, ignored, depth + 1)) {
+      if (const Entry* chosen = select(*preferred, device, with_parameters(p, preferred->defaults), ignored, depth + 1)) {
         if (why) *why = "registered as what default runs";
         return chosen;
       }
@@ -243,16 +271,12 @@ template <class P>
   throw std::runtime_error(message);
 }
 
-// Whether those sizes of a query are known (not -1) that a packed weight depends on.
-inline bool weight_known(const Conv2dProblem& p) {
-  return std::min({p.in_channels, p.out_channels, p.kernel_height, p.kernel_width, p.stride_h, p.stride_w, p.dilation_h,
-                   p.dilation_w, p.groups}) >= 0;
-}
-inline bool weight_known(const LinearProblem& p) { return std::min(p.in_features, p.out_features) >= 0; }
+// Operations with a weight say in their problem.h what its sizes are (`weight_sizes`), what a packed one may depend on
+// (`pack_description`) and whether a query knows that much (`weight_known`).
 template <class P>
-bool weight_known(const P&) {
-  return true;  // has none
-}
+concept HasWeight = requires(const P& p) {
+  weight_sizes(p);
+};
 
 // The problem of a call that packs the weight itself.
 template <class P>
@@ -266,72 +290,83 @@ int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {
   return traits.packed_bytes ? round_up(traits.packed_bytes(p), 64) : 0;
 }
 template <class P>
+int64_t pack_workspace_of(const Traits<P>& traits, const P& p) {
+  return traits.pack_workspace ? traits.pack_workspace(p) : 0;
+}
+// Memory that packing takes serves the kernel afterwards.
+template <class P>
 int64_t workspace_bytes_of(const Traits<P>& traits, const P& p) {
   const P q = in_direct_call(traits, p);
-  return checked_add(packed_bytes_of(traits, q), traits.workspace ? traits.workspace(q) : 0);
+  return checked_add(packed_bytes_of(traits, q),
+                     std::max(traits.workspace ? traits.workspace(q) : 0, pack_workspace_of(traits, q)));
 }
 
-// Bytes of the tensor that the pack operator returns, its tag included.
-inline int64_t weight_bytes(const Conv2dProblem& p) {
-  return checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width, size_of(p.dtype)});
-}
-inline int64_t weight_bytes(const LinearProblem& p) { return checked_product({p.out_features, p.in_features, size_of(p.dtype)}); }
 // What a copy of the weight, which algorithms without a form of their own take, is longer by. It depends on the weight's sizes,
 // so that copies of as many elements differ in length: on CUDA a tag in the memory could be read only by waiting for the device.
-inline int64_t mark_of(std::initializer_list<int64_t> sizes) {
-  uint64_t mark = 0;
-  for (const int64_t size : sizes) mark = mark * 31 + static_cast<uint64_t>(size);
-  return static_cast<int64_t>(mark % 251) * 64 + 32;  // no pack for the CPU has 32 bytes more than a multiple of 64
-}
-inline int64_t weight_mark(const Conv2dProblem& p) {
-  return mark_of({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width});
-}
-inline int64_t weight_mark(const LinearProblem& p) { return mark_of({p.out_features, p.in_features}); }
+int64_t mark_of(std::span<const int64_t> sizes);
+// Bytes of the tensor that the pack operator returns, its tag included.
 template <class P>
 int64_t packed_tensor_bytes(const Traits<P>& traits, const P& p) {
-  if constexpr (requires { weight_bytes(p); })
-    return checked_add(
-        traits.packed_bytes ? packed_bytes_of(traits, p) : checked_add(round_up(weight_bytes(p), 64), weight_mark(p)), 64);
-  else
-    return 0;
+  if constexpr (HasWeight<P>) {
+    if (traits.packed_bytes) return checked_add(packed_bytes_of(traits, p), 64);
+    const auto sizes = weight_sizes(p);
+    int64_t bytes = size_of(p.dtype);
+    for (const int64_t size : sizes) bytes = checked_mul(bytes, size);
+    return checked_add(checked_add(round_up(bytes, 64), mark_of(sizes)), 64);
+  }
+  return 0;
 }
 
-// JSON members of the traits that do not depend on the problem's type.
-std::string describe_traits(const Traits<ElementwiseProblem>& common, bool packs, bool rule, bool tensors);
+// JSON members of the traits that are the same for every operation.
+struct TraitsRecord {
+  Accuracy accuracy;
+  double error_bound;
+  Layout layout;
+  uint32_t dtypes;
+  bool deterministic, epilogue, prologue, sliced, own_gradients, packs, rule, vendor;
+};
+std::string describe_traits(const TraitsRecord& traits);
 template <class P>
 std::string describe(const AlgorithmInfo& info) {
   const auto& t = reinterpret_cast<const Algorithm<P>&>(info).traits;
-  Traits<ElementwiseProblem> common;
-  common.accuracy = t.accuracy, common.error_bound = t.error_bound, common.deterministic = t.deterministic,
-  common.layout = t.layout;
-  common.dtypes = t.dtypes, common.epilogue = t.epilogue, common.prologue = t.prologue, common.sliced = t.sliced;
-  if (t.gradients) common.gradients = [](const ElementwiseProblem&) { return GradientNames{}; };
-  return describe_traits(common, t.packed_bytes != nullptr, t.choose != nullptr, t.tensors != nullptr);
+  return describe_traits({t.accuracy, t.error_bound, t.layout, t.dtypes, t.deterministic, t.epilogue, t.prologue, t.sliced,
+                          t.gradients != nullptr, t.packed_bytes != nullptr, t.choose != nullptr, t.tensors != nullptr});
+}
+template <class P>
+const char* own_parameters(const AlgorithmInfo& info) {
+  return reinterpret_cast<const Algorithm<P>&>(info).traits.parameters;
 }
 // The functions of an Operation over its problem struct, given `P problem_from(const Query&)`.
 template <class P, P (*problem_from)(const Query&)>
 struct Queries {
+  static P problem(const Entry& e, const Query& q) {
+    P p = problem_from(q);
+    if constexpr (requires { p.exclude; }) p.exclude = q.exclude;
+    if constexpr (requires { p.allow_tf32; }) p.allow_tf32 = q.allow_tf32;
+    return with_parameters(p, q.parameters ? *q.parameters : e.defaults);
+  }
   static const Entry* select(const Entry& e, Device d, const Query& q, Reason& reason, const char** why) {
-    return ops::select(e, d, problem_from(q), reason, 0, why);
+    return ops::select(e, d, problem(e, q), reason, 0, why);
   }
   static int64_t workspace(const Entry& e, Device d, const Query& q) {
-    const P p = problem_from(q);
+    const P p = problem(e, q);
     Reason reason;
     const Entry* chosen = ops::select(e, d, p, reason);
     if (!chosen) throw std::runtime_error(reason.text);
     if (!sizes_known(p)) throw std::runtime_error("needs every size for its workspace, got some that are not known");
-    return workspace_bytes_of(chosen->algorithm<P>(d)->traits, p);
+    return workspace_bytes_of(chosen->algorithm<P>(d)->traits, chosen == &e ? p : with_parameters(p, chosen->defaults));
   }
   static int64_t packed_bytes(const Entry& e, Device d, const Query& q) {
     const auto* a = e.algorithm<P>(d);
-    const P p = problem_from(q);
-    if (!weight_known(p)) throw std::runtime_error("needs the weight's sizes for its pack, got some that are not known");
+    const P p = problem(e, q);
+    if constexpr (HasWeight<P>)
+      if (!weight_known(p)) throw std::runtime_error("needs the weight's sizes for its pack, got some that are not known");
     return a ? packed_tensor_bytes(a->traits, p) : 0;
   }
 };
 #define AI3_QUERIES(P, problem_from)                                                             \
   ::ai3::ops::Queries<P, problem_from>::select, ::ai3::ops::Queries<P, problem_from>::workspace, \
-      ::ai3::ops::Queries<P, problem_from>::packed_bytes, ::ai3::ops::describe<P>
+      ::ai3::ops::Queries<P, problem_from>::packed_bytes, ::ai3::ops::describe<P>, ::ai3::ops::own_parameters<P>
 
 // Of an exception of a user's algorithm that is none of the standard library's.
 inline constexpr char kNoWords[] = "an exception that is no std::exception, so that nothing is known about it";

@@ -1,4 +1,5 @@
-#include "tensors.h"
+#include "../algos/relu/problem.h"
+#include "elementwise.h"
 
 namespace ai3::ops {
 namespace {
@@ -25,14 +26,14 @@ bool set_rows(const Tensor& x, const Tensor& y, ElementwiseProblem& p) {
 }
 
 // A new tensor. One pass over memory, whatever the order of dimensions; gaps and overlaps are copied away first.
-Tensor run(const Entry& entry, const Tensor& input, const std::optional<Tensor>& workspace = std::nullopt) {
+Tensor run(const Entry& entry, const Tensor& input, const Given& given) {
   dtype_of(entry, input);
   const Tensor output = empty_as(input);
   constexpr auto one_row = [](const Tensor&, const Tensor&, ElementwiseProblem&) { return true; };  // as the problem begins
   if (same_strides(input, output))
-    run_elementwise(entry, input, output, one_row, workspace);
-  else if (!run_elementwise(entry, input, output, set_rows, workspace))
-    run_elementwise(entry, torch::stable::clone(input), output, set_rows, workspace);
+    run_elementwise(entry, input, output, one_row, given);
+  else if (!run_elementwise(entry, input, output, set_rows, given))
+    run_elementwise(entry, torch::stable::clone(input), output, set_rows, given);
   return output;
 }
 
@@ -40,19 +41,21 @@ template <bool inference>
 void forward(const Entry& entry, StableIValue* stack) {
   Arguments in(stack);
   const Tensor input = in.take<Tensor>();
+  const Given given{.parameters = inference ? Parameters{} : in.take_parameters(entry)};
   if (inference) check_inference(entry);
-  give(stack, 0, run(entry, input));
+  give(stack, 0, run(entry, input, given));
 }
 void forward_out(const Entry& entry, StableIValue* stack) {
   Arguments in(stack);
   const Tensor input = in.take<Tensor>();
   Tensor out = in.take<Tensor>();
   const auto workspace = in.take<std::optional<Tensor>>();
+  const Given given{.workspace = workspace, .parameters = in.take_parameters(entry)};
   mark_written(entry, out);
   dtype_of(entry, input), check_place(entry, input, out, sizes_of(input), "out");
   if (!same_place(out, input)) check_apart(entry, out, input, "input");
   check_workspace(entry, workspace, {{&input, "input"}, {&out, "out"}});
-  if (!run_elementwise(entry, input, out, set_rows, workspace)) torch::stable::copy_(out, run(entry, input, workspace));
+  if (!run_elementwise(entry, input, out, set_rows, given)) torch::stable::copy_(out, run(entry, input, given));
 }
 
 constexpr OperatorKind kinds[] = {

@@ -76,7 +76,7 @@ Tensor copied_to(const Tensor& t, bool channels_last) {
                 dense_strides(t.size(1), t.size(2), t.size(3), !channels_last),
                 dense_strides(t.size(1), t.size(2), t.size(3), channels_last)};
   join_rows(p);
-  passes().copy(p, {t.const_data_ptr(), nullptr, nullptr, nullptr, to.mutable_data_ptr()});
+  passes().copy(p, {t.const_data_ptr(), to.mutable_data_ptr()});
   return to;
 }
 

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <optional>
 #include <span>
 #include <sstream>
@@ -62,6 +63,21 @@ class Arguments {
     Sizes list(length);
     for (int64_t& value : list) value = take<int64_t>();
     return list;
+  }
+  // The algorithm's own parameters, which come last.
+  Parameters take_parameters(const Entry& entry) {
+    Parameters all;
+    for (size_t i = 0; i < entry.parameters.size(); i++) {
+      const Parameter& p = entry.parameters[i];
+      int64_t& to = all.values[i];
+      switch (p.kind) {
+        case Parameter::Kind::whole: to = take<int64_t>(); break;
+        case Parameter::Kind::flag: to = take<bool>(); break;
+        case Parameter::Kind::real: to = std::bit_cast<int64_t>(take<double>()); break;
+        case Parameter::Kind::word: to = inference_ ? take<int64_t>() : word_of(p, take<std::string>()); break;
+      }
+    }
+    return all;
   }
   // A list of any length, which among the numbers comes before it.
   Sizes take_list() {
@@ -334,28 +350,39 @@ void with_workspace(const Entry& entry, int64_t bytes, const Tensor& like, const
   check(workspace.used <= bytes, entry, "states ", bytes - packed, " bytes of workspace and takes ", workspace.used - packed);
 }
 
+// What a caller gives beside the arguments.
+struct Given {
+  std::optional<Tensor> out = {}, workspace = {};
+  Parameters parameters = {};  // of the algorithm's own
+};
+
 // Runs a kernel with its workspace; weights are packed first where the algorithm packs and `packed` is false. p is the prepared
 // problem, with the tensors as they lie in memory.
 template <class P>
-void run_kernel(const Prepared<P>& prepared, const P& p, Buffers buffers, const Tensor& like, bool packed = false,
-                const std::optional<Tensor>& memory = std::nullopt) {
+void run_kernel(const Prepared<P>& prepared, const P& given, typename P::Operands operands, const Tensor& like,
+                bool packed = false, const std::optional<Tensor>& memory = std::nullopt) {
+  const P& p = prepared.chosen_by_rule ? with_parameters(given, prepared.problem.parameters) : given;
   std::optional<Prepared<P>> other;
   const Prepared<P>& call =
       same_layout(prepared.problem, p) ? prepared : other.emplace(relaid(prepared, where_of(*prepared.entry, like), p));
   const Algorithm<P>& algorithm = *call.algorithm;
   if (packed || !call.pack)
     return with_workspace(
-        *call.entry, call.workspace, like, [&](Workspace& workspace) { algorithm.run(p, buffers, workspace); }, 0, memory);
-  const P direct = in_direct_call(algorithm.traits, p);
-  with_workspace(
-      *call.entry, checked_add(call.pack, call.workspace_beside_pack), like,
-      [&](Workspace& workspace) {
-        void* weights = workspace.take<char>(call.pack);
-        algorithm.traits.pack(direct, buffers.weight, weights);
-        buffers.weight = weights;
-        algorithm.run(direct, buffers, workspace);
-      },
-      call.pack, memory);
+        *call.entry, call.workspace, like, [&](Workspace& workspace) { algorithm.run(p, operands, workspace); }, 0, memory);
+  if constexpr (HasWeight<P>) {
+    const P direct = in_direct_call(algorithm.traits, p);
+    with_workspace(
+        *call.entry, checked_add(call.pack, call.workspace_beside_pack), like,
+        [&](Workspace& workspace) {
+          void* weights = workspace.take<char>(call.pack);
+          const int64_t before = workspace.used;
+          algorithm.traits.pack(direct, operands.weight, weights, workspace);
+          workspace.used = before;
+          operands.weight = weights;
+          algorithm.run(direct, operands, workspace);
+        },
+        call.pack, memory);
+  }
 }
 // Whether an algorithm has a kernel for a gradient (0: the input's, 1: the weight's): then it names itself for it.
 template <class P>
@@ -368,16 +395,21 @@ bool has_backward(const Entry& entry, Device device, const P& p, size_t gradient
   const char* name = gradient ? names.weight : names.input;
   return name && entry.name == name;
 }
-// Runs it; null gradients are not wanted.
+// Runs it; gradients that are absent are not wanted.
+template <class P>
+void run_backward(const Chosen<P>& chosen, const P& p, const typename P::Gradients& operands, const Tensor& like) {
+  const Traits<P>& traits = chosen.algorithm->traits;
+  with_workspace(*chosen.entry, traits.backward_workspace ? traits.backward_workspace(p, operands) : 0, like,
+                 [&](Workspace& workspace) { traits.backward(p, operands, workspace); });
+}
 template <class P>
 void run_backward(const Chosen<P>& chosen, const P& p, const Tensor& grad, const Tensor& input, const Tensor& weight,
                   Tensor* grad_input, Tensor* grad_weight, Tensor* grad_bias) {
   auto written = [](Tensor* t) { return t ? t->mutable_data_ptr() : nullptr; };
-  const GradientBuffers buffers = {grad.const_data_ptr(), input.const_data_ptr(), weight.const_data_ptr(),
-                                   written(grad_input),   written(grad_weight),   written(grad_bias)};
-  const Traits<P>& traits = chosen.algorithm->traits;
-  with_workspace(*chosen.entry, traits.backward_workspace ? traits.backward_workspace(p, buffers) : 0, input,
-                 [&](Workspace& workspace) { traits.backward(p, buffers, workspace); });
+  run_backward(chosen, p,
+               {grad.const_data_ptr(), input.const_data_ptr(), weight.const_data_ptr(), written(grad_input), written(grad_weight),
+                written(grad_bias)},
+               input);
 }
 
 // run(x, y) on 4-D tensors as the algorithm wants them, p's strides set: one that reads a single layout gets copies in that
@@ -452,7 +484,9 @@ Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, st
   const Traits<P>& traits = chosen.algorithm->traits;
   Tensor pack = new_pack(weight, packed_tensor_bytes(traits, p));
   if (traits.packed_bytes) {
-    traits.pack(p, as_contiguous(weight).const_data_ptr(), pack.mutable_data_ptr());
+    const Tensor whole = as_contiguous(weight);
+    with_workspace(*chosen.entry, pack_workspace_of(traits, p), weight,
+                   [&](Workspace& workspace) { traits.pack(p, whole.const_data_ptr(), pack.mutable_data_ptr(), workspace); });
   } else {
     Tensor place = torch::stable::narrow(pack, 0, 0, weight.numel());
     torch::stable::copy_(place, torch::stable::flatten(as_contiguous(weight)));
@@ -468,17 +502,5 @@ using Gradients = std::array<Tensor, 3>;
 inline void give_gradients(StableIValue* stack, const Gradients& gradients) {
   for (int i = 0; i < 3; i++) give(stack, i, gradients[static_cast<size_t>(i)]);
 }
-
-// Elements in logical order as rows of `row` contiguous ones, `apart` from each other.
-struct Rows {
-  int64_t row, apart;
-};
-std::optional<Rows> rows_in_order(const Tensor& t);
-// One pass over the elements of x and y, which lie as `rows_of(problem)` sets them, if it can and the algorithm takes slices.
-// False where nothing was done because they lie otherwise.
-bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
-                     bool (*set_rows)(const Tensor&, const Tensor&, ElementwiseProblem&),
-                     const std::optional<Tensor>& workspace = std::nullopt);
-ElementwiseProblem elementwise_from(const Query& q);
 
 }  // namespace ai3::ops

@@ -14,6 +14,7 @@ struct WeightedCall {
   Activation activation = Activation::none;
   std::optional<Tensor> slope;  // of the activation
   bool allow_tf32 = false, deterministic = false;
+  std::optional<Parameters> parameters;      // of the algorithm's own; without, their defaults
   std::string exclude;                       // patterns of algorithms that a rule may not choose, between commas
   std::optional<Tensor> output;              // where to write, when it is given
   std::optional<Tensor> workspace;           // memory for it, when it is given
@@ -150,7 +151,7 @@ struct WeightedOperators {
   static void forward(const Entry& entry, StableIValue* stack) {
     Arguments in(stack);
     Call c = forward_call(in);
-    c.take_options(in);
+    c.take_options(in), c.parameters = in.take_parameters(entry);
     give(stack, 0, O::run(entry, c));
   }
 
@@ -183,7 +184,7 @@ struct WeightedOperators {
   static void backward(const Entry& entry, StableIValue* stack) {
     Arguments in(stack);
     BackwardArguments a(in);
-    a.call.take_options(in);
+    a.call.take_options(in), a.call.parameters = in.take_parameters(entry);
     give_gradients(stack, O::gradients(entry, a.call, a.grad, a.wanted, own_gradients(entry, a.call)));
   }
 
@@ -217,8 +218,9 @@ struct WeightedOperators {
     Arguments in(stack);
     Call c;
     c.weight = in.take<Tensor>();
-    c.take_window(in);
-    const Problem p = O::problem_of_weight(entry, c);
+    c.take_window(in), c.parameters = in.take_parameters(entry);
+    Problem p = O::problem_of_weight(entry, c);
+    p.parameters = *c.parameters;
     const Chosen<Problem> chosen(entry, device_of(entry, c.weight), p);
     give(stack, 0, pack_weight(chosen, p, c.weight, O::description(p)));
   }
@@ -227,7 +229,7 @@ struct WeightedOperators {
     Arguments in(stack, true);
     Call c = forward_call(in);
     c.deterministic = in.take<bool>(), c.cast_weight = in.take<bool>(), c.slot.id = in.take<int64_t>();
-    c.slot.version = in.take_from_stack<int64_t>();
+    c.parameters = in.take_parameters(entry), c.slot.version = in.take_from_stack<int64_t>();
     check_inference(entry);
     give(stack, 0, O::run(entry, c));
   }
@@ -237,7 +239,7 @@ struct WeightedOperators {
     Call c = forward_call(in);
     c.slot.id = in.take<int64_t>();
     c.take_options(in);
-    c.cast_weight = in.take<bool>();
+    c.cast_weight = in.take<bool>(), c.parameters = in.take_parameters(entry);
     give(stack, 0, O::run(entry, c));
   }
   // Of a weight as it is or packed; the output is returned or written to `out`.
@@ -255,6 +257,7 @@ struct WeightedOperators {
     c.take_prologue(in);
     c.take_options(in);
     if (with_out) c.output = in.take<Tensor>(), c.workspace = in.take<std::optional<Tensor>>();
+    c.parameters = in.take_parameters(entry);
     check(!packed || c.weight_size.size() == O::weight_rank, entry, "needs the ", O::weight_rank, " sizes of the weight, got ",
           c.weight_size);
     c.activation = activation_named(entry, activation);

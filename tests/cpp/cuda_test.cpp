@@ -95,7 +95,7 @@ TEST(Cuda, ALaunchThatFailsIsAnErrorThatNamesTheKernel) {
   const auto& relu = on_cuda<ElementwiseProblem>("relu", "direct");
   Workspace workspace{nullptr, 0, 0, nullptr};
   float x = 1, y = 0;
-  const Buffers buffers{&x, nullptr, nullptr, nullptr, &y};
+  const UnaryOperands buffers{&x, &y};
   fake::fail_launches = true;
   try {
     relu.run(contiguous_elements(DType::f32, 1, 1), buffers, workspace);

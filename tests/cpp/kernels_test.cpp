@@ -75,7 +75,7 @@ class Kernel : public testing::Test {
 
   void TestBody() override {
     const auto& t = a_.traits;
-    ASSERT_EQ(t.packed_bytes != nullptr, t.pack != nullptr);
+    ASSERT_EQ(t.packed_bytes != nullptr, static_cast<bool>(t.pack));
     EXPECT_TRUE(t.accuracy != Accuracy::bounded || t.error_bound > 0) << "states no bound";
     int done = 0;
     for (P p : problems::all(static_cast<P*>(nullptr), a_.info.operation))
@@ -150,8 +150,8 @@ class Kernel : public testing::Test {
     ASSERT_EQ(bytes, a_.traits.packed_bytes(other)) << problems::describe(p);
     const Data w(p.dtype, extent(p).weight, Flush::end, Values::reals, 2);
     std::vector<char> one(bytes), two(bytes);
-    a_.traits.pack(p, w.stored(), one.data());
-    a_.traits.pack(other, w.stored(), two.data());
+    pack(a_, p, w.stored(), one.data(), Flush::begin);
+    pack(a_, other, w.stored(), two.data(), Flush::begin);
     EXPECT_EQ(one, two) << problems::describe(p);
   }
 

@@ -22,7 +22,8 @@ int64_t count(const Algorithm<P>& a, const P& p) {
   std::vector<float> x(elements.input, 1), w(elements.weight, 1), y(elements.output);
   const int64_t bytes = t.workspace ? t.workspace(p) : 0;
   const Guarded scratch(bytes, Flush::end), packed(t.packed_bytes ? round_up(t.packed_bytes(p), 64) : 0, Flush::end);
-  if (t.pack) t.pack(p, w.data(), packed.as<char>());
+  Workspace none{nullptr, 0, 0, nullptr};
+  if (t.pack) t.pack(p, w.data(), packed.as<char>(), none);
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
   take_multiplications();
   a.run(p, {x.data(), t.pack ? packed.as<char>() : static_cast<const void*>(w.data()), nullptr, nullptr, y.data()}, workspace);

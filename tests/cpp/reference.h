@@ -6,8 +6,14 @@
 #include <string>
 #include <vector>
 
-#include "../../csrc/algos/core/algorithm.h"
+#include "../../csrc/algos/adaptive_avg_pool2d/problem.h"
+#include "../../csrc/algos/avg_pool2d/problem.h"
+#include "../../csrc/algos/conv1d/problem.h"
+#include "../../csrc/algos/flatten/problem.h"
 #include "../../csrc/algos/layer_norm/problem.h"
+#include "../../csrc/algos/linear/problem.h"
+#include "../../csrc/algos/max_pool2d/problem.h"
+#include "../../csrc/algos/relu/problem.h"
 
 // Elements of each buffer, and the number of terms in the longest sum.
 struct Extent {

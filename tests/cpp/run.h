@@ -112,6 +112,15 @@ struct Inputs {
   Data x, weight, bias, residual, scale, shift, slope;
 };
 
+// Packs a weight, with a workspace of its own.
+template <class P>
+void pack(const Algorithm<P>& a, const P& p, const void* weight, void* packed, Flush flush) {
+  const int64_t bytes = a.traits.pack_workspace ? a.traits.pack_workspace(p) : 0;
+  const Guarded scratch(bytes, flush);
+  Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+  a.traits.pack(p, weight, packed, workspace);
+}
+
 // Runs an algorithm, with output, workspace and packed weights of its own; `span` elements of output, from the first to the last.
 // `onto_residual`: the residual lies in the output.
 template <class P>
@@ -122,15 +131,18 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
   const Guarded scratch(bytes, flush), packed(a.traits.packed_bytes ? round_up(a.traits.packed_bytes(p), 64) : 0, flush);
   if (a.traits.pack) {
-    a.traits.pack(p, in.weight.stored(), packed.as<char>());
+    pack(a, p, in.weight.stored(), packed.as<char>(), flush);
     packed.protect();
   }
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
-  const void* weight = a.traits.pack ? packed.as<char>() : in.weight.stored();
-  a.run(p,
-        {in.x.stored(), weight, in.bias.stored(), onto_residual ? y.as<char>() : in.residual.stored(), y.as<char>(),
-         in.scale.stored(), in.shift.stored(), in.slope.stored()},
-        workspace);
+  typename P::Operands m;
+  m.input = in.x.stored(), m.output = y.as<char>();
+  if constexpr (requires { m.weight; })
+    m.weight = a.traits.pack ? packed.as<char>() : in.weight.stored(), m.bias = in.bias.stored();
+  if constexpr (requires { m.residual; })
+    m.residual = onto_residual ? y.as<char>() : in.residual.stored(), m.slope = in.slope.stored();
+  if constexpr (requires { m.scale; }) m.scale = in.scale.stored(), m.shift = in.shift.stored();
+  a.run(p, m, workspace);
   return y;
 }
 
@@ -142,9 +154,13 @@ std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, 
   const Guarded gradient((of_weight ? count.weight : count.input) * size_of(p.dtype), flush),
       bias((of_weight ? count.bias : 0) * size_of(p.dtype), flush);
   p.has_bias = false;
-  GradientBuffers m{grad.stored(), in.x.stored(), in.weight.stored(), nullptr, nullptr, nullptr};
-  (of_weight ? m.grad_weight : m.grad_input) = gradient.as<char>();
-  if (of_weight) m.grad_bias = bias.as<char>();
+  typename P::Gradients m;
+  m.grad_output = grad.stored(), m.input = in.x.stored();
+  if constexpr (requires { m.weight; }) {
+    m.weight = in.weight.stored();
+    (of_weight ? m.grad_weight : m.grad_input) = gradient.as<char>();
+    if (of_weight) m.grad_bias = bias.as<char>();
+  }
   const int64_t bytes = a.traits.backward_workspace ? a.traits.backward_workspace(p, m) : 0;
   EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
   const Guarded scratch(bytes, flush);

@@ -52,7 +52,10 @@ Split run(const std::string& operation, const P& p) {
   if (memory == MAP_FAILED) throw std::runtime_error("no addresses for tensors");
   Workspace workspace{memory, kBytes, 0, nullptr};
   take_sections();
-  a->run(p, {memory, memory, memory, nullptr, memory}, workspace);
+  typename P::Operands m;
+  m.input = m.output = memory;
+  if constexpr (requires { m.weight; }) m.weight = m.bias = memory;
+  a->run(p, m, workspace);
   return {a->info.name, take_sections()};
 }
 

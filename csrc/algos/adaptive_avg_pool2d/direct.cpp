@@ -1,6 +1,7 @@
 // Adaptive average pooling: window i of an axis is [floor(i*in/out), ceil((i+1)*in/out)), so that windows may overlap and differ
 // in size.
 #include "../core/pool.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -1,5 +1,6 @@
 // Average pooling: the sum of each window's values in the accumulator's type, divided by what ATen's arguments say.
 #include "../core/pool.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -1,6 +1,6 @@
 // Who computes the gradients of a convolution, and the convolution that the input's gradient is.
 #pragma once
-#include "../core/algorithm.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

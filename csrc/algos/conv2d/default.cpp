@@ -1,6 +1,7 @@
 // The project's choice by shape, without measuring: the first row that fits and whose algorithm supports the case. Nothing
 // approximate, and `winograd` never takes F(6x6, 3x3).
 #include "patches.h"
+#include "problem.h"
 #include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {

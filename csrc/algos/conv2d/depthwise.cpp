@@ -4,10 +4,10 @@
 // contiguous.
 #include <type_traits>
 
-#include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
 #include "backward.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -489,17 +489,17 @@ int64_t workspace(const Conv2dProblem& p) {
 }
 
 template <class T>
-void conv2d_depthwise(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
+void conv2d_depthwise(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   constexpr int64_t width = Vec<Acc<T>>::width;
   const Call<T> call{p,
-                     static_cast<const T*>(m.input),
-                     static_cast<const T*>(m.bias),
-                     static_cast<const T*>(m.residual),
-                     static_cast<const Acc<T>*>(m.weight),
-                     static_cast<T*>(m.output),
+                     m.input.read<T>(),
+                     m.bias.read<T>(),
+                     m.residual.read<T>(),
+                     m.weight.read<Acc<T>>(),
+                     m.output.write<T>(),
                      p.out_channels / p.in_channels,
                      bytes(p) > static_cast<double>(kCached),
-                     static_cast<const Acc<T>*>(m.slope),
+                     m.slope.read<Acc<T>>(),
                      is_called(p.activation)};
   if (in_bands(p)) return Bands<T>(p).run(call, workspace);
   const int64_t window = p.kernel_height * p.kernel_width;
@@ -752,17 +752,17 @@ GradientNames gradients(const Conv2dProblem& p) {
   const char* name = p.x_stride.c == 1 && p.y_stride.c == 1 ? "depthwise" : nullptr;
   return {name, name};
 }
-int64_t backward_workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+int64_t backward_workspace(const Conv2dProblem& p, const WeightedGradients& m) {
   return with_type(p.dtype, [&]<class T>() {
     const int64_t input = m.grad_input ? workspace_bytes<char>(packed_bytes(p)) : 0;
     return checked_add(input, m.grad_weight ? WeightGradient<T>{p}.workspace() : 0);
   });
 }
-void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+void backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() {
-    const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight);
-    if (m.grad_input) input_gradient(p, gy, w, static_cast<T*>(m.grad_input), workspace);
-    if (m.grad_weight) WeightGradient<T>{p}.run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+    const T *gy = m.grad_output.read<T>(), *x = m.input.read<T>(), *w = m.weight.read<T>();
+    if (m.grad_input) input_gradient(p, gy, w, m.grad_input.write<T>(), workspace);
+    if (m.grad_weight) WeightGradient<T>{p}.run(gy, x, m.grad_weight.write<T>(), m.grad_bias.write<T>(), workspace);
   });
 }
 

@@ -7,6 +7,7 @@
 #include "backward.h"
 #include "direct_tile.h"
 #include "lent.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -152,7 +153,7 @@ void gemm_block(const PrologueRows<T>& a, int64_t rows, const T* panels, int64_t
 // A 1x1 convolution as packed products, one for each group: rows_of(group) are the pixels, `steps` the elements or pairs of their
 // channels, `preparation` what a prologue costs (as gemm_grid counts it).
 template <class T, class RowsOf>
-void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m, const Acc<T>* panels, int64_t steps,
+void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Conv2dOperands& m, const Acc<T>* panels, int64_t steps,
                      const RowsOf& rows_of, double preparation = 0) {
   using A = Acc<T>;
   const int64_t pixels = p.batch * p.out_height * p.out_width;
@@ -163,7 +164,7 @@ void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
     grid = gemm_grid<A>(p.threads, p.groups, ceil_div(pixels, kRows), kRows, panel_count<A>(b.out_channels), steps, preparation);
   auto multiply_task = [&](int64_t g, int64_t i, int64_t j, int) {
     const Share rows = row_share(pixels, grid, i), filters = column_share<A>(b.out_channels, grid.streamed, j);
-    Output<T> y{static_cast<T*>(m.output), p.y_stride.w};
+    Output<T> y{m.output.write<T>(), p.y_stride.w};
     y.set_epilogue(p.activation, m);
     gemm_block<T>(rows_of(g).from(rows.begin), rows.end - rows.begin,
                   panels + g * packed_size<A>(steps, b.out_channels) + filters.begin * steps, filters.end - filters.begin, steps,
@@ -173,15 +174,15 @@ void multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
 }
 // Returns false where the layout or the type is none that the packed product takes.
 template <class T>
-bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m) {
+bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Conv2dOperands& m) {
   const int64_t pixels = p.out_height * p.out_width, stride = p.x_stride.w;
   if (!is_pointwise(p) || p.x_stride.c != 1 || p.y_stride.c != 1 || pixels == 1) return false;
   if (p.x_stride.n != pixels * stride || p.y_stride.n != pixels * p.y_stride.w) return false;
-  const T* x = static_cast<const T*>(m.input);
+  const T* x = m.input.read<T>();
   [[maybe_unused]] const Prologue<Acc<T>> prologue(p, m);
   if constexpr (dtype_of<T> == DType::bf16) {
     if (!multiplies_pairs(p) || prologue) return false;
-    const float* pairs = reinterpret_cast<const float*>(static_cast<const char*>(m.weight) + blocks_bytes(p));
+    const float* pairs = reinterpret_cast<const float*>(m.weight.read<char>() + blocks_bytes(p));
     multiply_pixels<T>(p, b, m, pairs, b.channels / 2, [&](int64_t g) { return PairRows{x + g * b.channels, stride}; });
     return true;
   } else if constexpr (same<T, Acc<T>>) {
@@ -189,13 +190,13 @@ bool multiply_pixels(const Conv2dProblem& p, const Blocking& b, const Buffers& m
     if (b.block != kPanel<T> || (few && !prologue)) return false;
     if (prologue)
       multiply_pixels<T>(
-          p, b, m, static_cast<const T*>(m.weight), b.channels,
+          p, b, m, m.weight.read<T>(), b.channels,
           [&](int64_t g) {
             return PrologueRows<T>{x + g * b.channels, stride, prologue.from(g * b.channels)};
           },
           .25);
     else
-      multiply_pixels<T>(p, b, m, static_cast<const T*>(m.weight), b.channels, [&](int64_t g) {
+      multiply_pixels<T>(p, b, m, m.weight.read<T>(), b.channels, [&](int64_t g) {
         return StridedRows<T>{x + g * b.channels, stride};
       });
     return true;
@@ -210,14 +211,14 @@ class DirectConvolution {
   static constexpr int width = Vec<A>::width;
 
  public:
-  DirectConvolution(const Conv2dProblem& problem, const Blocking& blocking, const Buffers& m)
+  DirectConvolution(const Conv2dProblem& problem, const Blocking& blocking, const Conv2dOperands& m)
       : b(blocking),
         pointwise(is_pointwise(problem)),
         p(regrouped(problem, larger(1, b.blocks))),
         all_pixels(problem.out_height * problem.out_width * (problem.batch / p.batch)),
-        operands{static_cast<const T*>(m.input), static_cast<T*>(m.output), static_cast<const T*>(m.residual)},
-        w(static_cast<const A*>(m.weight)),
-        of_channels{static_cast<const T*>(m.bias), static_cast<const A*>(m.slope)},
+        operands{m.input.read<T>(), m.output.write<T>(), m.residual.read<T>()},
+        w(m.weight.read<A>()),
+        of_channels{m.bias.read<T>(), m.slope.read<A>()},
         prologue(problem, m),
         in_place(same<T, A> && p.y_stride.c == 1 && operands.residual != operands.y),
         needs_finish(operands.residual || p.activation != Activation::none),
@@ -526,7 +527,7 @@ class DirectConvolution {
 };
 
 template <class T>
-void conv2d_direct(const Conv2dProblem& p, const Buffers& m, Workspace&) {
+void conv2d_direct(const Conv2dProblem& p, const Conv2dOperands& m, Workspace&) {
   const Blocking b(p);
   if (!multiply_pixels<T>(p, b, m)) DirectConvolution<T>(p, b, m).run();
 }
@@ -539,22 +540,21 @@ GradientNames gradients(const Conv2dProblem& p) {
   const bool convolution = p.stride_h == 1 && p.stride_w == 1 && t.pad_h >= 0 && t.pad_w >= 0;
   return {convolution ? "direct" : nullptr, "direct"};
 }
-int64_t backward_workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+int64_t backward_workspace(const Conv2dProblem& p, const WeightedGradients& m) {
   return m.grad_input ? workspace_bytes<char>(packed_bytes(transposed(p))) : 0;
 }
-void backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+void backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() {
-    const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
+    const T *gy = m.grad_output.read<T>(), *x = m.input.read<T>();
     if (m.grad_input) {
       const Conv2dProblem t = transposed(p);
       Acc<T>* packed = workspace.take<Acc<T>>(packed_bytes(t) / static_cast<int64_t>(sizeof(Acc<T>)));
-      pack_joined_turned(p, static_cast<const T*>(m.weight), packed);
+      pack_joined_turned(p, m.weight.read<T>(), packed);
       conv2d_direct<T>(t, {gy, packed, nullptr, nullptr, m.grad_input}, workspace);
     }
     if constexpr (AI3_VECTOR_BYTES > 16)
       if (m.grad_weight)
-        joined_weight_gradient_of<T>(p.in_channels / p.groups, p, gy, x, static_cast<T*>(m.grad_weight),
-                                     static_cast<T*>(m.grad_bias));
+        joined_weight_gradient_of<T>(p.in_channels / p.groups, p, gy, x, m.grad_weight.write<T>(), m.grad_bias.write<T>());
   });
 }
 

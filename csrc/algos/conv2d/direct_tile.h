@@ -5,6 +5,7 @@
 #include "../core/prologue.h"
 #include "../core/streaming.h"
 #include "joined_groups.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace direct {

@@ -9,6 +9,7 @@
 #include "../core/fft.h"
 
 #include "backward.h"
+#include "problem.h"
 #include "transform_domain.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -99,7 +100,7 @@ struct TileForKernel {
 using Tiles = ChosenTransformTraits<TileForKernel>;
 
 template <class T>
-void conv2d_fft(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+void conv2d_fft(const Conv2dProblem& p, const Conv2dOperands& buffers, Workspace& workspace) {
   Tiles::run<T>(p, buffers, workspace);
 }
 

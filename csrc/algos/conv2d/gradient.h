@@ -11,6 +11,7 @@
 #include "../core/rows.h"
 #include "backward.h"
 #include "patches.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -2,8 +2,8 @@
 // bandwidth, whichever takes longer (Williams, Waterman & Patterson, "Roofline", 2009).
 #include <math.h>
 
-#include "../core/algorithm.h"
 #include "../core/machine.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

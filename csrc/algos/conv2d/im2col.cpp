@@ -4,6 +4,7 @@
 #include "backward.h"
 #include "lent.h"
 #include "patches.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -25,7 +26,7 @@ int64_t conv2d_im2col_workspace(const Conv2dProblem& p) {
 }
 
 template <class T>
-void conv2d_im2col(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
+void conv2d_im2col(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   const ConvShape s(p);
   const PatchUnits<T> units(p, s);

@@ -2,6 +2,7 @@
 // block of pixels straight into the operand that the packed product reads, a block that stays in the L2 cache (Chetlur et al.,
 // cuDNN, 2014).
 #include "gradient.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -24,7 +25,7 @@ int64_t conv2d_implicit_gemm_workspace(const Conv2dProblem& p) {
 }
 
 template <class T>
-void conv2d_implicit_gemm(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
+void conv2d_implicit_gemm(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   const ConvShape s(p);
   const PatchUnits<T> units(p, s);
   const Grid grid = grid_of(p, s, units);
@@ -47,14 +48,14 @@ void conv2d_implicit_gemm(const Conv2dProblem& p, const Buffers& m, Workspace& w
 
 Cost conv2d_implicit_gemm_cost(const Conv2dProblem& p) { return gemm_cost(p, 0, .88); }
 
-void conv2d_implicit_gemm_backward(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+void conv2d_implicit_gemm_backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() {
-    const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight);
-    if (m.grad_input) InputGradient<T>(p).run(gy, w, static_cast<T*>(m.grad_input), workspace);
-    if (m.grad_weight) WeightGradient<T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+    const T *gy = m.grad_output.read<T>(), *x = m.input.read<T>(), *w = m.weight.read<T>();
+    if (m.grad_input) InputGradient<T>(p).run(gy, w, m.grad_input.write<T>(), workspace);
+    if (m.grad_weight) WeightGradient<T>(p).run(gy, x, m.grad_weight.write<T>(), m.grad_bias.write<T>(), workspace);
   });
 }
-int64_t conv2d_implicit_gemm_backward_workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+int64_t conv2d_implicit_gemm_backward_workspace(const Conv2dProblem& p, const WeightedGradients& m) {
   return with_type(p.dtype, [&]<class T>() {
     const int64_t input = m.grad_input ? InputGradient<T>(p).workspace() : 0;
     return checked_add(input, m.grad_weight ? WeightGradient<T>(p).workspace() : 0);

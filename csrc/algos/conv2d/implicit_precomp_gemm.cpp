@@ -4,6 +4,7 @@
 // it serves all images and groups. Input that is not float or double in NHWC is copied once.
 #include "backward.h"
 #include "patches.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -31,11 +32,11 @@ int64_t conv2d_implicit_precomp_gemm_workspace(const Conv2dProblem& p) {
 }
 
 template <class T>
-void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
+void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   const ConvShape s(p);
   const Grid grid = grid_of<T>(p, s);
-  const NhwcInput<T> x(p, static_cast<const T*>(m.input), workspace);
+  const NhwcInput<T> x(p, m.input.read<T>(), workspace);
   A* zeros = workspace.take<A>(p.in_channels);
   clear(zeros, p.in_channels);
 

@@ -1,8 +1,8 @@
 // Groups with as many channels as filters, which fill a vector exactly: one of them, or neighbours together. Then lane l of a
 // pixel's channels belongs to the group of filter l, and gradients need no panel for each group. NHWC.
 #pragma once
-#include "../core/algorithm.h"
 #include "../core/lanes.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

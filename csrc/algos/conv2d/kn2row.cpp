@@ -4,6 +4,7 @@
 // the cache.
 #include "backward.h"
 #include "patches.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -27,12 +28,12 @@ int64_t conv2d_kn2row_workspace(const Conv2dProblem& p) {
 }
 
 template <class T>
-void conv2d_kn2row(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) {
+void conv2d_kn2row(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
   const ConvShape s(p);
   const Grid grid = grid_of<T>(p, s);
-  const NhwcInput<T> x(p, static_cast<const T*>(m.input), workspace);
+  const NhwcInput<T> x(p, m.input.read<T>(), workspace);
   const int64_t size = block_size<T>(p, grid);
   A* blocks = workspace.take<A>(p.threads * size);
   for_grid(p.threads, p.batch * p.groups, grid, [&](int64_t product, int64_t i, int64_t j, int thread) {

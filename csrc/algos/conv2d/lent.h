@@ -1,6 +1,6 @@
 // Algorithms of conv2d that another operation runs on images of height 1, as conv1d does.
 #pragma once
-#include "../core/algorithm.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 
@@ -10,14 +10,16 @@ const Algorithm<Conv2dProblem>& conv2d_im2col_record();
 // The functions of such a record. A record of another file is no constant, the address of these is.
 template <const Algorithm<Conv2dProblem>& (*record)()>
 struct Lent {
-  static void run(const Conv2dProblem& p, const Buffers& m, Workspace& workspace) { record().run(p, m, workspace); }
+  static void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) { record().run(p, m, workspace); }
   static int64_t workspace(const Conv2dProblem& p) {
     const auto bytes = record().traits.workspace;
     return bytes ? bytes(p) : 0;
   }
   static Cost cost(const Conv2dProblem& p) { return record().traits.cost(p); }
   static int64_t packed_bytes(const Conv2dProblem& p) { return record().traits.packed_bytes(p); }
-  static void pack(const Conv2dProblem& p, const void* weight, void* packed) { record().traits.pack(p, weight, packed); }
+  static void pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace) {
+    record().traits.pack(p, weight, packed, workspace);
+  }
   static GradientNames gradients(const Conv2dProblem& p) { return record().traits.gradients(p); }
 };
 

@@ -6,6 +6,7 @@
 #include "../core/gemm.h"
 #include "../core/grid.h"
 #include "../core/prologue.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -52,8 +53,8 @@ inline void pack_weight(const Conv2dProblem& p, const void* weight, void* packed
   });
 }
 template <class T>
-AI3_INLINE const Acc<T>* packed_group(const Buffers& m, const ConvShape& s, int64_t group) {
-  return static_cast<const Acc<T>*>(m.weight) + group * packed_size<Acc<T>>(s.depth, s.filters);
+AI3_INLINE const Acc<T>* packed_group(const Conv2dOperands& m, const ConvShape& s, int64_t group) {
+  return m.weight.read<Acc<T>>() + group * packed_size<Acc<T>>(s.depth, s.filters);
 }
 
 template <class A>
@@ -63,7 +64,7 @@ AI3_INLINE void clear(A* to, int64_t count) {
 
 // The patches of pixels `rows`, numbered through all images, one row of `depth` elements each.
 template <class T>
-void gather_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share rows, Acc<T>* to,
+void gather_rows(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t group, Share rows, Acc<T>* to,
                  int64_t stride) {
   const Prologue<Acc<T>> prologue = Prologue<Acc<T>>(p, m).from(group * s.channels);
   // Taps side by side are contiguous, and treated alike.
@@ -73,7 +74,7 @@ void gather_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, i
     const int64_t pixel = i % s.pixels, h0 = pixel / p.out_width * p.stride_h - p.pad_h,
                   w0 = pixel % p.out_width * p.stride_w - p.pad_w;
     const Range taps = inside(w0, p.dilation_w, p.in_width, p.kernel_width);
-    const T* from = static_cast<const T*>(m.input) + i / s.pixels * p.x_stride.n + group * s.channels * p.x_stride.c;
+    const T* from = m.input.read<T>() + i / s.pixels * p.x_stride.n + group * s.channels * p.x_stride.c;
     for (int64_t r = 0; r < p.kernel_height; r++) {
       const int64_t h = h0 + r * p.dilation_h;
       Acc<T>* row = to + r * run;
@@ -101,13 +102,13 @@ void gather_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, i
 
 // The patches as panels [panel][depth][kPanel]; panel q holds pixels of image q / panels_per_image.
 template <class T>
-void gather_panels(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share panels, Acc<T>* to) {
+void gather_panels(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t group, Share panels, Acc<T>* to) {
   constexpr int64_t P = kPanel<Acc<T>>;
   const Prologue<Acc<T>> prologue = Prologue<Acc<T>>(p, m).from(group * s.channels);
   const int64_t per_image = panel_count<Acc<T>>(s.pixels), step = p.stride_w * p.x_stride.w;
   for (int64_t q = panels.begin; q < panels.end; q++, to += s.depth * P) {
     const int64_t first = q % per_image * P, count = s.pixels - first < P ? s.pixels - first : P;
-    const T* image = static_cast<const T*>(m.input) + q / per_image * p.x_stride.n + group * s.channels * p.x_stride.c;
+    const T* image = m.input.read<T>() + q / per_image * p.x_stride.n + group * s.channels * p.x_stride.c;
     // One run of pixels in one output row at a time.
     for (int64_t done = 0, n; done < count; done += n) {
       const int64_t oh = (first + done) / p.out_width, ow = (first + done) % p.out_width;
@@ -134,8 +135,8 @@ void gather_panels(const Conv2dProblem& p, const ConvShape& s, const Buffers& m,
 }
 
 template <class T>
-AI3_INLINE Output<T> output_of(const Conv2dProblem& p, const Buffers& m, int64_t shift, int64_t filter) {
-  Output<T> y{static_cast<T*>(m.output) + shift, 0};
+AI3_INLINE Output<T> output_of(const Conv2dProblem& p, const Conv2dOperands& m, int64_t shift, int64_t filter) {
+  Output<T> y{m.output.write<T>() + shift, 0};
   y.set_epilogue(p.activation, m);
   if (y.bias) y.bias += filter;
   if (y.slope) y.slope += filter;
@@ -144,14 +145,15 @@ AI3_INLINE Output<T> output_of(const Conv2dProblem& p, const Buffers& m, int64_t
 }
 // Output channels of a group by pixels of all images (NHWC).
 template <class T>
-AI3_INLINE Output<T> pixel_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group) {
+AI3_INLINE Output<T> pixel_rows(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t group) {
   Output<T> y = output_of<T>(p, m, group * s.filters, group * s.filters);
   y.row_stride = s.pixels == 1 ? p.y_stride.n : p.y_stride.w;
   return y;
 }
 // Pixels of one image as columns (NCHW).
 template <class T>
-AI3_INLINE Output<T> filter_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t image, int64_t group) {
+AI3_INLINE Output<T> filter_rows(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t image,
+                                 int64_t group) {
   Output<T> y = output_of<T>(p, m, image * p.y_stride.n + group * s.filters * p.y_stride.c, group * s.filters);
   y.row_stride = p.y_stride.c, y.bias_per_row = true;
   return y;
@@ -159,15 +161,15 @@ AI3_INLINE Output<T> filter_rows(const Conv2dProblem& p, const ConvShape& s, con
 
 // The product of gathered rows with some filters.
 template <class T>
-void multiply_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share rows, const Acc<T>* patches,
-                   int64_t stride, Share filters) {
+void multiply_rows(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t group, Share rows,
+                   const Acc<T>* patches, int64_t stride, Share filters) {
   gemm_block<T>(StridedRows<Acc<T>>{patches, stride}, rows.end - rows.begin,
                 packed_group<T>(m, s, group) + filters.begin * s.depth, filters.end - filters.begin, s.depth,
                 pixel_rows<T>(p, s, m, group).from(rows.begin, filters.begin));
 }
 // The product of some filters with gathered panels.
 template <class T>
-void multiply_panels(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t group, Share panels,
+void multiply_panels(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t group, Share panels,
                      const Acc<T>* patches, Share filters) {
   constexpr int64_t P = kPanel<Acc<T>>;
   const int64_t per_image = panel_count<Acc<T>>(s.pixels);
@@ -194,7 +196,8 @@ struct PatchUnits {
 
 // Pixels of one image as rows, in either layout.
 template <class T>
-AI3_INLINE Output<T> image_rows(const Conv2dProblem& p, const ConvShape& s, const Buffers& m, int64_t image, int64_t group) {
+AI3_INLINE Output<T> image_rows(const Conv2dProblem& p, const ConvShape& s, const Conv2dOperands& m, int64_t image,
+                                int64_t group) {
   Output<T> y = output_of<T>(p, m, image * p.y_stride.n + group * s.filters * p.y_stride.c, group * s.filters);
   y.row_stride = p.y_stride.w, y.column_stride = p.y_stride.c;
   return y;

@@ -2,9 +2,9 @@
 // input, which is added to the plane of the output; nothing is packed, padded or copied. Here the planes are taken by segments of
 // a row, a few vectors for a few output channels, which stay in registers while all kernel scalars and input channels are added,
 // so that partial sums are never rounded to the stored type. Lanes that a shift moves out of the image are left as they are.
-#include "../core/algorithm.h"
 #include "../core/lanes.h"
 #include "backward.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -23,11 +23,11 @@
 #pragma once
 #include <type_traits>
 
-#include "../core/algorithm.h"
 #include "../core/epilogue.h"
 #include "../core/gemm.h"
 #include "../core/rows.h"
 #include "../core/streaming.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -529,22 +529,22 @@ struct TransformDomain {
     }
   };
   // Output channels [begin, end) of tile t from row `slot` of m, which starts with channel `first`.
-  void transform_output(const A* m, const Buffers& buffers, int64_t t, int64_t slot, int64_t first, int64_t begin, int64_t end,
-                        bool streaming) const {
+  void transform_output(const A* m, const Conv2dOperands& buffers, int64_t t, int64_t slot, int64_t first, int64_t begin,
+                        int64_t end, bool streaming) const {
     const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
     const int64_t rows = h.outputs(oh), columns = w.outputs(ow), step_h = h.phases * p.y_stride.h,
                   step_w = w.phases * p.y_stride.w;
     const int64_t start = t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
     const bool whole = rows == h.tile && columns == w.tile;
-    const T* bias = static_cast<const T*>(buffers.bias);
-    const A* slope = static_cast<const A*>(buffers.slope);
+    const T* bias = buffers.bias.read<T>();
+    const A* slope = buffers.slope.read<A>();
     Epilogue<A> epilogue(p.activation, V(A{0}));
     for (int64_t k = begin; k < end; k += kWidth) {
       const int64_t count = smaller(kWidth, end - k), shift = start + k * p.y_stride.c;
       if (bias) epilogue.bias = load_channels(bias + k, 1, count);
       epilogue.slope = slope ? slope + k : nullptr, epilogue.count = count;
-      const T* residual = buffers.residual ? static_cast<const T*>(buffers.residual) + shift : nullptr;
-      T* y = static_cast<T*>(buffers.output) + shift;
+      const T* residual = buffers.residual ? buffers.residual.read<T>() + shift : nullptr;
+      T* y = buffers.output.write<T>() + shift;
       const Positions<const A> in{m + slot * row + k - first, stride};
       auto finished = [&]<Finish finish, bool edge = false>() {
         const intptr_t apart = reinterpret_cast<intptr_t>(residual) - reinterpret_cast<intptr_t>(y);
@@ -584,10 +584,10 @@ struct TransformDomain {
   double panel_size(int64_t n) const { return 2. * static_cast<double>(n * depth); }
   double inverse_size() const { return Transform::kInverseFlops / 2; }
 
-  void run(const Buffers& buffers, Workspace& workspace) const {
-    const T* x = static_cast<const T*>(buffers.input);
-    const Stored* packed = static_cast<const Stored*>(buffers.weight);
-    const bool streaming = streams(buffers.output);
+  void run(const Conv2dOperands& buffers, Workspace& workspace) const {
+    const T* x = buffers.input.read<T>();
+    const Stored* packed = buffers.weight.read<Stored>();
+    const bool streaming = streams(buffers.output.data);
     A* const buffer = workspace.take<A>(copies() * block_elements());
     // body(tile, first, last) for the vectors of channels [begin, end), counted through the tiles of a block.
     auto by_tiles = [](int64_t begin, int64_t end, int64_t channels, const auto& body) {
@@ -689,7 +689,7 @@ struct TransformDomainTraits {
 template <class Choice>
 struct ChosenTransformTraits {
   template <class T>
-  static void run(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+  static void run(const Conv2dProblem& p, const Conv2dOperands& buffers, Workspace& workspace) {
     Choice::with(p, [&]<class Transform>() { TransformDomain<Transform, T>(p).run(buffers, workspace); });
   }
   static int64_t workspace(const Conv2dProblem& p) {

@@ -11,6 +11,7 @@
 // lose a fifth of what the usual +-1 and +-2 lose.
 #pragma once
 #include "backward.h"
+#include "problem.h"
 #include "transform_domain.h"
 
 namespace ai3::inline AI3_LEVEL {

@@ -1,11 +1,12 @@
 // Winograd F(2x2, 3x3): 16 products instead of 36. Its points 0, +-1 and infinity keep small integers exact.
+#include "problem.h"
 #include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 template <class T>
-void conv2d_winograd_f2(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+void conv2d_winograd_f2(const Conv2dProblem& p, const Conv2dOperands& buffers, Workspace& workspace) {
   TransformDomain<Winograd<2>, T>(p).run(buffers, workspace);
 }
 

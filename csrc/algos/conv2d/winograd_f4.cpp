@@ -1,11 +1,12 @@
 // Winograd F(4x4, 3x3): 36 products instead of 144.
+#include "problem.h"
 #include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 template <class T>
-void conv2d_winograd_f4(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+void conv2d_winograd_f4(const Conv2dProblem& p, const Conv2dOperands& buffers, Workspace& workspace) {
   TransformDomain<Winograd<4>, T>(p).run(buffers, workspace);
 }
 

@@ -1,5 +1,6 @@
 // Winograd F(4x4, 3x3) whose transformed weights are stored in bfloat16: half the bytes, which is what limits layers of many
 // channels and few pixels. Arithmetic stays in float32. Approximate: only asked for by name. (float64 tensors keep their digits.)
+#include "problem.h"
 #include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -17,7 +18,7 @@ template <class A>
 using StoredHalf = typename Halved<A>::type;
 
 template <class T>
-void conv2d_winograd_f4_bf16(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+void conv2d_winograd_f4_bf16(const Conv2dProblem& p, const Conv2dOperands& buffers, Workspace& workspace) {
   TransformDomain<Winograd<4>, T, StoredHalf<Acc<T>>>(p).run(buffers, workspace);
 }
 

@@ -1,6 +1,7 @@
 // Winograd's minimal filtering for kernels of other sizes than 3x3: F(2x2, 5x5), 36 products instead of 100; and in one dimension
 // F(4, 7), 10 instead of 28, and F(4, 3), 6 instead of 12. 3x3 kernels get F(2x4, 3x3), between F(2x2) and F(4x4): 24 instead
 // of 72.
+#include "problem.h"
 #include "winograd_gradient.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -35,7 +36,7 @@ struct FormForWeightGradient {
 };
 
 template <class T>
-void conv2d_winograd_general(const Conv2dProblem& p, const Buffers& buffers, Workspace& workspace) {
+void conv2d_winograd_general(const Conv2dProblem& p, const Conv2dOperands& buffers, Workspace& workspace) {
   Forms::run<T>(p, buffers, workspace);
 }
 

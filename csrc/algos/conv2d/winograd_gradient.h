@@ -2,6 +2,7 @@
 //   dW = G^T [sum over tiles of (B^T x B) . (A dY A^T)] G,
 // one product of (filters x tiles) and (tiles x channels) matrices for each position: the same saving.
 #pragma once
+#include "problem.h"
 #include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -157,24 +158,24 @@ struct WinogradGradient {
     });
     return names;
   }
-  static void run(const Conv2dProblem& p, const GradientBuffers& m, Workspace& workspace) {
+  static void run(const Conv2dProblem& p, const WeightedGradients& m, Workspace& workspace) {
     with_type(p.dtype, [&]<class T>() {
-      const T *gy = static_cast<const T*>(m.grad_output), *x = static_cast<const T*>(m.input);
+      const T *gy = m.grad_output.read<T>(), *x = m.input.read<T>();
       if (m.grad_weight)
         WeightForms::with(p, [&]<class Form>() {
-          WinogradWeightGradient<Form, T>(p).run(gy, x, static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+          WinogradWeightGradient<Form, T>(p).run(gy, x, m.grad_weight.write<T>(), m.grad_bias.write<T>(), workspace);
         });
       if (!m.grad_input) return;
       Forms::with(p, [&]<class Form>() {
         const Conv2dProblem t = transposed(p);
         const TransformDomain<Form, T> domain(t);
         Acc<T>* packed = workspace.take<Acc<T>>(domain.packed_elements());
-        domain.pack(static_cast<const T*>(m.weight), packed, true);
+        domain.pack(m.weight.read<T>(), packed, true);
         domain.run({gy, packed, nullptr, nullptr, m.grad_input}, workspace);
       });
     });
   }
-  static int64_t workspace(const Conv2dProblem& p, const GradientBuffers& m) {
+  static int64_t workspace(const Conv2dProblem& p, const WeightedGradients& m) {
     int64_t bytes = 0;
     if (m.grad_input)
       Forms::with(p, [&]<class Form>() {

@@ -1,6 +1,7 @@
-// What an algorithm tells the registry about itself. This header is all that a kernel file, built-in or a user's, includes:
+// What an algorithm tells the registry about itself. A kernel file, built-in or a user's, includes
+// its operation's problem, and with it this:
 //
-//   #include <ai3/algorithm.h>
+//   #include <ai3/conv2d.h>
 //   template <class T>
 //   void conv2d_mine(const ai3::Conv2dProblem& p, const T* x, const T* w, const T* b, T* y, ai3::Workspace& workspace) { ... }
 //   AI3_ALGORITHM(conv2d, mine)
@@ -14,6 +15,7 @@
 #include "checked.h"
 #include "dtype.h"
 #include "isa.h"
+#include "operands.h"
 #include "parallel.h"
 #include "problem.h"
 #include "simd.h"
@@ -21,7 +23,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 6;
+inline constexpr int32_t kAlgorithmAbi = 7;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -68,14 +70,6 @@ struct Workspace {
     return reinterpret_cast<T*>(data + first);
   }
 };
-// Pointers of one call; unused ones are null. `weight` is the packed form where the algorithm packs.
-struct Buffers {
-  const void *input, *weight, *bias, *residual;
-  void* output;
-  const void *scale = nullptr, *shift = nullptr;  // of the prologue: one of the accumulator's type for each input channel
-  const void* slope = nullptr;  // of an activation that has one: one of the accumulator's type for each output channel
-};
-
 // What `guess` models a time from.
 struct Cost {
   double flops;       // executed, not effective
@@ -108,14 +102,31 @@ struct Candidates {
   }
 };
 
-// Pointers of one backward call: gradients that are not wanted are null. Gradients are laid out as what they are gradients of.
-struct GradientBuffers {
-  const void *grad_output, *input, *weight;
-  void *grad_input, *grad_weight, *grad_bias;
-};
 // Who computes the gradients of input and weight: an algorithm of the operation, or PyTorch's own operators where null.
 struct GradientNames {
   const char *input, *weight;
+};
+
+// The function that puts a weight into an algorithm's own form: of pointers alone, or with a workspace.
+template <class Problem>
+struct Packer {
+  using Plain = void (*)(const Problem&, const void* weight, void* packed);
+  using Whole = void (*)(const Problem&, const Operand& weight, const Operand& packed, Workspace&);
+  Plain plain = nullptr;
+  Whole whole = nullptr;
+
+  constexpr Packer(decltype(nullptr) = nullptr) {}  // NOLINT: none
+  template <class F>
+  requires requires(F f) { static_cast<Plain>(f); }
+  constexpr Packer(F f) : plain(f) {}  // NOLINT: a function is a packer
+  template <class F>
+  requires requires(F f) { static_cast<Whole>(f); }
+  constexpr Packer(F f) : whole(f) {}  // NOLINT: a function is a packer
+  AI3_INLINE explicit operator bool() const { return plain || whole; }
+  AI3_INLINE void operator()(const Problem& p, const Operand& weight, const Operand& packed, Workspace& workspace) const {
+    if (whole) return whole(p, weight, packed, workspace);
+    plain(p, weight.data, packed.data);
+  }
 };
 
 template <class Problem>
@@ -133,7 +144,8 @@ struct Traits {
   // For an algorithm that reads its weights in a form of its own: its bytes, and the packer. Neither may depend on batch,
   // in_height or in_width. `run` then always gets the packed weights: a direct call packs first.
   int64_t (*packed_bytes)(const Problem&) = nullptr;
-  void (*pack)(const Problem&, const void* weight, void* packed) = nullptr;
+  Packer<Problem> pack = nullptr;
+  int64_t (*pack_workspace)(const Problem&) = nullptr;  // bytes; null: none
   // A rule instead of a kernel: names another algorithm of the operation.
   Choice (*choose)(const Problem& p, const Candidates<Problem>& usable) = nullptr;
   // Instead of a kernel: calls PyTorch's own operators on the glue's tensors (csrc/ops/<operation>/, which defines `call`).
@@ -141,11 +153,14 @@ struct Traits {
   GradientNames (*gradients)(const Problem&) = nullptr;  // null: PyTorch's, whatever the problem
   // A kernel for the gradients that are asked of this algorithm, with its workspace. Without one they are computed by `run` on
   // the transposed problems. The bias's gradient is wanted only beside the weight's.
-  void (*backward)(const Problem&, const GradientBuffers&, Workspace&) = nullptr;
-  int64_t (*backward_workspace)(const Problem&, const GradientBuffers&) = nullptr;
+  void (*backward)(const Problem&, const typename Problem::Gradients&, Workspace&) = nullptr;
+  int64_t (*backward_workspace)(const Problem&, const typename Problem::Gradients&) = nullptr;
   bool prologue = false;  // applies scale, shift and input_relu to what it reads, before padding (core/prologue.h)
   // Also reads and writes slices: x and y have the dense strides of tensors with more channels, or longer rows.
   bool sliced = false;
+  // The algorithm's own parameters, as the end of its operators' schema: "int window=512, float softcap=0.0, bool causal=False".
+  // Of a word, what it may be: "str(counter|hf_eval) random=counter". Their values are in the problem, in this order.
+  const char* parameters = nullptr;
 };
 
 // The registry's record; what it starts with is the same for every operation, so that one list can hold all of them.
@@ -158,19 +173,8 @@ template <class P>
 struct Algorithm {
   AlgorithmInfo info;
   Traits<P> traits;
-  void (*run)(const P&, const Buffers&, Workspace&);  // null for rules and PyTorch's own operators
+  void (*run)(const P&, const typename P::Operands&, Workspace&);  // null for rules and PyTorch's own operators
 };
-
-// The problem struct of each operation.
-namespace problem_of {
-using conv2d = Conv2dProblem;
-using linear = LinearProblem;
-using max_pool2d = Pool2dProblem;
-using avg_pool2d = Pool2dProblem;
-using adaptive_avg_pool2d = Pool2dProblem;
-using relu = ElementwiseProblem;
-using flatten = ElementwiseProblem;
-}  // namespace problem_of
 
 // body.operator()<T>() for the storage type that `dtype` names. Kernels that only tests of float32 run are compiled for nothing
 // else.
@@ -207,22 +211,19 @@ inline constexpr Device kDevice = Device::cpu;
 // A kernel: a function template <operation>_<name><T>, in one of these forms (`weight` is the packed one where it packs):
 //   (const Problem&, const T* x, const T* w, const T* b, T* y, ai3::Workspace&)      conv2d, linear
 //   (const Problem&, const T* x, T* y, ai3::Workspace&)                              pools, relu, flatten
-//   (const Problem&, const ai3::Buffers&, ai3::Workspace&)                           any, also with residual or packed weights
-#define AI3_ALGORITHM(operation_, name_, ...)                                                                                    \
-  AI3_REGISTER_(                                                                                                                 \
-      operation_, name_, (+[](const ::ai3::problem_of::operation_& p, const ::ai3::Buffers& m, ::ai3::Workspace& workspace) {    \
-        ::ai3::with_type(p.dtype, [&]<class T>() {                                                                               \
-          const T *x = static_cast<const T*>(m.input), *w = static_cast<const T*>(m.weight), *b = static_cast<const T*>(m.bias); \
-          T* y = static_cast<T*>(m.output);                                                                                      \
-          if constexpr (requires { operation_##_##name_<T>(p, m, workspace); })                                                  \
-            operation_##_##name_<T>(p, m, workspace);                                                                            \
-          else if constexpr (requires { operation_##_##name_<T>(p, x, y, workspace); })                                          \
-            operation_##_##name_<T>(p, x, y, workspace);                                                                         \
-          else                                                                                                                   \
-            operation_##_##name_<T>(p, x, w, b, y, workspace);                                                                   \
-        });                                                                                                                      \
-      }),                                                                                                                        \
-      __VA_ARGS__)
+//   (const Problem&, const Problem::Operands&, ai3::Workspace&)                      any, also with residual or packed weights
+#define AI3_ALGORITHM(operation_, name_, ...)                                                                    \
+  AI3_REGISTER_(operation_, name_,                                                                               \
+                (+[](const ::ai3::problem_of::operation_& p, const ::ai3::problem_of::operation_::Operands& m,   \
+                     ::ai3::Workspace& workspace) {                                                              \
+                  ::ai3::with_type(p.dtype, [&]<class T>() {                                                     \
+                    if constexpr (requires { operation_##_##name_<T>(p, m, workspace); })                        \
+                      operation_##_##name_<T>(p, m, workspace);                                                  \
+                    else                                                                                         \
+                      m.plain<T>([&](auto... pointers) { operation_##_##name_<T>(p, pointers..., workspace); }); \
+                  });                                                                                            \
+                }),                                                                                              \
+                __VA_ARGS__)
 
 // A rule that names another algorithm (.choose), or PyTorch's own operators (.tensors).
 #define AI3_ALGORITHM_WITHOUT_KERNEL(operation_, name_, ...) AI3_REGISTER_(operation_, name_, nullptr, __VA_ARGS__)

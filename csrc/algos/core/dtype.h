@@ -8,7 +8,8 @@
 
 namespace ai3 {
 
-enum class DType : int32_t { f64, f32, bf16, f16 };
+// What tensors hold. Algorithms compute in the first four; operands such as masks and lengths may have the others.
+enum class DType : int32_t { f64, f32, bf16, f16, i64, i32, boolean };
 
 struct bfloat16 {
   uint16_t bits;
@@ -88,9 +89,17 @@ inline constexpr DType dtype_of<bfloat16> = DType::bf16;
 template <>
 inline constexpr DType dtype_of<float16> = DType::f16;
 
-AI3_INLINE constexpr int64_t size_of(DType t) { return t == DType::f64 ? 8 : t == DType::f32 ? 4 : 2; }
+AI3_INLINE constexpr int64_t size_of(DType t) {
+  return t == DType::f64 || t == DType::i64 ? 8 : t == DType::f32 || t == DType::i32 ? 4 : t == DType::boolean ? 1 : 2;
+}
 AI3_INLINE constexpr const char* name_of(DType t) {
-  return t == DType::f64 ? "float64" : t == DType::f32 ? "float32" : t == DType::bf16 ? "bfloat16" : "float16";
+  return t == DType::f64    ? "float64"
+         : t == DType::f32  ? "float32"
+         : t == DType::bf16 ? "bfloat16"
+         : t == DType::f16  ? "float16"
+         : t == DType::i64  ? "int64"
+         : t == DType::i32  ? "int32"
+                            : "bool";
 }
 
 }  // namespace ai3

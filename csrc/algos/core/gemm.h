@@ -27,9 +27,10 @@ struct Output {
   const Acc<T>* slope = nullptr;  // per row or column, as the bias
   bool add = false;               // onto what is there; only where T is the accumulator type
 
-  AI3_INLINE void set_epilogue(Activation a, const Buffers& m) {
-    bias = static_cast<const T*>(m.bias), residual = static_cast<const T*>(m.residual);
-    activation = a, slope = static_cast<const Acc<T>*>(m.slope);
+  template <class Operands>
+  AI3_INLINE void set_epilogue(Activation a, const Operands& m) {
+    bias = m.bias.template read<T>(), residual = m.residual.template read<T>();
+    activation = a, slope = m.slope.template read<Acc<T>>();
   }
   AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
   // The output of one block of k: the first one starts from bias and residual, the last one applies the activation.

@@ -1,8 +1,8 @@
 // Pooling over windows that are a product of a range of rows and a range of columns. NHWC: lanes are channels. NCHW: lanes are
 // columns; where the order does not matter, the rows of a window are reduced first, for all columns at once, then the columns.
 #pragma once
-#include "algorithm.h"
 #include "lanes.h"
+#include "pool_problem.h"
 #include "streaming.h"
 
 namespace ai3::inline AI3_LEVEL {

@@ -12,9 +12,10 @@ struct Prologue {
   const A *scale, *shift;  // null: x is left as it is
   A least;                 // of the results
 
-  AI3_INLINE Prologue(const Conv2dProblem& p, const Buffers& m)
-      : scale(static_cast<const A*>(m.scale)),
-        shift(static_cast<const A*>(m.shift)),
+  template <class Problem>
+  AI3_INLINE Prologue(const Problem& p, const typename Problem::Operands& m)
+      : scale(m.scale.template read<A>()),
+        shift(m.shift.template read<A>()),
         least(p.input_relu ? A(0) : static_cast<A>(-__builtin_huge_val())) {}
   AI3_INLINE explicit operator bool() const { return scale; }
   // Of the channels from `channel` on.

@@ -1,5 +1,5 @@
 // The one own algorithm.
-#include "../core/algorithm.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

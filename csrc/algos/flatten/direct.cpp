@@ -1,5 +1,5 @@
 // A copy: outputs never alias inputs.
-#include "../core/algorithm.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -159,13 +159,13 @@ int64_t layer_norm_workspace(const LayerNormProblem& p) {
 }
 
 template <class T>
-void layer_norm_direct(const LayerNormProblem& p, const Buffers& m, Workspace& workspace) {
+void layer_norm_direct(const LayerNormProblem& p, const LayerNormOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   A* const wide_of_all = sizeof(T) == 2 ? workspace.take<A>(p.threads * wide_row<A>(p)) : nullptr;
-  const T* const x = static_cast<const T*>(m.input);
-  T* const y = static_cast<T*>(m.output);
+  const T* const x = m.input.read<T>();
+  T* const y = m.output.write<T>();
   with_weight_type<T>(p, [&]<class W>() {
-    const W *const w = static_cast<const W*>(m.weight), *const b = static_cast<const W*>(m.bias);
+    const W *const w = m.weight.read<W>(), *const b = m.bias.read<W>();
     parallel_ranges(p.threads, p.rows, 1, [&](int64_t begin, int64_t end, int thread) {
       A* const wide = sizeof(T) == 2 ? wide_of_all + thread * wide_row<A>(p) : nullptr;
       for (int64_t r = begin; r < end; r++) {
@@ -195,7 +195,7 @@ template <class A>
 AI3_INLINE int64_t sums_of_a_chunk(const LayerNormProblem& p) {
   return 2 * round_up(p.features, Vec<A>::width);
 }
-int64_t backward_workspace(const LayerNormProblem& p, const GradientBuffers& m) {
+int64_t backward_workspace(const LayerNormProblem& p, const WeightedGradients& m) {
   return with_type(p.dtype, [&]<class T>() {
     const bool sums = m.grad_weight || m.grad_bias;
     const int64_t of_sums = sums ? workspace_bytes<Acc<T>>(checked_mul(chunks(p), sums_of_a_chunk<Acc<T>>(p))) : 0;
@@ -206,13 +206,13 @@ int64_t backward_workspace(const LayerNormProblem& p, const GradientBuffers& m) 
 // With g = dY * weight and h the normalized row: dX = scale * (g - mean(g) - h * mean(g * h)); dweight and dbias are the sums of
 // dY * h and dY over the rows, of which each chunk has its own: added in the same order whatever thread computes them.
 template <class T, class W>
-void backward_of(const LayerNormProblem& p, const GradientBuffers& m, Workspace& workspace) {
+void backward_of(const LayerNormProblem& p, const WeightedGradients& m, Workspace& workspace) {
   using A = Acc<T>;
   using V = Vec<A>;
-  const T *const gy = static_cast<const T*>(m.grad_output), *const x = static_cast<const T*>(m.input);
-  const W* const w = static_cast<const W*>(m.weight);
-  T* const gx = static_cast<T*>(m.grad_input);
-  W *const gw = static_cast<W*>(m.grad_weight), *const gb = static_cast<W*>(m.grad_bias);
+  const T *const gy = m.grad_output.read<T>(), *const x = m.input.read<T>();
+  const W* const w = m.weight.read<W>();
+  T* const gx = m.grad_input.write<T>();
+  W *const gw = m.grad_weight.write<W>(), *const gb = m.grad_bias.write<W>();
   const bool sums = gw || gb;
   const int64_t count = chunks(p), own = sums_of_a_chunk<A>(p), half = own / 2;
   A* const all = sums ? workspace.take<A>(count * own) : nullptr;
@@ -261,7 +261,7 @@ void backward_of(const LayerNormProblem& p, const GradientBuffers& m, Workspace&
     }
   });
 }
-void backward(const LayerNormProblem& p, const GradientBuffers& m, Workspace& workspace) {
+void backward(const LayerNormProblem& p, const WeightedGradients& m, Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() { with_weight_type<T>(p, [&]<class W>() { backward_of<T, W>(p, m, workspace); }); });
 }
 GradientNames gradients(const LayerNormProblem&) { return {"direct", "direct"}; }

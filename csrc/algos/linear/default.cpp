@@ -1,5 +1,5 @@
 // The project's choice: its own packed GEMM, which supports everything.
-#include "../core/algorithm.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

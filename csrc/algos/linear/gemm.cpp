@@ -3,6 +3,7 @@
 // they lie.
 #include "../conv2d/gradient.h"
 #include "packed.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -27,11 +28,11 @@ struct RowDots {
 
   const LinearProblem& p;
 
-  void multiply(const Buffers& m) const {
-    const T* x = static_cast<const T*>(m.input);
-    const A* w = static_cast<const A*>(m.weight);
+  void multiply(const LinearOperands& m) const {
+    const T* x = m.input.read<T>();
+    const A* w = m.weight.read<A>();
     const bool swapped = p.rows < p.out_features;
-    Output<T> y{static_cast<T*>(m.output), swapped ? p.y_row : 1, swapped ? 1 : p.y_row};
+    Output<T> y{m.output.write<T>(), swapped ? p.y_row : 1, swapped ? 1 : p.y_row};
     y.set_epilogue(p.activation, m), y.bias_per_row = !swapped;
     swapped ? multiply(w, p.in_features, p.out_features, x, p.x_row, p.rows, y)
             : multiply(x, p.x_row, p.rows, w, p.in_features, p.out_features, y);
@@ -91,7 +92,7 @@ void linear_gemm_pack(const LinearProblem& p, const void* weight, void* packed) 
 }
 
 template <class T>
-void linear_gemm(const LinearProblem& p, const Buffers& m, Workspace& workspace) {
+void linear_gemm(const LinearProblem& p, const LinearOperands& m, Workspace& workspace) {
   if (p.rows == 0) return;
   if (RowDots<T>::fits(p)) return RowDots<T>{p}.multiply(m);
   with_form(p, [&]<class Type, Form form>() { PackedProduct<Type, form>{p}.multiply(m, workspace); });
@@ -114,7 +115,7 @@ Conv2dProblem as_convolution(const LinearProblem& p) {
   c.y_stride = {p.rows * p.out_features, 1, p.rows * p.out_features, p.out_features};
   return c;
 }
-int64_t linear_gemm_backward_workspace(const LinearProblem& p, const GradientBuffers& m) {
+int64_t linear_gemm_backward_workspace(const LinearProblem& p, const WeightedGradients& m) {
   const LinearProblem t = transposed(p);
   return with_type(p.dtype, [&]<class T>() {
     using A = Acc<T>;
@@ -123,7 +124,7 @@ int64_t linear_gemm_backward_workspace(const LinearProblem& p, const GradientBuf
     return checked_add(m.grad_input ? input : 0, m.grad_weight ? WeightGradient<T>(as_convolution(p)).workspace() : 0);
   });
 }
-void linear_gemm_backward(const LinearProblem& p, const GradientBuffers& m, Workspace& workspace) {
+void linear_gemm_backward(const LinearProblem& p, const WeightedGradients& m, Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() {
     if (m.grad_input) {
       constexpr int64_t P = kPanel<Acc<T>>;
@@ -133,14 +134,14 @@ void linear_gemm_backward(const LinearProblem& p, const GradientBuffers& m, Work
         const int64_t columns = smaller(P, t.out_features - i * P);
         Acc<T>* panel = packed + i * t.in_features * P;
         if (columns < P) clear(panel, t.in_features * P);
-        copy_rows(static_cast<const T*>(m.weight) + i * P, t.out_features, 1, t.in_features, columns, panel, P);
+        copy_rows(m.weight.read<T>() + i * P, t.out_features, 1, t.in_features, columns, panel, P);
       });
       PackedProduct<T, Form::plain>{t}.multiply({m.grad_output, packed, nullptr, nullptr, m.grad_input}, workspace);
     }
     if (m.grad_weight) {
       const Conv2dProblem c = as_convolution(p);
-      WeightGradient<T>(c).run(static_cast<const T*>(m.grad_output), static_cast<const T*>(m.input),
-                               static_cast<T*>(m.grad_weight), static_cast<T*>(m.grad_bias), workspace);
+      WeightGradient<T>(c).run(m.grad_output.read<T>(), m.input.read<T>(), m.grad_weight.write<T>(), m.grad_bias.write<T>(),
+                               workspace);
     }
   });
 }

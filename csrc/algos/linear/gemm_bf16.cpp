@@ -2,6 +2,7 @@
 // et al., "A study of BFLOAT16 for deep learning training", 2019). Without AVX512-BF16 only w is rounded, and widened again as
 // it is loaded: half of the bytes come from memory, at the arithmetic of float32.
 #include "packed.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -17,7 +18,7 @@ void linear_gemm_bf16_pack(const LinearProblem& p, const void* weight, void* pac
 }
 
 template <class T>
-void linear_gemm_bf16(const LinearProblem& p, const Buffers& m, Workspace& workspace) {
+void linear_gemm_bf16(const LinearProblem& p, const LinearOperands& m, Workspace& workspace) {
   if (p.rows > 0) with_form(p, [&]<class, Form form>() { PackedProduct<float, form>{p}.multiply(m, workspace); });
 }
 

@@ -4,6 +4,7 @@
 
 #include "../core/gemm.h"
 #include "../core/grid.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -86,11 +87,11 @@ struct PackedProduct {
     });
   }
 
-  void multiply(const Buffers& m, Workspace& workspace) const {
+  void multiply(const LinearOperands& m, Workspace& workspace) const {
     const int64_t k = p.in_features, size = copy_size();
-    const T* x = static_cast<const T*>(m.input);
-    const Stored* w = static_cast<const Stored*>(m.weight);
-    Output<T> y{static_cast<T*>(m.output), p.y_row};
+    const T* x = m.input.read<T>();
+    const Stored* w = m.weight.read<Stored>();
+    Output<T> y{m.output.write<T>(), p.y_row};
     y.set_epilogue(p.activation, m);
     A* copied = size ? workspace.take<A>(p.threads * size) : nullptr;
     auto multiply_task = [&](int64_t, int64_t i, int64_t j, int thread) {

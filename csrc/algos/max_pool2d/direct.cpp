@@ -1,5 +1,6 @@
 // Max pooling: the largest value of each window, NaN if it holds one; padding never wins.
 #include "../core/pool.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -48,10 +48,10 @@ template <class A>
 
 // y = f(x, z, c) of each vector, c its first channel. Short rows are taken whole; long ones in pieces where rows are few.
 template <class T, class F>
-AI3_INLINE void for_rows(const MapProblem& p, const Buffers& m, const F& f) {
+AI3_INLINE void for_rows(const MapProblem& p, const MapOperands& m, const F& f) {
   using A = Acc<T>;
-  const T *x = static_cast<const T*>(m.input), *z = static_cast<const T*>(m.weight);
-  T* y = static_cast<T*>(m.output);
+  const T *x = m.input.read<T>(), *z = m.other.read<T>();
+  T* y = m.output.write<T>();
   const int64_t rows = p.images * p.rows, channels = p.channels;
   const int64_t piece = rows >= 4 * p.threads ? channels : smaller(channels, kGrain), pieces = ceil_div(channels, piece);
   parallel_ranges(p.threads, rows * pieces, ceil_div(kGrain, piece), [&](int64_t begin, int64_t end, int) {
@@ -67,11 +67,10 @@ AI3_INLINE void for_rows(const MapProblem& p, const Buffers& m, const F& f) {
 
 // The functions that clamp are a part of the loop; the others are called by it, but where they are all there is to do.
 template <MapKind kind, class T>
-void map_rows(const MapProblem& p, const Buffers& m) {
+void map_rows(const MapProblem& p, const MapOperands& m) {
   using A = Acc<T>;
   using V = Vec<A>;
-  const A *scale = static_cast<const A*>(m.scale), *shift = static_cast<const A*>(m.shift),
-          *slope = static_cast<const A*>(m.slope);
+  const A *scale = m.scale.read<A>(), *shift = m.shift.read<A>(), *slope = m.slope.read<A>();
   const bool clamps = p.function == Activation::relu || p.function == Activation::relu6,
              called = !clamps && p.function != Activation::none;
   const V low(clamps ? A(0) : static_cast<A>(-__builtin_inf())),
@@ -88,12 +87,12 @@ void map_rows(const MapProblem& p, const Buffers& m) {
   });
 }
 
-void map(const MapProblem& p, const Buffers& m) {
+void map(const MapProblem& p, const MapOperands& m) {
   with_type(p.dtype, [&]<class T>() {
     switch (p.kind) {
       case MapKind::activate:
         return with_function(p.function, [&]<Activation f>() {
-          const Acc<T>* slope = static_cast<const Acc<T>*>(m.slope);
+          const Acc<T>* slope = m.slope.read<Acc<T>>();
           for_rows<T>(p, m, [slope](Vec<Acc<T>> v, const T*, int64_t c, int64_t lanes) {
             if constexpr (has_slope(f)) return activate(f, v, load_some(slope + c, lanes));
             return activate(f, v);
@@ -159,10 +158,10 @@ void copy_of(const CopyProblem& p, const T* x, T* y) {
     }
   });
 }
-void copy(const CopyProblem& p, const Buffers& m) {
+void copy(const CopyProblem& p, const UnaryOperands& m) {
   with_type(p.dtype, [&]<class T>() {
     using Copied = std::conditional_t<sizeof(T) == 2, Bits16, T>;
-    copy_of(p, static_cast<const Copied*>(m.input), static_cast<Copied*>(m.output));
+    copy_of(p, m.input.read<Copied>(), m.output.write<Copied>());
   });
 }
 

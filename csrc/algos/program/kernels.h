@@ -29,13 +29,16 @@ struct CopyProblem {
   Strides4 x_stride, y_stride;
 };
 
-// One record for each level; its address is in the section `ai3_program_kernels`, for callers outside the level. Buffers: x is
-// the input, z the weight; scale, shift and slope are of the accumulator's type, the first two null: 1 and 0. y may be x or z
-// itself.
+// x (z) -> y; scale, shift and slope are of the accumulator's type, the first two null: 1 and 0. y may be x or z itself.
+struct MapOperands {
+  Operand input = {}, other = {}, output = {}, scale = {}, shift = {}, slope = {};
+};
+
+// One record for each level; its address is in the section `ai3_program_kernels`, for callers outside the level.
 struct ProgramKernels {
   const char* level;
-  void (*map)(const MapProblem&, const Buffers&);
-  void (*copy)(const CopyProblem&, const Buffers&);
+  void (*map)(const MapProblem&, const MapOperands&);
+  void (*copy)(const CopyProblem&, const UnaryOperands&);
 };
 
 }  // namespace ai3

@@ -1,7 +1,7 @@
 // max(x, 0) in one pass at memory speed. NaN stays NaN and -0 stays -0, as in ATen.
-#include "../core/algorithm.h"
 #include "../core/lanes.h"
 #include "../core/streaming.h"
+#include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -1,3 +1,4 @@
+#include "../../algos/adaptive_avg_pool2d/problem.h"
 #include "../core/device.cuh"
 
 namespace ai3::inline AI3_LEVEL {

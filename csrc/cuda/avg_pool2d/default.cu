@@ -1,4 +1,4 @@
-#include "../../algos/core/algorithm.h"
+#include "../../algos/avg_pool2d/problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

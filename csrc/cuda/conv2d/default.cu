@@ -1,4 +1,4 @@
-#include "../../algos/core/algorithm.h"
+#include "../../algos/conv2d/problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -1,5 +1,6 @@
 // cuDNN's implicit GEMM with offsets computed first (Chetlur et al. 2014): the matrix of patches is never stored, and where its
 // elements lie in the input is looked up. The bias is what the product is added onto, so that half types round once.
+#include "../../algos/conv2d/problem.h"
 #include "../core/cudnn.cuh"
 
 namespace ai3::inline AI3_LEVEL {

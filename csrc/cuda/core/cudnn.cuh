@@ -2,6 +2,7 @@
 #pragma once
 #include <cudnn.h>
 
+#include "../../algos/conv2d/problem.h"
 #include "device.cuh"
 
 namespace ai3::inline AI3_LEVEL {

@@ -114,8 +114,8 @@ __device__ __forceinline__ int64_t offset_of(const Place& at, const Strides4& s)
 }
 
 // Every output's bias, onto which a product is then added, so that half types round once.
-template <class T>
-void spread_bias(const Conv2dProblem& p, const T* b, T* y, const Workspace& workspace, const char* what) {
+template <class Problem, class T>
+void spread_bias(const Problem& p, const T* b, T* y, const Workspace& workspace, const char* what) {
   const int64_t channels = p.out_channels, pixels = p.out_height * p.out_width;
   const bool channels_last = p.y_stride.c == 1;
   for_each(p.batch * channels * pixels, workspace, what,

@@ -1,3 +1,4 @@
+#include "../../algos/flatten/problem.h"
 #include "../core/device.cuh"
 
 namespace ai3::inline AI3_LEVEL {

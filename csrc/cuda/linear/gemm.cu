@@ -1,4 +1,5 @@
 // y = x w^T + b by cuBLAS.
+#include "../../algos/linear/problem.h"
 #include "../core/cublas.cuh"
 
 namespace ai3::inline AI3_LEVEL {

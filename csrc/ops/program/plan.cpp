@@ -110,6 +110,16 @@ struct Planner {
     line.check(algorithm->traits.layout != Layout::nchw, "computes in NCHW; programs keep images in NHWC");
     return entry;
   }
+  // The values that a line gives the algorithm's own parameters.
+  static Parameters own(const Line& line, const Entry& entry) {
+    Parameters all = entry.defaults;
+    for (size_t i = 0; i < entry.parameters.size(); i++) {
+      const Parameter& p = entry.parameters[i];
+      if (!line.has(p.name)) continue;
+      all.values[i] = p.kind == Parameter::Kind::real ? std::bit_cast<int64_t>(line.real(p.name)) : line.number_of(p.name);
+    }
+    return all;
+  }
   void operands(const Line& line, size_t count) const {
     line.check(line.operands.size() == count,
                "needs " + std::to_string(count) + " values, got " + std::to_string(line.operands.size()));
@@ -169,6 +179,7 @@ struct Planner {
                              w[3],        stride[0],  stride[1],        padding[0], padding[1], dilation[0],
                              dilation[1], groups,     line.has("bias"), 1,          0};
     Conv2dProblem p = conv2d_from({x.dtype, sizes, std::size(sizes)});
+    p.parameters = own(line, entry);
     p.activation = activation_of(line, p.dtype, w[0]), p.has_residual = line.has("residual");
     p.input_relu = line.word("input_relu", "0") == "1", p.has_prologue = line.has("scale");
     line.check(p.has_prologue == line.has("shift") && (p.has_prologue || !p.input_relu), "needs scale with shift and input_relu");
@@ -193,6 +204,7 @@ struct Planner {
                "needs rows of " + std::to_string(w[1]) + " features, got " + to_string(x.sizes));
     const int64_t sizes[] = {x.rows, w[1], w[0], line.has("bias"), 0};
     LinearProblem p = linear_from({x.dtype, sizes, std::size(sizes)});
+    p.parameters = own(line, entry);
     p.activation = activation_of(line, p.dtype, w[0]), p.has_residual = line.has("residual");
     const auto& traits = entry.algorithm<LinearProblem>(Device::cpu)->traits;
     line.check(traits.epilogue || (!p.has_residual && p.activation == Activation::none),
@@ -244,6 +256,7 @@ struct Planner {
       p = pool2d_from({x.dtype, sizes, std::size(sizes)});
       line.check(p.out_height > 0 && p.out_width > 0, "the input " + to_string(x.sizes) + " is too small");
     }
+    p.parameters = own(line, *node.entry);
     node.problem = p, node.reads_slices = node.writes_slices = true;
     add(value_of({p.batch, p.channels, p.out_height, p.out_width}, p.dtype));
   }

@@ -3,6 +3,9 @@
 #include <memory>
 #include <variant>
 
+#include "../../algos/conv2d/problem.h"
+#include "../../algos/core/pool_problem.h"
+#include "../../algos/linear/problem.h"
 #include "../../algos/program/kernels.h"
 #include "../prepared.h"
 #include "../tensors.h"

@@ -136,17 +136,24 @@ struct Call {
     const ProgramKernels& passes = ops::passes();
     for (size_t i = 0; i < plan->steps.size(); i++) {
       const Step& step = plan->steps[i];
-      const Buffers buffers{at(step.input),  at(step.weight), at(step.bias),  at(step.residual),
-                            at(step.output), at(step.scale),  at(step.shift), at(step.slope)};
       LentWorkspace workspace(static_cast<char*>(at(step.workspace)), step.workspace_bytes, inputs[0]);
       std::visit(
           [&]<class C>(const C& call) {
             if constexpr (std::is_same_v<C, MapProblem>)
-              passes.map(call, buffers);
+              passes.map(call,
+                         {at(step.input), at(step.weight), at(step.output), at(step.scale), at(step.shift), at(step.slope)});
             else if constexpr (std::is_same_v<C, CopyProblem>)
-              passes.copy(call, buffers);
+              passes.copy(call, {at(step.input), at(step.output)});
             else {
-              call.execute(buffers, workspace);
+              if constexpr (std::is_same_v<C, Prepared<Conv2dProblem>>)
+                call.execute({at(step.input), at(step.weight), at(step.bias), at(step.residual), at(step.output), at(step.scale),
+                              at(step.shift), at(step.slope)},
+                             workspace);
+              else if constexpr (std::is_same_v<C, Prepared<LinearProblem>>)
+                call.execute({at(step.input), at(step.weight), at(step.bias), at(step.residual), at(step.output), at(step.slope)},
+                             workspace);
+              else
+                call.execute({at(step.input), at(step.output)}, workspace);
               check(workspace.used <= workspace.bytes, *call.entry, "states ", workspace.bytes, " bytes of workspace and takes ",
                     workspace.used);
             }

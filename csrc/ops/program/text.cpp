@@ -56,6 +56,13 @@ std::vector<int64_t> Line::numbers(const std::string& name, size_t count) const 
   return list;
 }
 int64_t Line::number_of(const std::string& name) const { return numbers(name, 1)[0]; }
+double Line::real(const std::string& name) const {
+  const std::string& text = word(name);
+  double number = 0;
+  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  check(error == std::errc() && rest == text.data() + text.size(), "needs a number as " + name + ", got '" + text + "'");
+  return number;
+}
 int Line::value(const std::string& name) const { return reference(*this, '%', word(name)); }
 int Line::constant(const std::string& name) const {
   const std::string* found = find(name);
