@@ -52,7 +52,8 @@ def optimize(
     Args:
         model: on the CPU; one in training mode is taken in evaluation mode, else each module keeps its own.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, as they will come. Other batch sizes
-            run at once, other sizes are planned when they first come, with a warning.
+            run at once; other sizes, too, where the same programs compute them, else they are planned in less than a second or
+            run as in the model, with a warning.
         selectors: "auto" measures algorithms; else as in `swap`: a name, a dict, a list, a function, a Plan.
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
         budget_seconds: for everything, of all parts together where the model is captured in parts; None: a minute. What has
@@ -298,6 +299,7 @@ def _by_parts(
     for module in whole.modules():
         if isinstance(module, Optimized):
             module._ai3_told = whole._ai3_told
+            module._ai3_patience = whole._ai3_patience / max(1, len(parts))
     whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
     whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
     return whole
@@ -321,7 +323,7 @@ def _changes(model: nn.Module, inputs: Sequence[Any], expected: Sequence[Any], a
     try:
         with warnings.catch_warnings(), same_random_numbers():
             # Of a part that is called with several sizes.
-            warnings.filterwarnings("ignore", message=".*: (planned anew|batches of other sizes)")
+            warnings.filterwarnings("ignore", message=".*: (planned anew|its programs|batches of other)")
             returned = [_outputs(model, *given) for given in inputs]
     except Exception as failure:
         return f"the model fails: {type(failure).__name__}: {failure}"

@@ -16,11 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from ai3_ops._torch import any_autocast, pytree
+from ai3_ops.optimize import pipeline
 from ai3_ops.optimize.capture import Calls, Uncapturable
+from ai3_ops.optimize.network import difference, flat
 from ai3_ops.optimize.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
+from ai3_ops.optimize.state import copied, others
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
+SIZES = 1024  # that are known to be the first plan's
+PLAN_SECONDS = (
+    1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
+)
 _FREED = "keep_original=False freed the original weights and modules"
 _planning = threading.RLock()
 
@@ -28,8 +35,8 @@ _planning = threading.RLock()
 class Optimized(nn.Module):
     """A module for inference that computes what another one does, faster; `ai3_ops.explain` says how.
 
-    `state_dict()`, parameters and submodules are the original's. Other batch sizes run at once; other sizes are planned
-    when they first come, with a warning.
+    `state_dict()`, parameters and submodules are the original's. Other batch sizes run at once; so do other sizes that the
+    same programs compute, once they were compared. What needs others is planned, with a warning, where that takes no second.
     """
 
     def __init__(self, original: nn.Module, settings: Settings) -> None:
@@ -38,6 +45,7 @@ class Optimized(nn.Module):
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_most = PLANS
+        self._ai3_patience = PLAN_SECONDS
         self._ai3_first: Plan | None = None
         self._ai3_shown: list[Any] = []  # the first example's sizes,
         self._ai3_types: list[torch.dtype] = []
@@ -142,39 +150,96 @@ class Optimized(nn.Module):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
                 return None
+            if not form and self._computes(args, kwargs):
+                self._keep(key, self._ai3_first)
+                return self._ai3_first
             try:
                 with torch.no_grad():
                     self._ai3_original[0](*args, **kwargs)
             except Exception as error:  # said at once and once, by the model's own words
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise
-            try:
-                with torch.inference_mode(False), torch.no_grad():
-                    fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
-                    a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
-                    plan = make_plan(self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name)
-                warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
-            except (Uncapturable, RuntimeError) as error:
-                warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
-                plan = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
-            plans = dict(self._ai3_plans)
-            for old in list(plans)[1 : max(1, len(plans) - self._ai3_most + 2)]:  # the first stays
-                del plans[old]
-            self._ai3_plans = {**plans, key: plan}
+            left = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
+            if self._ai3_first.seconds > self._ai3_patience:
+                plan = left
+                if self._tells("sizes"):
+                    what = f"{self._ai3_report.parts[0].name or 'the model'} was {what}"
+                    warnings.warn(
+                        f"ai3_ops.optimize: {what}: its programs are for other sizes, and new ones would take longer than a call "
+                        "may: computed as by the original, not optimized; optimize for each that matters",
+                        stacklevel=5,
+                    )
+            else:
+                try:
+                    with torch.inference_mode(False), torch.no_grad():
+                        fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
+                        a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
+                        plan = make_plan(
+                            self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name
+                        )
+                    warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
+                except (Uncapturable, RuntimeError) as error:
+                    warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
+                    plan = left
+            self._keep(key, plan)
             return plan
 
-    def _is_another_batch(self, leaves: list[Any]) -> bool:
-        """Whether tensors differ from the example's in their first dimension alone, which the graph does not leave open."""
+    def _keep(self, key: Any, plan: Plan) -> None:
+        """One more plan; the oldest of those that others take the place of goes, and the first stays."""
+        first, plans = self._ai3_first, {**self._ai3_plans, key: plan}
+        same = [k for k, other in plans.items() if other is first]
+        own = [k for k, other in plans.items() if other is not first]
+        for old in (*same[1 : len(same) - SIZES + 1], *own[: max(0, len(own) - self._ai3_most + 1)]):
+            del plans[old]
+        self._ai3_plans = plans
+
+    def _computes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the programs of the first plan compute other sizes, too: as a copy of the original does, on two inputs.
+
+        Of a batch that is left open, on the first item.
+        """
+        first = self._ai3_first
+        if first is None or first.body is None or not self._differs_in_sizes(pytree.tree_leaves((args, kwargs))):
+            return False
+        worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (first.report.error or 0.0))
+        copy, compared = copied(self._ai3_original[0], sharing=True), 0
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda x: (x[:1] if first.dynamic else x).detach().clone(), (args, kwargs)
+            )
+            for given in ((args, kwargs), others(args, kwargs)):
+                try:
+                    calls = Calls(copy, *given)
+                except Exception:  # of sizes, or of values, that the original refuses
+                    break
+                _, expected = calls.made[0]
+                try:
+                    outputs = pipeline.flat_outputs(first.body(*flat(*given)))
+                    same = all(
+                        one.dtype == other.dtype and difference(one, other) <= worst
+                        for one, other in zip(outputs, expected, strict=True)
+                    )
+                except Exception:  # of sizes that a program or a step does not take
+                    return False
+                if not same:
+                    return False
+                compared += 1
+        return compared > 0
+
+    def _differs_in_sizes(self, leaves: list[Any]) -> bool:
+        """Whether tensors have the example's types and numbers of dimensions, and all else its values."""
         types = iter(self._ai3_types)
         return len(leaves) == len(self._ai3_shown) and all(
-            isinstance(shown, tuple)
-            and x.shape[1:] == shown[1:]
-            and len(x.shape) == len(shown)
-            and x.dtype == next(types)
+            isinstance(shown, tuple) and len(x.shape) == len(shown) and x.dtype == next(types)
             if isinstance(x, Tensor)
             else type(x) is type(shown) and repr(x) == repr(shown)
             for x, shown in zip(leaves, self._ai3_shown, strict=True)
         )
+
+    def _is_another_batch(self, leaves: list[Any]) -> bool:
+        """Whether tensors differ from the example's in their first dimension alone, which the graph does not leave open."""
+        tensors = [(x, shown) for x, shown in zip(leaves, self._ai3_shown, strict=False) if isinstance(x, Tensor)]
+        return self._differs_in_sizes(leaves) and all(x.shape[1:] == shown[1:] for x, shown in tensors)
 
     # Calling ----------------------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

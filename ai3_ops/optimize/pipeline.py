@@ -118,6 +118,7 @@ class Plan:
     out_spec: Any  # of the output, whose leaves the body returns; None: the body returns the output itself
     report: Optimization
     resolved: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0  # that it took without search and measuring: about what one for other sizes takes
 
 
 def make_plan(
@@ -138,7 +139,7 @@ def make_plan(
     program, the module's layers are swapped instead. `budget` is the model's, where this is a part of one. `first` is the
     module's first call, with these inputs, where it was made.
     """
-    report, budget = Optimization(name), budget or Budget(settings.budget_seconds)
+    report, budget, begun = Optimization(name), budget or Budget(settings.budget_seconds), time.monotonic()
     progress("capture")
     budget.begin()
     network = capture(module, args, kwargs, functional=not swapping, first=first)
@@ -152,10 +153,11 @@ def make_plan(
     budget.reserve()
     if swapping and settings.thorough and not parts(network):
         return _swapped(module, args, kwargs, settings, budget.until(), captured, plain, resolved, report)
+    seconds = time.monotonic() - begun
     reference = Reference(captured, inputs, settings.verify)
     if settings.verify == "full" and not reference.holds(error := reference.error(network.run)):
         _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved)
+        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
     if settings.thorough:
         measuring = choose.AUTO in resolved.values()
         cost = COSTS["memory" if settings.objective == "memory" else "latency" if measuring else "work"]
@@ -173,6 +175,7 @@ def make_plan(
         choose.measured(network, settings, -math.inf, progress)
     _fresh_outputs(network)
     progress("programs")
+    begun = time.monotonic() - seconds
 
     def programs() -> tuple[list[tuple[Part, Region]], nn.Module, bool]:
         """Those of the algorithms as they are chosen now, what runs them, and whether its error is small enough."""
@@ -188,6 +191,7 @@ def make_plan(
             continue
         report.notes.append(f"an error of {report.error:.2g}: chosen again, layers with at most {largest:.0e}")
         regions, body, accurate = programs()
+    seconds = time.monotonic() - begun
     resolved = choose.learned(network, resolved)
     report.steps = _steps(network, regions)
     report.rewrites = network.log
@@ -195,12 +199,12 @@ def make_plan(
     report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
     if not accurate:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved)
+        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
     if settings.thorough:
         progress("comparison with the module as it was")
         if _slower(lambda: module(*args, **kwargs), lambda: body(*inputs), report, "rewritten"):
-            return Plan(None, network.dynamic, network.out_spec, report, resolved)
-    return Plan(body, network.dynamic, network.out_spec, report, resolved)
+            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
+    return Plan(body, network.dynamic, network.out_spec, report, resolved, seconds)
 
 
 def _inexact(report: Optimization, reason: str) -> None:

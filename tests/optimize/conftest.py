@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import Residual
 
-from ai3_ops.optimize import pipeline
+from ai3_ops.optimize import module, pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +15,7 @@ def gains(monkeypatch, built_in_only):
     monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (2.0, 2e-3, 1e-3))
     monkeypatch.setattr(pipeline, "_compared", {})
     monkeypatch.setattr(pipeline, "PATIENCE", float("inf"))  # budgets are small, to measure little
+    monkeypatch.setattr(module, "PLAN_SECONDS", float("inf"))  # however busy the machine
 
 
 @pytest.fixture

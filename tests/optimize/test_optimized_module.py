@@ -79,8 +79,52 @@ def test_later_changes_of_the_model_are_not_seen(residual):
     assert not torch.equal(fast.state_dict()["conv1.weight"], model.conv1.weight)
 
 
-def test_other_sizes(residual):
+def test_other_sizes_by_the_same_programs(monkeypatch):
+    """Compared with the model on one item, captured and packed no second time, without a warning."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)).eval()
+    fast = check(model, torch.randn(1, 3, 8, 8))
+    monkeypatch.setattr(module_of_optimize, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
+    monkeypatch.setattr(module_of_optimize, "SIZES", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for sizes in ((5, 3, 8, 8), (2, 3, 10, 9), (1, 3, 10, 9), *((1, 3, n, n) for n in range(11, 18))):
+            agree(fast, model, torch.randn(sizes))
+    assert len(fast._ai3_plans) == 3
+    assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
+
+
+class BySize(nn.Module):
+    """What it computes depends on the size of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        return y + 1 if x.shape[-1] > 9 else y
+
+
+@pytest.mark.parametrize("model", [BySize(), nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(6), nn.ReLU())])
+def test_other_sizes_that_need_other_programs(model, monkeypatch):
+    """Planned where that takes no second; else computed by the model, which one warning says."""
+    model.eval()
+    fast = check(model, torch.randn(1, 3, 8, 8))
+    with pytest.warns(UserWarning, match="planned anew"):
+        agree(fast, model, torch.randn(1, 3, 10, 10))
+    assert list(fast._ai3_plans.values())[-1].body is not None
+    fast._ai3_patience = 0.0
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for size in (12, 13, 12):
+            agree(fast, model, torch.randn(1, 3, size, size))
+    assert ["not optimized; optimize for each that matters" in str(w.message) for w in told] == [True]
+
+
+def test_plans_for_other_sizes(residual):
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Linear(288, 2)
+    ).eval()
     fast = check(model, torch.randn(1, 3, 8, 8))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
