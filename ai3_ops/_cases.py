@@ -70,8 +70,8 @@ def tensors(case: Case, dtype: torch.dtype, device: str, fill: str = "normal", s
 
 
 def widened(values: list[Tensor | None]) -> list[Tensor | None]:
-    """In float64, values unchanged."""
-    return [None if v is None else v.double() for v in values]
+    """In float64, values unchanged; what is no number of the call's dtypes, such as a boolean mask, as it is."""
+    return [v.double() if v is not None and v.is_floating_point() else v for v in values]
 
 
 def reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tupl
 def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tuple[Tensor, Tensor]:
     rules = OPERATIONS[operation]
     x = [None if v is None else v.contiguous() for v in widened(tensors(case, dtype, "cpu", fill))]
-    magnitude = [None if v is None else v.abs() for v in x]
+    magnitude = [v.abs() if v is not None and v.is_floating_point() else v for v in x]
     exact, sums = (rules.aten(*arranged(operation, t, case.arguments)) for t in (x, magnitude))
     return exact, sums
 

@@ -24,13 +24,17 @@ def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception
 
 
 def differentiable(call: Call) -> tuple[list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
-    """The call's tensors as leaves that require gradients, and functions of them: the operator and ATen's function."""
-    present = [t is not None for t in call.tensors]
-    leaves = [t.detach().clone().requires_grad_() for t in call.tensors if t is not None]
+    """The call's tensors as leaves that require gradients, and functions of them: the operator and ATen's function.
+
+    Those that can have none, such as a boolean mask, are always the call's.
+    """
+    tensors = call.tensors
+    varied = [t is not None and t.is_floating_point() for t in tensors]
+    leaves = [t.detach().clone().requires_grad_() for t, v in zip(tensors, varied, strict=True) if v and t is not None]
 
     def arguments(values: tuple[Tensor, ...]) -> list[Tensor | None]:
         left = iter(values)
-        return [next(left) if p else None for p in present]
+        return [next(left) if v else t for t, v in zip(tensors, varied, strict=True)]
 
     return (
         leaves,

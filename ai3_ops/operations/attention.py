@@ -1,0 +1,556 @@
+"""attention: y = softmax(scale q k^T + mask) v, of every query over the keys that it sees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ai3_ops import registry
+from ai3_ops._torch import OpOverload
+from ai3_ops.operations import base
+from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.calls import Call, CallPlan, fast_in
+from ai3_ops.operations.case import BadCall, Case, Draw
+
+_RANK = 5
+
+
+def _sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _by_definition(*args: Any, **options: Any) -> Tensor:
+    """Not PyTorch's fused kernels: those have no second derivatives, and make zeros of a row of NaN."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return _sdpa(*args, **options)
+
+
+class Attention(Operation):
+    """Rules of `ai3::attention_<algorithm>`, as torch.nn.functional.scaled_dot_product_attention."""
+
+    name = "attention"
+    aten = staticmethod(_by_definition)
+    autocast = True
+
+    def problem(
+        self,
+        label: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **_: Any,
+    ) -> Problem:
+        """Query (..., H, L, E), key (..., H, S, E), value (..., H, S, Ev), mask broadcast to (..., H, L, S); RuntimeError."""
+        base.check_dtype(label, query)
+        base.check_same(label, query, key, "key")
+        base.check_same(label, query, value, "value")
+        for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
+            needs = "needs query, key and value of 2 to 5 dimensions, got"
+            check(2 <= tensor.ndim <= _RANK, label, f"{needs} {name} of sizes {tuple(tensor.shape)}")
+        keys, size = key.shape[-2], query.shape[-1]
+        check(key.shape[-1] == size, label, f"needs query and key of one size, got {size} and {key.shape[-1]}")
+        fits = value.shape[-2] == keys
+        check(fits, label, f"needs key and value of one length, got {keys} and {value.shape[-2]}")
+        heads, kv_heads, value_heads = (_size(t, 2) for t in (query, key, value))
+        if enable_gqa:
+            least = min(t.ndim for t in (query, key, value))
+            check(least > 2, label, "needs dimensions of heads with enable_gqa")
+            check(
+                value_heads == kv_heads,
+                label,
+                f"needs key and value of as many heads, got {kv_heads} and {value_heads}",
+            )
+            fits = heads % kv_heads == 0 if kv_heads > 0 else heads == 0
+            what = f"got {heads} and {kv_heads}"
+            check(fits, label, f"needs heads of the query that are a multiple of the key's, {what}")
+        else:
+            what = f"got {heads}, {kv_heads} and {value_heads}"
+            needs = f"needs query, key and value of as many heads, or enable_gqa, {what}"
+            heads = kv_heads = _broadcast(label, needs, heads, kv_heads, value_heads)
+        rank = max(query.ndim, key.ndim, value.ndim)
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        needs = f"needs query, key and value of one batch, got sizes {shapes}"
+        lead = [_broadcast(label, needs, *(_size(t, d) for t in (query, key, value))) for d in range(rank - 1, 2, -1)]
+        shape = (*lead, *[heads][: rank - 2], query.shape[-2], value.shape[-1])
+        if attn_mask is not None:
+            _check_mask(label, query, attn_mask, (*shape[:-1], keys))
+            check(not is_causal, label, "needs attn_mask or is_causal, got both")
+        check(0 <= dropout_p <= 1, label, f"needs dropout_p from 0 to 1, got {dropout_p}")
+        batch: Any = 1
+        for n in lead:
+            batch = batch * n
+        sizes = {
+            "batch": batch, "heads": heads, "kv_heads": kv_heads, "queries": query.shape[-2], "keys": keys, "size": size,
+            "value_size": value.shape[-1], "has_mask": attn_mask is not None, "is_causal": bool(is_causal),
+            "has_dropout": dropout_p > 0,
+        }  # fmt: skip
+        return Problem(str(query.device), query.dtype, sizes, shape)
+
+    def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
+        """(N, L, H, E) in memory where the query is, as models have it before they split heads and after they join them."""
+        query = args[0]
+        problem = self.checked(algorithm, *args, **kwargs)
+        several = len(problem.shape) == query.ndim == 4 and query.shape[1] > 1 and query.shape[2] > 1
+        if several and query.stride(1) < query.stride(2):
+            n, h, q, e = problem.shape
+            return problem._replace(shape=(n, q, h, e)).empty(query.device).transpose(1, 2)
+        return problem.empty(query.device)
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """With the log-sum-exp, where the algorithm keeps one."""
+        query, key, value, mask, ctx.dropout, ctx.causal = inputs
+        ctx.scale, ctx.grouped = options.get("scale"), options.get("enable_gqa", False)
+        kept = output if isinstance(output, tuple) else (None, None)
+        ctx.save_for_backward(query, key, value, mask, *kept)
+
+    def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """By the algorithm's own backward operator; a mask's gradient, and those without one, in PyTorch's functions."""
+        query, key, value, mask, output, logsumexp = ctx.saved_tensors
+        needs, rank = ctx.needs[:4], grad.ndim
+        if ctx.operator is None or logsumexp is None or needs[3]:
+            return pytorch_backward(grad, query, key, value, mask, ctx.causal, needs, ctx.scale, ctx.grouped)
+        lead = grad.shape[:-3]
+        wide = [
+            _expanded(t, lead, grad.shape[-3] if rank > 2 and not ctx.grouped else None) for t in (query, key, value)
+        ]
+        options = {"scale": ctx.scale, "enable_gqa": ctx.grouped, **ctx.options}
+        rest = (mask, output, logsumexp, ctx.dropout, ctx.causal, list(needs[:3]))
+        grads = ctx.operator(grad, *wide, *rest, **options)
+        pairs = zip(grads, (query, key, value), needs, strict=False)
+        return tuple(g.sum_to_size(t.shape) if wanted else None for g, t, wanted in pairs)
+
+    def pytorch(self, *args: Any, **options: Any) -> Tensor:
+        """In functions that have every derivative, which PyTorch's fused ones do not."""
+        query, key, value, mask, _, causal = self.in_full(f"ai3::{self.name}", args)
+        scale, grouped = options.get("scale"), options.get("enable_gqa", False)
+        q, k, v = _widened(query, key, value, grouped)
+        return (_weights(q, k, mask, causal, _scale_of(query, scale)) @ v).to(query.dtype)
+
+    def vmap(self, op: Callable[..., Any], size: int, dims: Dims, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """One more dimension in front; of five already, one call for each sample."""
+        tensors = [*args[:4], None][:4]
+        at = [*dims, None][:4]
+        moved = [t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, at, strict=True)]
+        samples = [d is not None for d in at]
+        rank = max(t.ndim - s for t, s in zip(moved[:3], samples[:3], strict=True))
+        if rank < _RANK:
+            if not any(samples[:3]):  # a mask of each sample's own
+                moved[0], samples[0] = moved[0].expand(size, *moved[0].shape), True
+            for i, (t, sample) in enumerate(zip(moved, samples, strict=True)):
+                if sample:
+                    moved[i] = t.reshape(size, *[1] * (rank + 1 - t.ndim), *t.shape[1:])
+            result = op(*moved, *args[4:], **options)
+        else:
+            each = (
+                op(*(t[i] if s else t for t, s in zip(moved, samples, strict=True)), *args[4:], **options)
+                for i in range(size)
+            )
+            results = [*each]
+            several = isinstance(results[0], tuple)
+            result = tuple(map(torch.stack, zip(*results, strict=True))) if several else torch.stack(results)
+        return result, (0, 0) if isinstance(result, tuple) else 0
+
+    def flops(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+        """Both products over all pairs."""
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+    # Tests and benchmarks ---------------------------------------------------------------------------------------------
+    signed_zeros = False  # a weighted sum of zeros
+    cases = (
+        Case(((1, 2, 3, 4), (1, 2, 5, 4), (1, 2, 5, 4))),
+        Case(((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6))),
+        Case(((3, 5, 7), (3, 6, 7), (3, 6, 9))),
+        Case(((2, 1, 2, 3, 4), (2, 1, 2, 5, 4), (2, 1, 2, 5, 4))),
+        Case(((1, 2, 70, 16), (1, 2, 140, 16), (1, 2, 140, 24))),
+        Case(((1, 2, 66, 8), (1, 2, 66, 8), (1, 2, 66, 8), None), (0.0, True)),
+        Case(((1, 1, 19, 8), (1, 1, 5, 8), (1, 1, 5, 8), None), (0.0, True)),
+        Case(((1, 1, 5, 8), (1, 1, 19, 8), (1, 1, 19, 8), None), (0.0, True)),
+        Case(((2, 2, 9, 8), (2, 2, 11, 8), (2, 2, 11, 8), (9, 11))),
+        Case(((2, 2, 9, 8), (2, 2, 11, 8), (2, 2, 11, 8), (2, 1, 1, 11))),
+        Case(((2, 2, 20, 8), (2, 2, 35, 8), (2, 2, 35, 8), (2, 2, 20, 35))),
+        Case(((2, 2, 20, 8), (2, 2, 35, 8), (2, 2, 35, 8), (2, 1, 20, 35)), (), (), ("", "", "", "bool")),
+        Case(((2, 2, 20, 8), (2, 2, 35, 8), (2, 2, 35, 8), (1, 1, 35)), (), (), ("", "", "", "bool")),
+        Case(((2, 1, 1, 16), (2, 1, 40, 16), (2, 1, 40, 16))),
+        Case(((1, 2, 0, 4), (1, 2, 5, 4), (1, 2, 5, 4))),
+        *(
+            Case(((2, 2, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)), (), (layout,) * 3)
+            for layout in ("transposed", "sliced", "expanded", "channels_last")
+        ),
+    )
+    layers = (
+        Case(((1, 12, 197, 64),) * 3),
+        Case(((1, 12, 128, 64),) * 3),
+        Case((*((1, 8, 256, 64),) * 3, None), (0.0, True)),
+        Case(((64, 4, 49, 32),) * 3),
+    )
+
+    def terms(self, case: Case) -> int:
+        """Products of a score and of an output."""
+        query, key = case.shapes[:2]
+        assert query is not None
+        assert key is not None
+        return query[-1] + key[-2]
+
+    def backward_call(self, call: Any) -> list[Any] | None:
+        """Of cases whose tensors have one batch."""
+        query, key, value, mask = [*call.tensors, None][:4]
+        forward = getattr(torch.ops.ai3, f"_attention_{call.info.name}_forward").default
+        output, logsumexp = forward(query, key, value, mask, *call.case.arguments)
+        dropout, causal = call.case.arguments or (0.0, False)
+        return [call.grad(), query, key, value, mask, output, logsumexp, dropout, causal]
+
+    def made_up(self, draw: Draw) -> Case:
+        """Any number of heads, lengths and sizes."""
+        size = draw.pick((1, 3, 8, 16, 32, 40, 64, 80, 128))
+        values = size if draw.chance(0.7) else draw.pick((1, 8, 24, 64))
+        queries, keys = (draw.pick((1, 2, 7, 16, 17, 49, 64, 77, 127, 197)) for _ in range(2))
+        lead = draw.pick(((1,), (2, 3), (1, 12), (4, 1), (1, 2, 3)))
+        shapes = ((*lead, queries, size), (*lead, keys, size), (*lead, keys, values))
+        if draw.chance(0.3):
+            return Case((*shapes, draw.pick(((queries, keys), (1, keys)))))
+        return Case((*shapes, None), (0.0, draw.chance(0.5)))
+
+    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
+        """As `Tested.bad_calls`."""
+        q, k, v = new(1, 2, 3, 4), new(1, 2, 5, 4), new(1, 2, 5, 4)
+        yield "value longer than key", [q, k, new(1, 2, 6, 4)], []
+        yield "key of another size", [q, new(1, 2, 5, 6), v], []
+        yield "other heads", [q, new(1, 3, 5, 4), new(1, 3, 5, 4)], []
+        yield "other batch", [q, new(2, 2, 5, 4), new(3, 2, 5, 4)], []
+        yield "one dimension", [new(4), new(4), new(4)], []
+        yield "value of another dtype", [q.double(), k.double(), v.float()], []
+        yield "integers", [q.int(), k.int(), v.int()], []
+        yield "mask that does not fit", [q, k, v, new(3, 4)], []
+        yield "mask of more dimensions", [q, k, v, new(1, 1, 1, 3, 5)], []
+        yield "integer mask", [q, k, v, new(3, 5).int()], []
+        yield "mask and causal", [q, k, v, new(3, 5)], [0.0, True]
+        yield "dropout beyond 1", [q, k, v, None], [1.5]
+
+
+def _size(tensor: Tensor, d: int) -> Any:
+    """Of dimension d, counted from the last one."""
+    return tensor.shape[-1 - d] if d < tensor.ndim else 1
+
+
+def _broadcast(label: str, needs: str, *sizes: Any) -> Any:
+    size: Any = 1
+    for other in sizes:
+        if size == 1:
+            size = other
+        check(other == 1 or other == size, label, needs)
+    return size
+
+
+def _check_mask(label: str, query: Tensor, mask: Tensor, scores: Sequence[Any]) -> None:
+    pairs = zip(reversed(mask.shape), reversed(scores), strict=False)
+    fits = mask.ndim <= len(scores) and all(m == 1 or m == s for m, s in pairs)
+    check(fits, label, f"needs attn_mask that broadcasts to {tuple(scores)}, got {tuple(mask.shape)}")
+    fits = mask.dtype in (torch.bool, torch.float32, query.dtype)
+    check(fits, label, f"needs attn_mask of bool, float32 or the query's dtype, got {mask.dtype}")
+    what = f"got {query.device} and {mask.device}"
+    check(mask.device == query.device, label, f"needs query and attn_mask on one device, {what}")
+
+
+def _expanded(tensor: Tensor, lead: Sequence[Any], heads: Any) -> Tensor:
+    """With the output's batch, and its heads where `heads` are given; nothing is copied."""
+    rank = len(lead) + 3
+    if heads is None and tensor.ndim < 3:
+        return tensor
+    tensor = tensor.reshape(*[1] * (rank - tensor.ndim), *tensor.shape)
+    return tensor.expand(*lead, tensor.shape[-3] if heads is None else heads, *tensor.shape[-2:])
+
+
+# In PyTorch's functions -----------------------------------------------------------------------------------------------
+def _scale_of(query: Tensor, scale: float | None) -> float:
+    return (1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0) if scale is None else scale
+
+
+def _widened(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """In at least float32, each head of the query with its own of key and value."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = (t.to(wide) for t in (query, key, value))
+    if grouped and k.shape[-3]:
+        times = q.shape[-3] // k.shape[-3]
+        k, v = (t.repeat_interleave(times, -3) for t in (k, v))
+    return q, k, v
+
+
+def _narrowed(grad: Tensor, like: Tensor, grouped: bool) -> Tensor:
+    """The gradient of what `_widened` was given."""
+    if grouped and like.ndim > 2 and like.shape[-3] and grad.shape[-3] != like.shape[-3]:
+        grad = grad.unflatten(-3, (like.shape[-3], grad.shape[-3] // like.shape[-3])).sum(-3)
+    return grad.sum_to_size(like.shape).to(like.dtype)
+
+
+def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+    """True where a key is not seen."""
+    if causal:
+        return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
+    return None if mask is None else ~mask if mask.dtype == torch.bool else mask == -math.inf
+
+
+def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    """The softmax; rows that see no key are zeros."""
+    scores = q @ k.mT * scale
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + mask.masked_fill(mask == -math.inf, 0).to(scores.dtype)
+    hidden = _hidden(q, k, mask, causal)
+    if hidden is None:
+        return scores.softmax(-1)
+    none = hidden.all(-1, keepdim=True)
+    return scores.masked_fill(hidden & ~none, -math.inf).masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
+
+
+def pytorch_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    needs: Sequence[bool],
+    scale: float | None,
+    grouped: bool,
+) -> tuple[Tensor | None, ...]:
+    """Gradients of query, key, value and mask, in functions that have every derivative."""
+    q, k, v = _widened(query, key, value, grouped)
+    g, factor = grad.to(q.dtype), _scale_of(query, scale)
+    p = _weights(q, k, mask, causal, factor)
+    dp = g @ v.mT
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    grads = [ds @ k * factor, ds.mT @ q * factor, p.mT @ g]
+    found = [
+        _narrowed(t, like, grouped) if n else None
+        for t, like, n in zip(grads, (query, key, value), needs, strict=False)
+    ]
+    if len(needs) > 3:
+        found.append(ds.sum_to_size(mask.shape).to(mask.dtype) if needs[3] and mask is not None else None)
+    return tuple(found)
+
+
+# Operators of gradients -----------------------------------------------------------------------------------------------
+def register_forward(rules: Attention, op: OpOverload, algorithm: str) -> None:
+    """ai3::_attention_<algorithm>_forward: output and log-sum-exp, which is only for the operator of the gradients.
+
+    It has the output's derivatives: an outer level of torch.func's transforms takes them of this operator.
+    """
+    keep = rules.saver(algorithm)
+
+    def fake(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        output = rules.fake(algorithm, *args, **options)
+        wide = torch.promote_types(output.dtype, torch.float32)
+        return output, torch.empty(output.shape[:-1], dtype=wide, device=output.device)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        if hasattr(ctx, "tangents"):
+            ctx.tangents = ctx.tangents[0], None
+        keep(ctx, inputs, options, output)
+
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return rules.backward(ctx, grads[0])
+
+    def pytorch(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        output = rules.pytorch(*args, **options)
+        return output, output[..., 0].detach()
+
+    base.register_fake(op, fake)
+    base.register_autograd(op, backward, save, pytorch)
+    base.register_vmap(op, rules.vmap)
+    base.register_flops(op, rules.flops)
+
+
+def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
+    """ai3::_attention_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
+
+    def fake(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output: Tensor,
+        logsumexp: Tensor,
+        dropout: float,
+        causal: bool,
+        wanted: list[bool],
+        **options: Any,
+    ) -> tuple[Tensor, ...]:
+        label = f"ai3::attention_{algorithm}"
+        shape = rules.problem(label, query, key, value, mask, dropout, causal, **options).shape
+        fits = grad.shape == output.shape == shape
+        what = f"got {tuple(output.shape)} and {tuple(grad.shape)}"
+        check(fits, label, f"needs output and grad_output of sizes {tuple(shape)}, {what}")
+        pairs = zip((query, key, value), wanted, strict=True)
+        return tuple(t.new_empty(t.shape if w else 0) for t, w in pairs)
+
+    def pytorch(
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        output: Tensor,
+        logsumexp: Tensor,
+        dropout: float,
+        causal: bool,
+        wanted: list[bool],
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        return pytorch_backward(grad, query, key, value, mask, causal, wanted[:3], scale, enable_gqa)
+
+    base.register_fake(op, fake)
+    base.register_autograd(op, double_backward, save_backward, pytorch)
+    base.register_vmap(op, vmap_backward)
+    base.register_flops(op, lambda grad, *shapes, **_: 2 * rules.flops(*shapes))
+
+
+def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+    """Not output and log-sum-exp: the second derivatives are those of query, key and value alone."""
+    grad, query, key, value, mask, _, _, _, ctx.causal, ctx.mask = inputs
+    ctx.scale, ctx.grouped = options["scale"], options["enable_gqa"]
+    ctx.save_for_backward(grad, query, key, value, mask)
+
+
+def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = P (dP - D), dP = G V^T, D the rows' sums of P dP.
+
+    With a, b, c the gradients of those three: e is that of dS, x of dP, w of P, r of the scores.
+    """
+    grad, query, key, value, mask = ctx.saved_tensors
+    q, k, v = _widened(query, key, value, ctx.grouped)
+    g, s = grad.to(q.dtype), _scale_of(query, ctx.scale)
+
+    def rows(t: Tensor) -> Tensor:
+        return t.sum(-1, keepdim=True)
+
+    given = [t if wanted else None for t, wanted in zip(grads, ctx.mask, strict=True)]
+    a, b, c = (None if t is None else t.to(q.dtype) for t in given)
+    if ctx.grouped and key.shape[-3]:
+        times = q.shape[-3] // key.shape[-3]
+        b, c = (None if t is None else t.repeat_interleave(times, -3) for t in (b, c))
+    p, dp = _weights(q, k, mask, ctx.causal, s), g @ v.mT
+    d = rows(p * dp)
+    ds = p * (dp - d)
+    e = torch.zeros_like(p)
+    e = e if a is None else e + a @ k.mT * s
+    e = e if b is None else e + q @ b.mT * s
+    sum_e = rows(p * e)
+    x, w = p * (e - sum_e), e * (dp - d) - sum_e * dp
+    w = w if c is None else w + g @ c.mT
+    r = p * (w - rows(p * w))
+    to_g, to_v = x @ v, x.mT @ g
+    to_q, to_k = r @ k * s, r.mT @ q * s
+    to_g = to_g if c is None else to_g + p @ c
+    to_q = to_q if b is None else to_q + ds @ b * s
+    to_k = to_k if a is None else to_k + ds.mT @ a * s
+    back = [_narrowed(t, like, ctx.grouped) for t, like in ((to_q, query), (to_k, key), (to_v, value))]
+    return to_g.to(grad.dtype), *back
+
+
+def vmap_backward(
+    op: Callable[..., tuple[Tensor, ...]], size: int, dims: Dims, *args: Any, **options: Any
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """One call for each sample."""
+    pairs = enumerate(zip(args, dims, strict=False))
+    tensors = {i: a.movedim(d, 0) for i, (a, d) in pairs if isinstance(d, int)}
+    results = [op(*(tensors[j][i] if j in tensors else a for j, a in enumerate(args)), **options) for i in range(size)]
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0, 0, 0)
+
+
+Attention.rules = {"forward": register_forward, "backward": register_backward}
+
+
+# Calls in models ------------------------------------------------------------------------------------------------------
+class AttentionCall(Call):
+    """torch.nn.functional.scaled_dot_product_attention."""
+
+    operation = "attention"
+    functions = (F.scaled_dot_product_attention,)
+    function = staticmethod(_sdpa)
+
+    def arguments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> tuple[Any, ...]:
+        """The same, all by position."""
+        return query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+
+    def choose(self, algorithm: Any) -> None:
+        """The operator takes the last two by name."""
+        super().choose(algorithm)
+        operator: Any = self.operator
+
+        def call(
+            query: Any, key: Any, value: Any, mask: Any, dropout: Any, causal: Any, scale: Any, gqa: Any, **options: Any
+        ) -> Any:
+            return operator(query, key, value, mask, dropout, causal, scale=scale, enable_gqa=gqa, **options)
+
+        self.operator = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves to PyTorch what it has the faster call for (docs/algorithms/attention/default.md)."""
+        return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """Where there are several queries and enough to compute; not where PyTorch multiplies pairs of 16 bits."""
+        query, key, dropout = args[0], args[1], args[4]
+        return (
+            query.device.type == "cpu"
+            and dropout == 0
+            and not (query.dtype.itemsize == 2 and fast_in(query.dtype))
+            and query.shape[-2] >= _QUERIES
+            and scores_of(query, key) >= _SCORES
+        )
+
+    def gains_in_training(self, args: tuple[Any, ...]) -> bool:
+        """Where there is more to compute than the rules of gradients take, and the mask has none."""
+        mask = args[3]
+        needed = mask is not None and mask.requires_grad
+        return self.gains(args) and not needed and scores_of(args[0], args[1]) >= _SCORES_IN_TRAINING
+
+    def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
+        """With the last two by name."""
+        return registry.resolve(self.operation, rule, *args[:6], scale=args[6], enable_gqa=args[7])
+
+    def plan(self, args: tuple[Any, ...]) -> CallPlan | None:
+        """None: beside what it computes, a call takes no time."""
+        return None
+
+
+_QUERIES, _SCORES, _SCORES_IN_TRAINING = 4, 2**15, 2**20
+
+
+def scores_of(query: Tensor, key: Tensor) -> int:
+    """How many there are, where both have one batch."""
+    return query.shape[:-1].numel() * key.shape[-2]

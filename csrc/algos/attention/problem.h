@@ -1,0 +1,57 @@
+// What attention computes, for each batch and head: y = softmax(scale * q k^T + mask) v, the softmax over the keys that a query
+// sees. A query that sees none has an output of zeros.
+#pragma once
+#include "../core/algorithm.h"
+
+namespace ai3 {
+
+struct AttentionOperands {
+  Operand query = {}, key = {}, value = {}, mask = {};
+  Operand output = {}, logsumexp = {};  // of each query's scaled scores, in the accumulator's type; -inf of none
+  template <class T, class Body>
+  AI3_INLINE void plain(const Body& body) const {
+    body(query.read<T>(), key.read<T>(), value.read<T>(), mask.read<void>(), output.write<T>());
+  }
+};
+struct AttentionGradients {
+  Operand grad_output = {}, query = {}, key = {}, value = {}, mask = {}, output = {}, logsumexp = {};
+  Operand grad_query = {}, grad_key = {}, grad_value = {};  // contiguous
+};
+
+// How a tensor lies: from one outer batch, batch, head and row to the next. Elements of a row are contiguous but for a mask's.
+// 0 where one tensor serves all.
+struct AttentionStrides {
+  int64_t outer, batch, head, row;
+};
+
+// Query (outer, batch, heads, queries, size), key (outer, batch, kv_heads, keys, size) and value (..., keys, value_size): a head
+// of key and value serves heads / kv_heads of the query. A size of -1 is unknown.
+struct AttentionProblem {
+  using Operands = AttentionOperands;
+  using Gradients = AttentionGradients;
+  DType dtype;
+  int32_t threads;
+  int64_t outer, batch, heads, kv_heads, queries, keys, size, value_size;
+  double scale, dropout;
+  bool causal;  // query i sees keys 0 … i
+  bool has_mask;
+  DType mask_dtype;  // boolean: whether a key is seen; else what is added to the score, where -inf hides a key as well
+  AttentionStrides query_at, key_at, value_at, output_at, mask_at;
+  int64_t mask_column;
+  Parameters parameters = {};
+};
+AI3_INLINE bool sizes_known(const AttentionProblem& p) {
+  return p.outer >= 0 && p.batch >= 0 && p.heads >= 0 && p.kv_heads >= 0 && p.queries >= 0 && p.keys >= 0 && p.size >= 0 &&
+         p.value_size >= 0;
+}
+// Without strides: nothing that is prepared depends on them.
+AI3_INLINE auto value_of(const AttentionProblem& p) {
+  return as_numbers(p.dtype, p.threads, p.outer, p.batch, p.heads, p.kv_heads, p.queries, p.keys, p.size, p.value_size, p.scale,
+                    p.dropout, p.causal, p.has_mask, p.mask_dtype, p.parameters);
+}
+
+namespace problem_of {
+using attention = AttentionProblem;
+}  // namespace problem_of
+
+}  // namespace ai3

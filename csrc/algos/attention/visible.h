@@ -1,0 +1,82 @@
+// Which keys a query sees, and what its mask adds to their scores.
+#pragma once
+#include "../core/lanes.h"
+#include "../core/rows.h"
+#include "problem.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+template <class A>
+inline constexpr A kHidden = static_cast<A>(-__builtin_inf());
+
+// One head of one batch, as offsets.
+struct HeadAt {
+  int64_t outer, batch, head, kv_head;
+  AI3_INLINE HeadAt(const AttentionProblem& p, int64_t index)
+      : outer(index / (p.batch * p.heads)),
+        batch(index / p.heads % p.batch),
+        head(index % p.heads),
+        kv_head(head / (p.heads / p.kv_heads)) {}
+  AI3_INLINE int64_t of(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + head * s.head; }
+  AI3_INLINE int64_t of_kv(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + kv_head * s.head; }
+};
+
+// How many keys query i sees before the mask is asked.
+AI3_INLINE int64_t keys_of(const AttentionProblem& p, int64_t i) { return p.causal ? smaller(i + 1, p.keys) : p.keys; }
+
+// The mask of one head; what it adds to scores, where `hidden` hides a key.
+template <class A>
+struct MaskRows {
+  const char* data;
+  DType dtype;
+  int64_t row, column;
+  AI3_INLINE MaskRows(const AttentionProblem& p, const Operand& mask, const HeadAt& at)
+      : data(mask.read<char>()), dtype(p.mask_dtype), row(p.mask_at.row), column(p.mask_column) {
+    if (data) data += at.of(p.mask_at) * size_of(dtype);
+  }
+  AI3_INLINE explicit operator bool() const { return data; }
+  template <class M>
+  AI3_INLINE static A added(M value) {
+    if constexpr (sizeof(M) == 1)
+      return value ? A(0) : kHidden<A>;
+    else
+      return static_cast<A>(widen(value));
+  }
+  template <class Body>
+  AI3_INLINE void with_elements(const Body& body) const {
+    switch (dtype) {
+      case DType::boolean: return body(reinterpret_cast<const uint8_t*>(data));
+      case DType::f64: return body(reinterpret_cast<const double*>(data));
+      case DType::bf16: return body(reinterpret_cast<const bfloat16*>(data));
+      case DType::f16: return body(reinterpret_cast<const float16*>(data));
+      default: return body(reinterpret_cast<const float*>(data));
+    }
+  }
+  // Of query i and the keys from `first` on.
+  void read_row(int64_t i, int64_t first, int64_t count, A* to) const {
+    with_elements([&]<class M>(const M* all) {
+      const M* from = all + i * row + first * column;
+      for (int64_t j = 0; j < count; j++) to[j] = added(from[j * column]);
+    });
+  }
+  // Of `queries` queries and `keys` keys: to[key * ld + query].
+  void read_tile(int64_t i, int64_t queries, int64_t first, int64_t keys, A* to, int64_t ld) const {
+    with_elements([&]<class M>(const M* all) {
+      const M* from = all + i * row + first * column;
+      if constexpr (sizeof(M) > 1 && sizeof(Acc<M>) == sizeof(A))
+        copy_rows(from, column, row, keys, queries, to, ld);
+      else
+        for (int64_t q = 0; q < queries; q++)
+          for (int64_t j = 0; j < keys; j++) to[j * ld + q] = added(from[q * row + j * column]);
+    });
+  }
+  AI3_INLINE bool hides(int64_t i, int64_t j) const {
+    A one;
+    read_row(i, j, 1, &one);
+    return one == kHidden<A>;
+  }
+};
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

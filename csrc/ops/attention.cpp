@@ -1,0 +1,242 @@
+// ai3::attention_<algorithm>: schema, checks, and the way from tensors to kernels.
+#include <cmath>
+
+#include "../algos/attention/problem.h"
+#include "tensors.h"
+
+namespace ai3::ops {
+namespace {
+
+struct Call {
+  Tensor query, key, value;
+  std::optional<Tensor> mask;
+  double dropout = 0;
+  bool causal = false;
+  std::optional<double> scale;
+  bool grouped = false;
+  std::optional<Parameters> parameters = std::nullopt;  // of the algorithm's own
+};
+constexpr int64_t kRank = 5;
+
+void set_threads(AttentionProblem& p) {
+  p.threads = sizes_known(p) ? threads(checked_product({p.outer, p.batch, p.heads, p.queries, p.keys, p.size + p.value_size + 8}))
+                             : threads();
+}
+
+AttentionProblem problem_from(const Query& q) {
+  if (q.count != 10) throw std::runtime_error("ai3: an attention query needs 10 sizes");
+  const int64_t* const s = q.sizes;
+  check_numel({s[0], s[1], s[3], s[5]}), check_numel({s[0], s[2], s[4], s[5]}), check_numel({s[0], s[2], s[4], s[6]});
+  AttentionProblem p{};
+  p.dtype = q.dtype, p.outer = 1, p.batch = s[0], p.heads = s[1], p.kv_heads = s[2], p.queries = s[3], p.keys = s[4];
+  p.size = s[5], p.value_size = s[6], p.has_mask = s[7] != 0, p.causal = s[8] != 0, p.dropout = s[9] != 0;
+  set_threads(p);
+  return p;
+}
+
+// A size that both have, or that one of them has once; false where they differ.
+bool broadcast(int64_t& size, int64_t other) {
+  if (size == 1) size = other;
+  return other == 1 || other == size;
+}
+// Size and stride of dimension d, counted from the last one; one of size 1 stands for all.
+int64_t size_at(const Tensor& t, int64_t d) { return d < t.dim() ? t.size(t.dim() - 1 - d) : 1; }
+int64_t stride_at(const Tensor& t, int64_t d) { return size_at(t, d) == 1 ? 0 : t.stride(t.dim() - 1 - d); }
+AttentionStrides strides_of(const Tensor& t) { return {stride_at(t, 4), stride_at(t, 3), stride_at(t, 2), stride_at(t, 1)}; }
+
+// t, or a copy whose rows are contiguous.
+Tensor with_rows(const Tensor& t) { return size_at(t, 0) <= 1 || t.stride(t.dim() - 1) == 1 ? t : as_contiguous(t); }
+
+// Checks the arguments as torch.nn.functional.scaled_dot_product_attention does. Strides are set by `lay`.
+AttentionProblem problem(const Entry& entry, const Call& c) {
+  AttentionProblem p{};
+  p.dtype = dtype_of(entry, c.query);
+  check_same(entry, c.query, c.key, "key"), check_same(entry, c.query, c.value, "value");
+  const std::pair<const Tensor*, const char*> all[] = {{&c.query, "query"}, {&c.key, "key"}, {&c.value, "value"}};
+  for (const auto& [t, name] : all)
+    check(t->dim() >= 2 && t->dim() <= kRank, entry, "needs query, key and value of 2 to 5 dimensions, got ", name, " of sizes ",
+          *t);
+  p.queries = size_at(c.query, 1), p.keys = size_at(c.key, 1), p.size = size_at(c.query, 0), p.value_size = size_at(c.value, 0);
+  check(size_at(c.key, 0) == p.size, entry, "needs query and key of one size, got ", p.size, " and ", size_at(c.key, 0));
+  check(size_at(c.value, 1) == p.keys, entry, "needs key and value of one length, got ", p.keys, " and ", size_at(c.value, 1));
+  p.heads = size_at(c.query, 2), p.kv_heads = size_at(c.key, 2);
+  if (c.grouped) {
+    check(c.query.dim() > 2 && c.key.dim() > 2 && c.value.dim() > 2, entry, "needs dimensions of heads with enable_gqa");
+    check(size_at(c.value, 2) == p.kv_heads, entry, "needs key and value of as many heads, got ", p.kv_heads, " and ",
+          size_at(c.value, 2));
+    check(p.kv_heads > 0 ? p.heads % p.kv_heads == 0 : p.heads == 0, entry,
+          "needs heads of the query that are a multiple of the key's, got ", p.heads, " and ", p.kv_heads);
+  } else {
+    const bool fits = broadcast(p.heads, p.kv_heads) && broadcast(p.heads, size_at(c.value, 2));
+    check(fits, entry, "needs query, key and value of as many heads, or enable_gqa, got ", size_at(c.query, 2), ", ", p.kv_heads,
+          " and ", size_at(c.value, 2));
+    p.kv_heads = p.heads;
+  }
+  for (int64_t d = 3; d < kRank; d++) {
+    int64_t size = size_at(c.query, d);
+    const bool fits = broadcast(size, size_at(c.key, d)) && broadcast(size, size_at(c.value, d));
+    check(fits, entry, "needs query, key and value of one batch, got sizes ", c.query, ", ", c.key, " and ", c.value);
+    (d == 3 ? p.batch : p.outer) = size;
+  }
+  if (c.mask) {
+    const Tensor& t = *c.mask;
+    const int64_t sizes[kRank] = {p.keys, p.queries, p.heads, p.batch, p.outer};
+    const int64_t rank = std::max({c.query.dim(), c.key.dim(), c.value.dim()});
+    bool fits = t.dim() <= rank;
+    for (int64_t d = 0; d < rank; d++) fits = fits && (size_at(t, d) == 1 || size_at(t, d) == sizes[d]);
+    check(fits, entry, "needs attn_mask that broadcasts to ", Sizes{p.batch, p.heads, p.queries, p.keys}, ", got ", t);
+    const ScalarType type = t.scalar_type();
+    check(type == ScalarType::Bool || type == ScalarType::Float || type == c.query.scalar_type(), entry,
+          "needs attn_mask of bool, float32 or the query's dtype, got ", torch::headeronly::toString(type));
+    check(t.device() == c.query.device(), entry, "needs query and attn_mask on one device, got ", device_text(c.query), " and ",
+          device_text(t));
+    check(!c.causal, entry, "needs attn_mask or is_causal, got both");
+    p.has_mask = true, p.mask_dtype = type == ScalarType::Bool ? DType::boolean : *known_dtype(t);
+  }
+  check(c.dropout >= 0 && c.dropout <= 1, entry, "needs dropout_p from 0 to 1, got ", c.dropout);
+  p.dropout = c.dropout, p.causal = c.causal;
+  p.scale = c.scale.value_or(p.size > 0 ? 1 / std::sqrt(static_cast<double>(p.size)) : 1);
+  p.parameters = c.parameters.value_or(entry.defaults);
+  checked_numel(entry, {p.outer, p.batch, p.heads, p.queries, std::max(p.size, p.value_size)}, 8);
+  set_threads(p);
+  return p;
+}
+
+// How the call's tensors lie, which have rows of contiguous elements; a mask's need not be.
+void lay(AttentionProblem& p, const Call& c, const Tensor& output) {
+  p.query_at = strides_of(c.query), p.key_at = strides_of(c.key), p.value_at = strides_of(c.value);
+  p.output_at = strides_of(output);
+  if (c.mask) p.mask_at = strides_of(*c.mask), p.mask_column = stride_at(*c.mask, 0);
+}
+
+// Of the output: (N, L, H, E) in memory where the query is, as models have it before they split heads and after they join them.
+bool heads_inside(const Tensor& query) {
+  return query.dim() == 4 && query.size(1) > 1 && query.size(2) > 1 && query.stride(1) < query.stride(2);
+}
+Tensor empty_output(const AttentionProblem& p, const Call& c) {
+  const int64_t rank = std::max({c.query.dim(), c.key.dim(), c.value.dim()});
+  const Sizes whole{p.outer, p.batch, p.heads, p.queries, p.value_size};
+  if (rank == 4 && heads_inside(c.query))
+    return torch::stable::transpose(empty({p.batch, p.queries, p.heads, p.value_size}, c.query.scalar_type(), c.query), 1, 2);
+  return empty(Sizes(whole.end() - rank, whole.end()), c.query.scalar_type(), c.query);
+}
+// Of each query; float32 or, of float64, that.
+Tensor empty_logsumexp(const Tensor& output, const Call& c) {
+  Sizes sizes = sizes_of(output);
+  sizes.pop_back();
+  return empty(sizes, c.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float, c.query);
+}
+
+Call take_call(const Entry& entry, Arguments& in) {
+  Call c;
+  c.query = in.take<Tensor>(), c.key = in.take<Tensor>(), c.value = in.take<Tensor>(), c.mask = in.take<std::optional<Tensor>>();
+  c.dropout = in.take<double>(), c.causal = in.take<bool>();
+  c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>(), c.parameters = in.take_parameters(entry);
+  return c;
+}
+
+template <bool records>
+void forward(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack);
+  Call c = take_call(entry, in);
+  AttentionProblem p = problem(entry, c);
+  Tensor output = empty_output(p, c);
+  std::optional<Tensor> logsumexp;
+  if (records) logsumexp = empty_logsumexp(output, c);
+  const bool runs = output.numel() > 0 || (records && logsumexp->numel() > 0);
+  const Prepared<AttentionProblem> call = prepare(entry, where_of(entry, c.query), p, runs);
+  if (runs) {
+    c.query = with_rows(c.query), c.key = with_rows(c.key), c.value = with_rows(c.value);
+    lay(p, c, output);
+    run_kernel(call, p,
+               {.query = c.query.const_data_ptr(),
+                .key = c.key.const_data_ptr(),
+                .value = c.value.const_data_ptr(),
+                .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
+                .output = output.mutable_data_ptr(),
+                .logsumexp = records ? logsumexp->mutable_data_ptr() : nullptr},
+               c.query);
+  }
+  give(stack, 0, output);
+  if (records) give(stack, 1, *logsumexp);
+}
+
+void backward(const Entry& entry, StableIValue* stack) {
+  Arguments in(stack);
+  Tensor grad = in.take<Tensor>();
+  Call c;
+  c.query = in.take<Tensor>(), c.key = in.take<Tensor>(), c.value = in.take<Tensor>(), c.mask = in.take<std::optional<Tensor>>();
+  Tensor output = in.take<Tensor>();
+  const Tensor logsumexp = in.take<Tensor>();
+  c.dropout = in.take<double>(), c.causal = in.take<bool>();
+  const auto wanted = in.take<std::vector<bool>>();
+  c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>(), c.parameters = in.take_parameters(entry);
+  check(wanted.size() == 3, entry, "needs 3 flags in output_mask, got ", wanted.size());
+  AttentionProblem p = problem(entry, c);
+  check_same(entry, c.query, grad, "grad_output"), check_same(entry, c.query, output, "output");
+  const Tensor like = empty_output(p, c), sums = empty_logsumexp(like, c);  // of their sizes
+  check(sizes_of(grad) == sizes_of(like) && sizes_of(output) == sizes_of(like), entry, "needs output and grad_output of sizes ",
+        like, ", got ", output, " and ", grad);
+  check(sizes_of(logsumexp) == sizes_of(sums) && logsumexp.scalar_type() == sums.scalar_type(), entry,
+        "needs logsumexp of sizes ", sums, ", got ", logsumexp);
+  auto fits = [&](const Tensor& t, int64_t heads) {
+    Sizes want = sizes_of(like), got = sizes_of(t);
+    want.pop_back(), want.pop_back(), got.pop_back(), got.pop_back();
+    if (!want.empty()) want.back() = heads;
+    return want == got;
+  };
+  check(fits(c.query, p.heads) && fits(c.key, p.kv_heads) && fits(c.value, p.kv_heads), entry,
+        "needs query, key and value of the output's batch for gradients, got sizes ", c.query, ", ", c.key, " and ", c.value);
+  Chosen<AttentionProblem> chosen(entry, device_of(entry, c.query), p);
+  if (!chosen.algorithm->traits.backward)
+    chosen = Chosen<AttentionProblem>(entry_named(*entry.operation, chosen.algorithm->traits.gradients(p).input),
+                                      device_of(entry, c.query), p);
+  auto gradient = [&](size_t i, const Tensor& of) { return empty(wanted[i] ? sizes_of(of) : Sizes{0}, of.scalar_type(), of); };
+  Gradients result{gradient(0, c.query), gradient(1, c.key), gradient(2, c.value)};
+  if (like.numel() > 0 && p.keys > 0) {
+    c.query = with_rows(c.query), c.key = with_rows(c.key), c.value = with_rows(c.value);
+    if (!same_strides(grad, output) || (size_at(grad, 0) > 1 && stride_at(grad, 0) != 1))
+      grad = as_contiguous(grad), output = as_contiguous(output);
+    const Tensor per_query = as_contiguous(logsumexp);
+    lay(p, c, output);
+    auto written = [&](size_t i) { return wanted[i] ? result[i].mutable_data_ptr() : nullptr; };
+    run_backward(chosen, p,
+                 {.grad_output = grad.const_data_ptr(),
+                  .query = c.query.const_data_ptr(),
+                  .key = c.key.const_data_ptr(),
+                  .value = c.value.const_data_ptr(),
+                  .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
+                  .output = output.const_data_ptr(),
+                  .logsumexp = per_query.const_data_ptr(),
+                  .grad_query = written(0),
+                  .grad_key = written(1),
+                  .grad_value = written(2)},
+                 c.query);
+  } else {
+    for (Tensor& t : result) torch::stable::zero_(t);
+  }
+  give_gradients(stack, result);
+}
+
+// Of algorithms that keep the log-sum-exp for a kernel of the gradients, or choose among those. A user's gets PyTorch's.
+bool has_gradients(const AlgorithmInfo& info) {
+  const auto& traits = reinterpret_cast<const Algorithm<AttentionProblem>&>(info).traits;
+  return traits.gradients || traits.choose;
+}
+
+#define AI3_ATTENTION_ARGUMENTS                                                                                            \
+  "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? " \
+  "scale=None, bool enable_gqa=False)"
+constexpr OperatorKind kinds[] = {
+    {"attention_", "", AI3_ATTENTION_ARGUMENTS " -> Tensor", forward<false>, nullptr},
+    {"_attention_", "_forward", AI3_ATTENTION_ARGUMENTS " -> (Tensor output, Tensor logsumexp)", forward<true>, has_gradients},
+    {"_attention_", "_backward",
+     "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, Tensor logsumexp, float "
+     "dropout_p, bool is_causal, bool[3] output_mask, *, float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor, Tensor)",
+     backward, has_gradients},
+};
+AI3_OPERATION(attention, "batch heads kv_heads queries keys size value_size has_mask is_causal has_dropout", kinds,
+              std::size(kinds), nullptr, 0, AI3_QUERIES(AttentionProblem, problem_from))
+
+}  // namespace
+}  // namespace ai3::ops

@@ -1,0 +1,177 @@
+"""Attention beyond what the shared tester calls: grouped heads, scale, masks, NaN, layouts, calls in models."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ai3_ops
+
+METHODS = ("math", "flash")
+
+
+def operator(name):
+    return getattr(torch.ops.ai3, f"attention_{name}")
+
+
+def made(*shapes, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def near(actual, expected, limit=1e-5):
+    error = (actual.double() - expected.double()).abs().max()
+    assert error <= limit * expected.abs().max(), float(error)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_grouped_queries_and_scale(name):
+    q, k, v = made((2, 6, 37, 16), (2, 2, 150, 16), (2, 2, 150, 24))
+    options = {"scale": -0.3, "enable_gqa": True}
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options)
+    near(operator(name)(q, k, v, **options), expected)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_batches_and_heads_are_broadcast(name):
+    q, k, v = made((3, 1, 5, 8), (4, 6, 8), (1, 1, 6, 8))
+    near(operator(name)(q, k, v), F.scaled_dot_product_attention(q.double(), k.double(), v.double()))
+    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+    grads = torch.autograd.grad(operator(name)(q, k, v).square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(q, k, v).square().sum(), (q, k, v))
+    for got, expected in zip(grads, wanted, strict=True):
+        near(got, expected, 1e-12)
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("shape", [(1, 150), (40, 1), (2, 1, 1, 150), (3, 40, 150), (2, 3, 40, 150)])
+@pytest.mark.parametrize("kind", ["bool", "float", "query", "sliced"])
+def test_masks_are_broadcast_and_not_copied(name, shape, kind):
+    q, k, v = made((2, 3, 40, 16), (2, 3, 150, 16), (2, 3, 150, 16), dtype=torch.bfloat16)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.4
+    if kind == "sliced":
+        mask = torch.stack([mask, ~mask], -1)[..., 0]
+    elif kind != "bool":
+        mask = torch.randn(shape).masked_fill(~mask, -math.inf).to(torch.float32 if kind == "float" else q.dtype)
+    wide = mask if mask.dtype == torch.bool else mask.double()
+    near(operator(name)(q, k, v, mask), F.scaled_dot_product_attention(q.double(), k.double(), v.double(), wide), 1e-2)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_not_seen_is_harmless_and_what_is_seen_comes_out(name):
+    q, k, v = made((1, 2, 200, 16), (1, 2, 200, 16), (1, 2, 200, 16))
+    k[..., 190:, :] = v[..., 190:, :] = math.nan
+    mask = (torch.arange(200) < 190).expand(200, 200)
+    q.requires_grad_()
+    masked, causal = operator(name)(q, k, v, mask), operator(name)(q, k, v, None, 0.0, True)
+    assert masked.isfinite().all()
+    assert causal[..., :190, :].isfinite().all()
+    assert causal[..., 190:, :].isnan().all()
+    assert torch.autograd.grad(masked.sum(), q)[0].isfinite().all()
+    mask = mask.clone()
+    mask[7, 195] = True  # one query sees one of them
+    seen = operator(name)(q, k, v, mask).isnan().all(-1)
+    assert seen[..., 7].all()
+    assert seen.sum() == 2
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_nan_in_a_query_makes_its_row_nan(name):
+    q, k, v = made((1, 2, 6, 16), (1, 2, 6, 16), (1, 2, 6, 16))  # fewer keys than a vector
+    q[0, 0, 2, 3] = math.nan
+    output = operator(name)(q, k, v)
+    assert output[0, 0, 2].isnan().all()
+    assert output.isnan().sum() == 16
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_query_that_sees_nothing_is_zeros_and_so_are_its_gradients(name):
+    q, k, v = (t.requires_grad_() for t in made((1, 2, 6, 8), (1, 2, 9, 8), (1, 2, 9, 8), dtype=torch.float64))
+    mask = torch.ones(6, 9, dtype=torch.bool)
+    mask[2] = False
+    output = operator(name)(q, k, v, mask)
+    assert (output[..., 2, :] == 0).all()
+    grads = torch.autograd.grad(output.square().sum(), (q, k, v))
+    assert (grads[0][..., 2, :] == 0).all()
+    assert all(g.isfinite().all() for g in grads)
+    lowest = torch.full((6, 9), torch.finfo(torch.float64).min, dtype=torch.float64)  # seen, all alike
+    near(operator(name)(q, k, v, lowest), v.mean(-2, keepdim=True).expand(1, 2, 6, 8), 1e-12)
+
+
+def test_lengths_that_differ_are_an_error_that_names_both():
+    q, k, v = made((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 8, 4))
+    for name in METHODS:
+        with pytest.raises(RuntimeError, match="got 6 and 8"):
+            operator(name)(q, k, v)
+
+
+def test_dropout_is_refused_by_reason():
+    q, k, v = made((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
+    with pytest.raises(RuntimeError, match="draws no dropout"):
+        torch.ops.ai3.attention_flash(q, k, v, None, 0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"enable_gqa": True}])
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_and_their_gradients(name, options):
+    heads = 2 if options else 4
+    q, k, v = made((1, 4, 5, 3), (1, heads, 7, 3), (1, heads, 7, 2), dtype=torch.float64)
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def function(*tensors):
+        return operator(name)(*tensors, mask, scale=0.7, **options)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_the_output_lies_as_the_query_does():
+    x = torch.randn(2, 9, 3 * 4 * 8)
+    q, k, v = (t.view(2, 9, 4, 8).transpose(1, 2) for t in x.split(32, -1))
+    output = torch.ops.ai3.attention_flash(q, k, v)
+    assert output.transpose(1, 2).is_contiguous()
+    near(output, F.scaled_dot_product_attention(q.double(), k.double(), v.double()))
+
+
+class Attends(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x, **self.options)
+
+
+def test_swap_reaches_every_call():
+    x = torch.randn(1, 4, 130, 16)
+    for options in (
+        {},
+        {"is_causal": True, "scale": 0.2},
+        {"enable_gqa": True},
+        {"attn_mask": torch.ones(130, 130).bool()},
+    ):
+        model = Attends(**options)
+        swapped = ai3_ops.swap(model, {"attention": "flash"}, x)
+        (layer,) = ai3_ops.explain(swapped).to_dict()["layers"]
+        assert layer["operation"] == "attention"
+        assert layer["used"] == "flash"
+        near(swapped(x), model(x.double()))
+    dropped = ai3_ops.swap(Attends(dropout_p=0.5), {"attention": "flash"}, x)
+    dropped(x)
+    assert "draws no dropout" in str(ai3_ops.explain(dropped))
+
+
+def test_default_leaves_decoding_to_pytorch():
+    class Decodes(nn.Module):
+        def forward(self, q, k):
+            return F.scaled_dot_product_attention(q, k, k)
+
+    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4096, 64)
+    swapped = ai3_ops.swap(Decodes(), "default", (q, k))
+    torch.testing.assert_close(swapped(q, k), Decodes()(q, k), rtol=0, atol=0)
+    assert "PyTorch is faster" in str(ai3_ops.explain(swapped))
