@@ -6,7 +6,7 @@ from ai3_ops import doctor as _doctor
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
-from ai3_ops.optimize import optimize
+from ai3_ops.optimize import load, optimize, save
 from ai3_ops.plan import Plan
 from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
@@ -25,10 +25,12 @@ __all__ = [
     "algorithms",
     "check",
     "explain",
+    "load",
     "optimize",
     "prefer",
     "register",
     "resolve",
+    "save",
     "supports",
     "swap",
     "tune",

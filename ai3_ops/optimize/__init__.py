@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import warnings
@@ -24,7 +25,7 @@ from ai3_ops.steps.examples import Inputs
 if TYPE_CHECKING:
     from ai3_ops.optimize.capture import Calls
 
-__all__ = ["optimize"]
+__all__ = ["load", "optimize", "save"]
 
 
 def optimize(
@@ -162,6 +163,43 @@ class Left(dict[str, str]):
             )
         elif reason := whole._ai3_report.gains_nothing():
             warnings.warn(f"ai3_ops.optimize: the model is as fast as before: {reason}", stacklevel=3)
+
+
+def save(optimized: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Writes what `optimize` returned into one file, from which any process with this ai3_ops and instruction set runs it.
+
+    The file has the programs, the graph around them and the packed weights, and no code: it is a safetensors file, whose metadata
+    is a JSON document. The original's modules and weights are not in it. `path` is replaced when the file is complete.
+
+    Args:
+        optimized: what `optimize` returned for a model that was captured as a whole.
+        path: of the file.
+
+    Raises:
+        TypeError: no module that `optimize` returned.
+        ValueError: what a file cannot hold, by name: a model that stayed as it was or was captured in parts, swapped layers
+            (which torch.save and torch.export keep), operators of other libraries, outputs of types that pytrees cannot write.
+        OSError: the file cannot be written.
+    """
+    from ai3_ops.optimize import saved
+
+    saved.write(optimized, path)
+
+
+def load(path: str | os.PathLike[str]) -> nn.Module:
+    """The module that `save` wrote: equal outputs, bit for bit, for the sizes that were planned and other batches as before.
+
+    Weights are not copied but mapped from the file, so that processes which load one file share them: it must stay as it is
+    while they run (`save` to the same path does not change it, but puts another in its place). There is no `state_dict()`, and
+    other sizes than the planned ones are errors. Nothing of the file is run as code.
+
+    Raises:
+        ValueError: no such file, or a damaged one; one of another version, instruction set or byte order.
+        OSError: the file cannot be read.
+    """
+    from ai3_ops.optimize import saved
+
+    return saved.read(path)
 
 
 def _state_outside(

@@ -71,6 +71,28 @@ class Optimized(nn.Module):
         self._ai3_names: list[str] = []  # and under which names
         self._watch()
 
+    @classmethod
+    def restored(
+        cls,
+        settings: Settings,
+        *,
+        first: Plan,
+        plans: dict[Any, Plan],
+        shown: list[Any],
+        types: list[torch.dtype],
+        spec: Any,
+        plain: int,
+        signature: inspect.Signature,
+        report: OptimizeReport,
+    ) -> Optimized:
+        """One without an original, from what a file has; the arguments are the attributes of these names."""
+        module = cls(nn.Module(), settings)
+        module._ai3_first, module._ai3_plans = first, plans
+        module._ai3_shown, module._ai3_types, module._ai3_spec, module._ai3_plain = shown, types, spec, plain
+        module._ai3_signature, module._ai3_report = signature, report
+        module.forget_original()
+        return module
+
     def __getattr__(self, name: str) -> Any:
         """Attributes and methods of the original, which may be a part of a model that reads them."""
         try:

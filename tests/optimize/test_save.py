@@ -1,0 +1,286 @@
+"""ai3_ops.save and load: one file without code, mapped; what it refuses, and damaged files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import random
+import struct
+import warnings
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import Residual, optimized
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import ai3_ops
+from ai3_ops.optimize import container, saved
+
+pytestmark = pytest.mark.usefixtures("faster")
+
+
+class Named(nn.Module):
+    """A keyword argument, a constant, sizes that a call computes with, and a dict of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.LayerNorm(6)
+        self.register_buffer("grid", torch.randn(8, 6, 6).to(memory_format=torch.preserve_format))
+
+    def forward(self, image, *, times=2):
+        x = F.relu(self.conv(image)) + self.grid
+        x = self.norm(x).softmax(1) * times
+        return {"features": x, "pooled": (x.mean((2, 3)), x.flatten(1).sum(1))}
+
+
+def roundtrip(fast, path):
+    ai3_ops.save(fast, path)
+    return ai3_ops.load(path)
+
+
+def equal(ours, theirs):
+    ours, spec = pytree.tree_flatten(ours)
+    theirs, other = pytree.tree_flatten(theirs)
+    return spec == other and all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "model.ai3"
+
+
+@pytest.fixture
+def small(path):
+    """A saved network of a program and PyTorch's steps, its example, and what it answers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Softmax(1), nn.Conv2d(8, 4, 1)).eval()
+    x = torch.randn(2, 3, 6, 6)
+    fast = optimized(model, x, selectors="default")
+    ai3_ops.save(fast, path)
+    return path, x, fast(x)
+
+
+@pytest.mark.parametrize("selectors", ["default", {"conv2d": "winograd"}, {"conv2d": "direct"}])
+def test_what_was_loaded_is_equal_bit_for_bit(path, selectors):
+    model, x = Residual().eval(), torch.randn(2, 8, 6, 6)
+    fast = optimized(model, x, selectors=selectors)
+    loaded = roundtrip(fast, path)
+    for batch in (2, 1, 5):
+        x = torch.randn(batch, 8, 6, 6)
+        assert equal(loaded(x), fast(x))
+    assert str(ai3_ops.explain(loaded)) == str(ai3_ops.explain(fast))
+    for again in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded)), roundtrip(loaded, path)):
+        assert equal(again(x), fast(x))
+
+
+def test_arguments_by_name_constants_and_structured_outputs(path):
+    model, x = Named().eval(), torch.randn(2, 3, 6, 6)
+    fast = ai3_ops.optimize(model, {"image": x}, "default", progress=False)
+    loaded = roundtrip(fast, path)
+    for given in ({"image": x}, {"image": torch.randn(2, 3, 6, 6)}):
+        assert equal(loaded(**given), fast(**given))
+    assert equal(loaded(x), fast(x))
+
+
+def test_all_sizes_that_were_planned_are_in_the_file(path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(2)).eval()
+    fast = optimized(model, torch.randn(1, 3, 8, 8), selectors="default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fast(torch.randn(1, 3, 9, 11))
+    loaded = roundtrip(fast, path)
+    for sizes in ((8, 8), (9, 11)):
+        x = torch.randn(3, 3, *sizes)
+        assert equal(loaded(x), fast(x))
+    with pytest.raises(ValueError, match="optimized for inputs of 1x3x8x8 float32, called with 1x3x10x10"):
+        loaded(torch.randn(1, 3, 10, 10))
+    with pytest.raises(RuntimeError, match="no state_dict"):
+        loaded.state_dict()
+
+
+def test_constants_keep_their_memory_format(path):
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 1)
+            self.register_buffer("last", torch.randn(1, 8, 5, 6).to(memory_format=torch.channels_last))
+            self.register_buffer("turned", torch.randn(6, 5).t())
+            self.register_buffer("wide", torch.randn(1, 1, 5, 1).expand(1, 8, 5, 6))
+
+        def forward(self, x):
+            return torch.cumsum(self.conv(x), 1) + torch.sin(self.last) * torch.cos(self.turned) + self.wide
+
+    x = torch.randn(1, 3, 5, 6)
+    fast = optimized(Adds().eval(), x, selectors="default")
+    loaded = roundtrip(fast, path)
+    assert equal(loaded(x), fast(x))
+    strides = [
+        {n: b.stride() for n, b in m._ai3_first.body.named_buffers() if b.is_contiguous() or n} for m in (fast, loaded)
+    ]
+    assert [s for s in strides[0].values() if 0 not in s] == [
+        s for n, s in strides[1].items() if 0 not in strides[0][n]
+    ]
+
+
+def test_weights_are_mapped_and_shared(small):
+    path, x, y = small
+    loaded = ai3_ops.load(path)
+    assert equal(loaded(x), y)
+    parts = Path("/proc/self/smaps").read_text().split(f"{path}\n")[1:]
+    assert parts, "the file is not mapped"
+    own = [line for part in parts for line in part.splitlines()[:22] if line.startswith("Anonymous:")]
+    assert own
+    assert all(line.split()[1] == "0" for line in own)
+
+
+def test_others_can_read_it_and_it_holds_no_pickle(small):
+    path, _, _ = small
+    raw = path.read_bytes()
+    assert b"\x80\x04\x95" not in raw
+    assert not raw.startswith(b"PK")
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(path, framework="pt") as file:
+        document, tensors = container.read(path)
+        assert json.loads(file.metadata()["ai3_ops"])["document"] == document
+        assert {*file.keys()} == {*tensors}
+        for name, tensor in tensors.items():
+            assert torch.equal(file.get_tensor(name), tensor)
+
+
+def test_what_cannot_be_saved_is_named(path, monkeypatch):
+    x = torch.randn(1, 3, 6, 6)
+    with pytest.raises(TypeError, match=r"needs a module that ai3_ops.optimize returned, got Conv2d"):
+        ai3_ops.save(nn.Conv2d(3, 4, 3), path)
+    fast = optimized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), x)
+    with pytest.raises(TypeError, match="got a Sequential of which 0 are optimized"):
+        ai3_ops.save(nn.Sequential(fast), path)
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
+
+        def forward(self, x):
+            y = self.body(x)
+            return y if y.sum() > 0 else -y
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parted = optimized(Branches().eval(), x)
+    with pytest.raises(ValueError, match=r"could not be captured as a whole .*save its optimized parts alone .body"):
+        ai3_ops.save(parted, path)
+    assert equal(roundtrip(parted.body, path)(x), parted.body(x))
+    path.unlink()
+    halves = optimized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).bfloat16().eval(), x.bfloat16())
+    if isinstance(halves._ai3_first.body, saved.Swapped):
+        with pytest.raises(ValueError, match="layers were swapped"):
+            ai3_ops.save(halves, path)
+        assert not path.exists()
+
+
+@pytest.mark.parametrize("what", ["level", "ai3_ops", "byte order"])
+def test_another_machine_or_version_is_refused(small, monkeypatch, what):
+    path, _, _ = small
+    here = saved._versions()
+    monkeypatch.setattr(saved, "_versions", lambda: here | {what: "another"})
+    with pytest.raises(
+        ValueError, match=f"model.ai3: it was saved with {what} {here[what]}, and this process has another"
+    ):
+        ai3_ops.load(path)
+
+
+def test_damaged_files_are_refused(small):
+    path, _, _ = small
+    raw = path.read_bytes()
+    for size in (0, 7, 8, 100, len(raw) // 2, len(raw) - 1):
+        path.write_bytes(raw[:size])
+        with pytest.raises(
+            ValueError, match=r"ai3_ops.load: .*model.ai3: (it is no file of ai3_ops.save|it is cut off)"
+        ):
+            ai3_ops.load(path)
+    draw = random.Random(0)
+    header = 8 + struct.unpack("<Q", raw[:8])[0]
+    spaces = len(raw[:header]) - len(raw[:header].rstrip(b" "))
+    for _ in range(300):  # a byte of the header or of a tensor, but the spaces between them
+        changed, at = bytearray(raw), draw.choice((draw.randrange(header - spaces), draw.randrange(header, len(raw))))
+        changed[at] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        with pytest.raises(ValueError, match=r"ai3_ops.load: "):
+            ai3_ops.load(path)
+    with pytest.raises(FileNotFoundError):
+        ai3_ops.load(path.parent / "none.ai3")
+
+
+def forged(path, change):
+    """The file with another document and its right checksum, as an attacker would make it."""
+    raw = path.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    content = json.loads(header["__metadata__"]["ai3_ops"])
+    change(content["document"])
+    text = json.dumps(content)
+    header["__metadata__"] = {"ai3_ops": text, "check": str(zlib.crc32(text.encode()))}
+    out = json.dumps(header).encode()
+    out += b" " * (-(8 + len(out)) % container.LINE)
+    path.write_bytes(struct.pack("<Q", len(out)) + out + raw[8 + length :])
+
+
+def nodes(document):
+    return document["plans"][0]["plan"]["graph"]["nodes"]
+
+
+def called(name):
+    def change(document):
+        next(node for node in nodes(document) if node[0] == "call_function")[2] = name
+
+    return change
+
+
+def renamed(column, name):
+    def change(document):
+        nodes(document)[0][column] = name
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        called("op.aten.from_file.default"),
+        called("op.aten.add_.Tensor"),
+        called("op.inductor._alloc_from_pool.default"),
+        called("os.system"),
+        called("steps.UNARY"),
+        renamed(1, "x = __import__('os')"),
+        renamed(2, "x, __import__('os')"),
+        lambda d: d["inputs"].update(spec='[1, {"type": null, "context": {"__enum__": true, "fqn": "this:x"}}]'),
+        lambda d: d["plans"].clear(),
+        lambda d: d.update(format=2),
+        lambda d: d.update(first=7),
+    ],
+)
+def test_a_file_calls_nothing_but_operators_and_steps(small, change):
+    path, _, _ = small
+    forged(path, change)
+    with pytest.raises(ValueError, match=r"ai3_ops.load: .*model.ai3: "):
+        ai3_ops.load(path)
+
+
+def test_another_program_text_does_not_run_on_these_weights(small):
+    path, x, _ = small
+
+    def wider(document):
+        for held in document["plans"][0]["plan"]["graph"]["held"].values():
+            if "region" in held:
+                held["region"]["program"] = held["region"]["program"].replace("8,3,3,3", "800,3,3,3")
+
+    forged(path, wider)
+    with pytest.raises(RuntimeError, match="constants"):
+        ai3_ops.load(path)(x)
