@@ -109,7 +109,13 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "segformer": _sequence("segformer", 1, 3, 224, 224),
     "wav2vec2": _sequence("wav2vec2", 1, 16000, num_hidden_layers=2),
     "wav2vec2-conformer": _sequence(
-        "wav2vec2-conformer", 1, 16000, num_hidden_layers=2, hidden_size=256, intermediate_size=1024
+        "wav2vec2-conformer",
+        1,
+        16000,
+        num_hidden_layers=2,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_attention_heads=8,
     ),
     "whisper": _sequence("whisper", 1, 80, 3000, encoder_layers=2, d_model=384, encoder_attention_heads=6),
     "encodec": _sequence("encodec", 1, 1, 24000),

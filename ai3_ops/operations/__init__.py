@@ -12,10 +12,11 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def register_rules(operation: str, name: str) -> None:
-    """Gives the operators of an algorithm, built in or registered later, their rules; those that have them keep them."""
+    """Gives the operators of an algorithm that came later their rules; those that have them keep them."""
+    registry.changed()
     registry.OPERATIONS[operation].register(name)
 
 
 for _algorithm in registry.registered():
     if _algorithm.operation in registry.OPERATIONS:
-        register_rules(_algorithm.operation, _algorithm.name)
+        registry.OPERATIONS[_algorithm.operation].register(_algorithm.name)

@@ -508,6 +508,16 @@ def register_flops(op: OpOverload, formula: Callable[..., int]) -> None:
 _undetermined: set[str] = set()  # operators of which a version was not deterministic
 
 
+@functools.lru_cache(maxsize=1)
+def _nondeterministic(generation: int) -> dict[tuple[str, str], set[str]]:
+    """By operation and name, on which devices libraries' algorithms are not deterministic, in one generation of the registry."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for a in registry.registered():
+        if not (a.deterministic or a.python):
+            found.setdefault((a.operation, a.name), set()).add(a.device)
+    return found
+
+
 def register_determinism(op: OpOverload, operation: str, algorithm: str) -> None:
     """An algorithm that is not deterministic says so under `torch.use_deterministic_algorithms(True)`.
 
@@ -515,11 +525,7 @@ def register_determinism(op: OpOverload, operation: str, algorithm: str) -> None
     """
 
     def devices() -> set[str]:
-        return {
-            a.device
-            for a in registry.registered()
-            if (a.operation, a.name) == (operation, algorithm) and not (a.deterministic or a.python)
-        }
+        return _nondeterministic(registry.generation()).get((operation, algorithm), set())
 
     if op.name() in _undetermined or not devices():
         return
