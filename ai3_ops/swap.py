@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ai3_ops.nn import layout
 from ai3_ops.nn.computed import copied
 from ai3_ops.plan import Plan
 from ai3_ops.selectors import Selector, Tuner, listed
@@ -67,10 +68,12 @@ def swap(
         (module, type(module), {k: v for k, v in vars(module).items() if k in MARKS}) for module in model.modules()
     ]
     marks = {id(module): marked.get("_ai3") for module, _, marked in before}
-    again = revert(model)
+    given, again = layout.given(model), revert(model)
     functions: set[str] = set()
     try:
         calls, lost = discover(model, marks)
+        for described in calls:
+            described.given = given.get(described.module)
         if example_inputs is not None:
             calls, functions = observe(model, calls, lost, example_inputs)
         outcome = decide(

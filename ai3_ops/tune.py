@@ -17,6 +17,7 @@ from ai3_ops import _cache, _pbqp, _timing, registry
 from ai3_ops._timing import Layer, Measured, Surroundings
 from ai3_ops._torch import pytree
 from ai3_ops.nn.computed import copied
+from ai3_ops.nn.layout import FORMER
 from ai3_ops.operations import base
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
@@ -199,6 +200,9 @@ class Network:
         # Parameters are shared in evaluation mode, where no forward writes to them but the first of a lazy module: their copy
         # took longer than the run.
         shared = {} if model.training else {id(p): p for p in model.parameters() if not is_lazy(p)}
+        for module in model.modules():
+            if FORMER in vars(module):  # whose weight gets its former memory format
+                shared.pop(id(module._parameters.get("weight")), None)
         model = unswap(copied(model, "ai3_ops.tune", memo=shared))
         for site in survey(model, example_inputs, self._record):
             call, example = site.call, site.call.example

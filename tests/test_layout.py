@@ -355,3 +355,59 @@ def test_default_leaves_to_pytorch_what_gains_nothing_in_nchw(layer, size, left)
         strict(x)
     assert ai3_ops.explain(strict).layers[0].torch_calls == 0
     assert ai3_ops.explain(swapped).layers[0].torch_calls == left
+
+
+class Branches(nn.Module):
+    """Views that need NCHW, a layer that PyTorch cannot train in channels_last, and two that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.step = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 16, 1, 2, bias=False)
+        self.one, self.two = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        y = self.two(self.one(x)).relu()
+        return self.conv(x).view(len(x), -1).sum(1) + y.flatten(1).sum(1) + self.step(x).flatten(1).sum(1)
+
+
+def strides(model):
+    return [p.stride() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("last", [(), ("one",), ("step", "one"), ("step",)])
+def test_unswap_gives_each_weight_the_memory_format_that_it_had(last, whole):
+    model = Branches().eval()
+    for name in last:
+        model.get_submodule(name).to(memory_format=torch.channels_last)
+    before = strides(model)
+    for selectors in ("default", {"conv": "direct", "one": "smm"}, of_plan("contiguous")):
+        swapped = ai3_ops.swap(model, selectors, X if whole else None)
+        for made in (swapped, copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
+            again = ai3_ops.swap(made, {"step": "im2col"}, X if whole else None)
+            assert [is_channels_last(m.conv.weight) for m in (made, again)] == [is_channels_last(made.conv.weight)] * 2
+            for one in (again, made):
+                assert strides(ai3_ops.unswap(one)) == before
+                assert not any(name.startswith("_ai3") for m in one.modules() for name in vars(m))
+                for p, q in zip(one.parameters(), model.parameters(), strict=True):
+                    assert torch.equal(p, q)
+    assert strides(model) == before
+
+
+def test_what_fails_leaves_the_memory_formats_of_the_former_swap():
+    swapped = ai3_ops.swap(Branches().eval(), of_plan("channels_last"))
+    before = strides(swapped)
+    with pytest.raises(ValueError, match="needs a 3x3 kernel"):
+        ai3_ops.swap(swapped, {"step": "winograd_f4"}, inplace=True)
+    assert strides(swapped) == before
+    kept = ai3_ops.swap(swapped, {"step": "direct"})
+    assert is_channels_last(kept.conv.weight)
+    assert not is_channels_last(ai3_ops.unswap(kept).conv.weight)
+
+
+def test_tuning_leaves_the_memory_formats_of_a_swapped_model():
+    swapped = ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), "default", X)
+    assert is_channels_last(swapped[0].weight)
+    ai3_ops.tune(swapped, X, budget_seconds=0, progress=False)
+    assert is_channels_last(swapped[0].weight)

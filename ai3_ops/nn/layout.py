@@ -21,6 +21,9 @@ from ai3_ops.operations.calls import Call
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}  # by the words of plans
 
+# Of a module whose weight was given another format: the word of the one that it had.
+FORMER = "_ai3_format"
+
 _LARGE = 1 << 16  # bytes of a weight
 
 # Methods that raise for a tensor in channels_last where they work for the same one in NCHW, or ask how it lies, and those that
@@ -139,9 +142,12 @@ def convert(
 ) -> Callable[[], None]:
     """Gives the weights of these convolutions a memory format, in place; returns what undoes it.
 
-    Where a weight must keep its strides the convolution gives its input that format.
+    Their modules note the format that they had, all those of a shared weight, for `former`. Where a weight must keep its strides
+    the convolution gives its input that format.
     """
     before: list[tuple[nn.Module, nn.Parameter, Tensor]] = []
+    formats: dict[nn.Parameter, str] = {}
+    noted: list[nn.Module] = []
     inference: dict[nn.Parameter, nn.Parameter] = {}
     calls: list[Call] = []
     for module in convolutions:
@@ -152,6 +158,9 @@ def convert(
             call.last = True
             calls.append(call)
         if _is_in(weight, to):
+            if weight in formats and FORMER not in vars(module):
+                vars(module)[FORMER] = formats[weight]
+                noted.append(module)
             continue
         if type(weight) is not nn.Parameter or holds(weight):
             if isinstance(call, Call) and to == torch.channels_last:
@@ -160,6 +169,10 @@ def convert(
         with torch.no_grad():
             formatted = torch.empty_like(weight, memory_format=to).copy_(weight)
         before.append((module, weight, weight.detach()))
+        formats[weight] = "channels_last" if is_channels_last(weight) else "contiguous"
+        if FORMER not in vars(module):
+            vars(module)[FORMER] = formats[weight]
+            noted.append(module)
         if weight.is_inference():  # takes no other data
             if weight not in inference:
                 inference[weight] = nn.Parameter(formatted, weight.requires_grad)
@@ -175,8 +188,21 @@ def convert(
                 weight.data = data
         for call in calls:
             call.last = call.reads_last = False
+        for module in noted:
+            vars(module).pop(FORMER, None)
 
     return undo
+
+
+def given(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules whose weights `convert` gave another format, and the word of the one that they have."""
+    weights = [(m, m._parameters.get("weight")) for m in model.modules() if FORMER in vars(m)]
+    return {m: "channels_last" if is_channels_last(w) else "contiguous" for m, w in weights if w is not None}
+
+
+def former(model: nn.Module, format: str) -> list[nn.Module]:
+    """The modules of a model whose weights had this format, given by its word, before `convert` gave them another."""
+    return [module for module in model.modules() if vars(module).get(FORMER) == format]
 
 
 class Watch(TorchFunctionMode):

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from ai3_ops.nn import layout, original_class, set_class, swapped_class
 from ai3_ops.nn.rewrite import Sites, Swapped
-from ai3_ops.operations.calls import Call
 from ai3_ops.operations.conv2d import is_wrong_in_training
 
 if TYPE_CHECKING:
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from ai3_ops.steps.discover import Lost
 
 # What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
-MARKS = ("_ai3", "_ai3_lost")
+MARKS = ("_ai3", "_ai3_lost", layout.FORMER)
 
 
 def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:
@@ -80,7 +78,9 @@ def lay_out(
         free = [module for module in free if not layout.is_costly(module)]
     former = [(d, d.earlier) for d in convolutions if d.earlier is not None]
     if all(d.call.algorithm is not None for d, earlier in former if earlier.writes_nchw):
-        planned["channels_last"] += [d.module for d, earlier in former if d.kept and earlier.last]
+        for d, earlier in former:
+            if d.kept and (d.given or earlier.last):
+                planned[d.given or "channels_last"].append(d.module)
     holds = layout.holds_strides(model)
     layout.convert(planned["contiguous"], layout.FORMATS["contiguous"], holds)
     last = planned["channels_last"] + free
@@ -133,24 +133,24 @@ def _outputs(run: Callable[[Any], Any], examples: Iterable[Any]) -> list[tuple[A
 
 
 def revert(model: nn.Module) -> Callable[[], None]:
-    """`unswap`; returns what gives the weights their former memory format again."""
-    marks = [vars(module).get("_ai3") for module in model.modules()]
-    # PyTorch's layers would give channels_last to views that need NCHW, and could not be trained on it.
-    nchw = any(isinstance(mark, Call) and mark.writes_nchw for mark in marks)
-    own = (module for module in model.modules() if isinstance(module, nn.Conv2d) and isinstance(module, Swapped))
-    nchw = nchw or any(map(_is_wrong_in_training, own))
-    convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)] if nchw else []
-    undo = layout.convert(convolutions, torch.contiguous_format, layout.holds_strides(model))
+    """`unswap`; returns what gives the weights the memory format again that the swap gave them."""
+    holds = layout.holds_strides(model)
+    undo = [layout.convert(layout.former(model, word), format, holds) for word, format in layout.FORMATS.items()]
     for module in model.modules():
         if isinstance(module, Swapped):
             set_class(module, original_class(module))
         for mark in MARKS:
             vars(module).pop(mark, None)
-    return undo
+
+    def again() -> None:
+        for one in undo:
+            one()
+
+    return again
 
 
 def unswap(model: nn.Module) -> nn.Module:
-    """Gives every module of `model` its original class back, in place, and returns the model."""
+    """Gives every module of `model` its original class back, and weights their memory format, in place; returns the model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
     revert(model)

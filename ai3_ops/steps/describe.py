@@ -26,6 +26,7 @@ class Described(Place):
     sites: Sites | None = field(kw_only=True, default=None)  # all of the module; None for a layer
     site: Site | None = field(kw_only=True, default=None)
     earlier: Call | None = field(kw_only=True, default=None)  # what a former swap decided
+    given: str | None = field(init=False, default=None)  # the memory format that a former swap gave its weight
     layout: str | None = field(init=False, default=None)  # of a conv2d's weight, where a plan has one
     kept: bool = field(init=False, default=False)  # no selector matches it: it keeps what it has
 
