@@ -147,7 +147,7 @@ def test_modules_alike_are_one_row():
     report = explain(swap(nn.TransformerEncoder(layer, 3).eval(), {"linear": "gemm"}, torch.randn(1, 4, 16)))
     assert len(report.unreached) >= 3
     assert "layers.*.self_attn (3)" in str(report)
-    assert len([line for line in str(report).splitlines() if "self_attn " in line]) == 1
+    assert len([line for line in str(report).splitlines() if "self_attn (3)" in line]) == 1
 
 
 def test_notebooks_show_html():

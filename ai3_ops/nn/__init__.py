@@ -38,6 +38,14 @@ def _leaf_class(
             call.gathered = True
         return call(*arguments(self, input))
 
+    wholes = [f for cls, f in Call.by_name[operation].forwards.items() if issubclass(original, cls)]
+
+    def forward_whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self.__dict__.get("_ai3")
+        return original.forward(self, *args, **kwargs) if call is None else wholes[0](self, call, *args, **kwargs)
+
+    if wholes:
+        forward = forward_whole
     forward.__doc__ = original.forward.__doc__
     names: dict[str, Any] = {
         "__module__": module,

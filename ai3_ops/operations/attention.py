@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ai3_ops import registry
 from ai3_ops._torch import OpOverload
-from ai3_ops.operations import base
+from ai3_ops.operations import base, multihead
 from ai3_ops.operations.base import Dims, Operation, Problem, check
 from ai3_ops.operations.calls import Call, CallPlan, fast_in
 from ai3_ops.operations.case import BadCall, Case, Draw
@@ -122,6 +122,7 @@ class Attention(Operation):
         """With the log-sum-exp, where the algorithm keeps one."""
         query, key, value, mask, ctx.dropout, ctx.causal = inputs
         ctx.scale, ctx.grouped = options.get("scale"), options.get("enable_gqa", False)
+        ctx.sight = Sight.of(ctx.causal, options)
         kept = output if isinstance(output, tuple) else (None, None)
         ctx.save_for_backward(query, key, value, mask, *kept)
 
@@ -130,7 +131,7 @@ class Attention(Operation):
         query, key, value, mask, output, logsumexp = ctx.saved_tensors
         needs, rank = ctx.needs[:4], grad.ndim
         if ctx.operator is None or logsumexp is None or needs[3]:
-            return pytorch_backward(grad, query, key, value, mask, ctx.causal, needs, ctx.scale, ctx.grouped)
+            return pytorch_backward(grad, query, key, value, mask, ctx.sight, needs, ctx.scale, ctx.grouped)
         lead = grad.shape[:-3]
         wide = [
             _expanded(t, lead, grad.shape[-3] if rank > 2 and not ctx.grouped else None) for t in (query, key, value)
@@ -146,7 +147,8 @@ class Attention(Operation):
         query, key, value, mask, _, causal = self.in_full(f"ai3::{self.name}", args)
         scale, grouped = options.get("scale"), options.get("enable_gqa", False)
         q, k, v = _widened(query, key, value, grouped)
-        return (_weights(q, k, mask, causal, _scale_of(query, scale)) @ v).to(query.dtype)
+        found = _weights(q, k, v, mask, Sight.of(causal, options), _scale_of(query, scale))
+        return (found.weights @ found.value).to(query.dtype)
 
     def vmap(self, op: Callable[..., Any], size: int, dims: Dims, *args: Any, **options: Any) -> tuple[Any, Any]:
         """One more dimension in front; of five already, one call for each sample."""
@@ -304,23 +306,75 @@ def _narrowed(grad: Tensor, like: Tensor, grouped: bool) -> Tensor:
     return grad.sum_to_size(like.shape).to(like.dtype)
 
 
-def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> Tensor | None:
+class Sight(NamedTuple):
+    """What a query sees before the mask is asked, and the cap of its scores: `is_causal`, and parameters of algorithms' own."""
+
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    lower_right: bool = False
+    softcap: float = 0.0
+
+    @staticmethod
+    def of(causal: bool, options: dict[str, Any]) -> Sight:
+        """Of an operator's arguments."""
+        left, right = options.get("window_left", -1), options.get("window_right", -1)
+        lower_right = bool(options.get("causal_lower_right", False))
+        return Sight(causal, left, right, lower_right, float(options.get("softcap", 0.0)))
+
+    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
+        """(queries, keys), True where a key is not seen; None where all are."""
+        right = 0 if self.causal or self.lower_right else self.window_right
+        if right < 0 and self.window_left < 0:
+            return None
+        own = torch.arange(queries, device=device)[:, None] + (keys - queries if self.lower_right else 0)
+        behind = torch.arange(keys, device=device) - own
+        hidden = behind > right if right >= 0 else torch.zeros_like(behind, dtype=torch.bool)
+        return hidden | (behind < -self.window_left) if self.window_left >= 0 else hidden
+
+
+def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, sight: Sight) -> Tensor | None:
     """True where a key is not seen."""
-    if causal:
-        return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-    return None if mask is None else ~mask if mask.dtype == torch.bool else mask == -math.inf
+    hidden = sight.hidden(q.shape[-2], k.shape[-2], q.device)
+    if mask is None:
+        return hidden
+    masked = ~mask if mask.dtype == torch.bool else mask == -math.inf
+    return masked if hidden is None else masked | hidden
 
 
-def _weights(q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
-    """The softmax; rows that see no key are zeros."""
-    scores = q @ k.mT * scale
+class _Weights(NamedTuple):
+    """The softmax, in which rows that see no key are zeros, with what it was computed from."""
+
+    weights: Tensor
+    key: Tensor  # zeros where no query sees one, so that NaN there stays without effect
+    value: Tensor
+    slope: Tensor | None  # the derivative of capped scores; None where they are not
+    bend: Tensor | None  # its derivative
+
+    def sloped(self, gradient: Tensor) -> Tensor:
+        """Of the scores before they are capped, given that of those after."""
+        return gradient if self.slope is None else gradient * self.slope
+
+
+def _weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sight: Sight, scale: float) -> _Weights:
+    hidden = _hidden(q, k, mask, sight)
+    if hidden is not None:
+        if hidden.ndim < 2:
+            hidden = hidden.expand(q.shape[-2], k.shape[-2])
+        unseen = hidden.expand(*hidden.shape[:-1], k.shape[-2]).all(-2)[..., None]
+        k, v = (torch.where(unseen, 0, t) for t in (k, v))
+    scores, slope, bend = q @ k.mT * scale, None, None
+    if sight.softcap:
+        t = torch.tanh(scores / sight.softcap)
+        scores, slope = sight.softcap * t, 1 - t * t
+        bend = -2 / sight.softcap * t * slope
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + mask.masked_fill(mask == -math.inf, 0).to(scores.dtype)
-    hidden = _hidden(q, k, mask, causal)
     if hidden is None:
-        return scores.softmax(-1)
+        return _Weights(scores.softmax(-1), k, v, slope, bend)
     none = hidden.all(-1, keepdim=True)
-    return scores.masked_fill(hidden & ~none, -math.inf).masked_fill(none, 0).softmax(-1).masked_fill(none, 0)
+    shown = scores.masked_fill(hidden & ~none, -math.inf).masked_fill(none, 0)
+    return _Weights(shown.softmax(-1).masked_fill(none, 0), k, v, slope, bend)
 
 
 def pytorch_backward(
@@ -329,7 +383,7 @@ def pytorch_backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    causal: bool,
+    sight: Sight,
     needs: Sequence[bool],
     scale: float | None,
     grouped: bool,
@@ -337,17 +391,19 @@ def pytorch_backward(
     """Gradients of query, key, value and mask, in functions that have every derivative."""
     q, k, v = _widened(query, key, value, grouped)
     g, factor = grad.to(q.dtype), _scale_of(query, scale)
-    p = _weights(q, k, mask, causal, factor)
+    found = _weights(q, k, v, mask, sight, factor)
+    p, k, v = found[:3]
     dp = g @ v.mT
-    ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+    dt = p * (dp - (p * dp).sum(-1, keepdim=True))
+    ds = found.sloped(dt)
     grads = [ds @ k * factor, ds.mT @ q * factor, p.mT @ g]
-    found = [
+    back = [
         _narrowed(t, like, grouped) if n else None
         for t, like, n in zip(grads, (query, key, value), needs, strict=False)
     ]
     if len(needs) > 3:
-        found.append(ds.sum_to_size(mask.shape).to(mask.dtype) if needs[3] and mask is not None else None)
-    return tuple(found)
+        back.append(dt.sum_to_size(mask.shape).to(mask.dtype) if needs[3] and mask is not None else None)
+    return tuple(back)
 
 
 # Operators of gradients -----------------------------------------------------------------------------------------------
@@ -399,7 +455,7 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         **options: Any,
     ) -> tuple[Tensor, ...]:
         label = f"ai3::attention_{algorithm}"
-        shape = rules.problem(label, query, key, value, mask, dropout, causal, **options).shape
+        shape = rules.problem(label, query, key, value, mask, dropout, causal, **options).shape  # whatever parameters
         fits = grad.shape == output.shape == shape
         what = f"got {tuple(output.shape)} and {tuple(grad.shape)}"
         check(fits, label, f"needs output and grad_output of sizes {tuple(shape)}, {what}")
@@ -419,8 +475,10 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         wanted: list[bool],
         scale: float | None = None,
         enable_gqa: bool = False,
+        **own: Any,
     ) -> tuple[Tensor | None, ...]:
-        return pytorch_backward(grad, query, key, value, mask, causal, wanted[:3], scale, enable_gqa)
+        sight = Sight.of(causal, own)
+        return pytorch_backward(grad, query, key, value, mask, sight, wanted[:3], scale, enable_gqa)
 
     base.register_fake(op, fake)
     base.register_autograd(op, double_backward, save_backward, pytorch)
@@ -430,15 +488,16 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
 
 def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
     """Not output and log-sum-exp: the second derivatives are those of query, key and value alone."""
-    grad, query, key, value, mask, _, _, _, ctx.causal, ctx.mask = inputs
-    ctx.scale, ctx.grouped = options["scale"], options["enable_gqa"]
+    grad, query, key, value, mask, _, _, _, causal, ctx.mask = inputs
+    ctx.scale, ctx.grouped, ctx.sight = options["scale"], options["enable_gqa"], Sight.of(causal, options)
     ctx.save_for_backward(grad, query, key, value, mask)
 
 
 def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = P (dP - D), dP = G V^T, D the rows' sums of P dP.
+    """Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = U dT, dT = P (dP - D), dP = G V^T, D the rows' sums of P dP.
 
-    With a, b, c the gradients of those three: e is that of dS, x of dP, w of P, r of the scores.
+    U is the slope of capped scores, or 1. With a, b, c the gradients of those three: f is that of dS, e of dT, x of dP, w of P,
+    r of the scores.
     """
     grad, query, key, value, mask = ctx.saved_tensors
     q, k, v = _widened(query, key, value, ctx.grouped)
@@ -452,16 +511,20 @@ def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...
     if ctx.grouped and key.shape[-3]:
         times = q.shape[-3] // key.shape[-3]
         b, c = (None if t is None else t.repeat_interleave(times, -3) for t in (b, c))
-    p, dp = _weights(q, k, mask, ctx.causal, s), g @ v.mT
+    found = _weights(q, k, v, mask, ctx.sight, s)
+    p, k, v = found[:3]
+    dp = g @ v.mT
     d = rows(p * dp)
-    ds = p * (dp - d)
-    e = torch.zeros_like(p)
-    e = e if a is None else e + a @ k.mT * s
-    e = e if b is None else e + q @ b.mT * s
+    dt = p * (dp - d)
+    ds, f = found.sloped(dt), torch.zeros_like(p)
+    f = f if a is None else f + a @ k.mT * s
+    f = f if b is None else f + q @ b.mT * s
+    e = found.sloped(f)
     sum_e = rows(p * e)
     x, w = p * (e - sum_e), e * (dp - d) - sum_e * dp
     w = w if c is None else w + g @ c.mT
-    r = p * (w - rows(p * w))
+    r = found.sloped(p * (w - rows(p * w)))
+    r = r if found.bend is None else r + f * dt * found.bend
     to_g, to_v = x @ v, x.mT @ g
     to_q, to_k = r @ k * s, r.mT @ q * s
     to_g = to_g if c is None else to_g + p @ c
@@ -485,12 +548,18 @@ Attention.rules = {"forward": register_forward, "backward": register_backward}
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
+def _unknown(module: nn.Module, input: Tensor) -> tuple[Any, ...]:
+    raise LookupError("queries, keys and masks are known at the call")
+
+
 class AttentionCall(Call):
     """torch.nn.functional.scaled_dot_product_attention."""
 
     operation = "attention"
     functions = (F.scaled_dot_product_attention,)
     function = staticmethod(_sdpa)
+    modules: ClassVar = {nn.MultiheadAttention: _unknown}
+    forwards: ClassVar = {nn.MultiheadAttention: multihead.attend}
 
     def arguments(
         self,
@@ -525,13 +594,26 @@ class AttentionCall(Call):
     def gains(self, args: tuple[Any, ...]) -> bool:
         """Where there are several queries and enough to compute; not where PyTorch multiplies pairs of 16 bits."""
         query, key, dropout = args[0], args[1], args[4]
+        return dropout == 0 and self.gains_sizes(query, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
+
+    def gains_sizes(self, like: Tensor, heads: int, queries: int, keys: int) -> bool:
+        """As `gains`, of so many heads in all batches, of a tensor's dtype and device."""
         return (
-            query.device.type == "cpu"
-            and dropout == 0
-            and not (query.dtype.itemsize == 2 and fast_in(query.dtype))
-            and query.shape[-2] >= _QUERIES
-            and scores_of(query, key) >= _SCORES
+            like.device.type == "cpu"
+            and not (like.dtype.itemsize == 2 and fast_in(like.dtype))
+            and queries >= _QUERIES
+            and heads * queries * keys >= _SCORES
         )
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may leave calls to PyTorch that gain nothing."""
+        return self.algorithm is not None and self.algorithm.name == "default" and not self.strict
+
+    def count_left(self, reason: str) -> None:
+        """A call that PyTorch's module made."""
+        if not torch.compiler.is_compiling():
+            self.calls, self.torch_calls, self.reason = self.calls + 1, self.torch_calls + 1, reason
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """Where there is more to compute than the rules of gradients take, and the mask has none."""

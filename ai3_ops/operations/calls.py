@@ -147,6 +147,8 @@ class Call:
     function: ClassVar[Callable[..., Any]]  # PyTorch's, given the operator's arguments
     # Modules whose forward is this call, and its arguments, as of PyTorch's function, for a module and its input.
     modules: ClassVar[dict[type[nn.Module], Callable[[Any, Tensor], tuple[Any, ...]]]] = {}
+    # Of those among them whose forward has more to do: that, given the module, the call and the forward's arguments.
+    forwards: ClassVar[dict[type[nn.Module], Callable[..., Any]]] = {}
     inside: ClassVar[tuple[type[nn.Module], ...]] = ()  # other modules of PyTorch that make it somewhere
     reads_weights: ClassVar[bool] = False  # of the module
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that

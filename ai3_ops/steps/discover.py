@@ -67,6 +67,8 @@ def discover(model: nn.Module, marks: Mapping[int, Any]) -> tuple[list[Described
             if leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
                 call = Call.by_name[leaf._ai3_operation]()
                 calls.append(Described(call.operation, module, paths, call=call, earlier=earlier.get("")))
+                if beside := [o for o in _stands_for(module, operations) if o != call.operation]:
+                    lost[module] = left_alone(module, beside)
         elif is_of_torch(module):
             if found := _operations(module, operations):
                 lost[module] = left_alone(module, found)

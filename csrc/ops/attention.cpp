@@ -47,6 +47,17 @@ AttentionStrides strides_of(const Tensor& t) { return {stride_at(t, 4), stride_a
 // t, or a copy whose rows are contiguous.
 Tensor with_rows(const Tensor& t) { return size_at(t, 0) <= 1 || t.stride(t.dim() - 1) == 1 ? t : as_contiguous(t); }
 
+// Those that an algorithm has, by their names.
+void read_parameters(const Entry& entry, AttentionProblem& p) {
+  for (int i = 0; i < static_cast<int>(entry.parameters.size()); i++) {
+    const std::string& name = entry.parameters[static_cast<size_t>(i)].name;
+    if (name == "window_left") p.window_left = p.parameters.whole(i);
+    if (name == "window_right") p.window_right = p.parameters.whole(i);
+    if (name == "causal_lower_right") p.lower_right = p.parameters.flag(i);
+    if (name == "softcap") p.softcap = p.parameters.real(i);
+  }
+}
+
 // Checks the arguments as torch.nn.functional.scaled_dot_product_attention does. Strides are set by `lay`.
 AttentionProblem problem(const Entry& entry, const Call& c) {
   AttentionProblem p{};
@@ -97,6 +108,7 @@ AttentionProblem problem(const Entry& entry, const Call& c) {
   p.dropout = c.dropout, p.causal = c.causal;
   p.scale = c.scale.value_or(p.size > 0 ? 1 / std::sqrt(static_cast<double>(p.size)) : 1);
   p.parameters = c.parameters.value_or(entry.defaults);
+  read_parameters(entry, p);
   checked_numel(entry, {p.outer, p.batch, p.heads, p.queries, std::max(p.size, p.value_size)}, 8);
   set_threads(p);
   return p;

@@ -175,3 +175,128 @@ def test_default_leaves_decoding_to_pytorch():
     swapped = ai3_ops.swap(Decodes(), "default", (q, k))
     torch.testing.assert_close(swapped(q, k), Decodes()(q, k), rtol=0, atol=0)
     assert "PyTorch is faster" in str(ai3_ops.explain(swapped))
+
+
+# Parameters of flash's and math's own ----------------------------------------------------------------------------------
+def by_definition(q, k, v, mask=None, causal=False, left=-1, right=-1, lower_right=False, softcap=0.0):
+    q, k, v = (t.double() for t in (q, k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    queries, keys = scores.shape[-2:]
+    behind = torch.arange(keys) - torch.arange(queries)[:, None] - (keys - queries if lower_right else 0)
+    right = 0 if causal or lower_right else right
+    seen = (behind >= -left if left >= 0 else True) & (
+        behind <= right if right >= 0 else torch.ones_like(behind, dtype=torch.bool)
+    )
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            seen = seen & mask
+        else:
+            scores = scores + mask
+    scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1).nan_to_num(0.0) @ v
+
+
+WINDOWS = (
+    {"window_left": 7},
+    {"window_right": 5},
+    {"window_left": 20, "window_right": 0},
+    {"window_left": 0, "window_right": 0},
+    {"causal_lower_right": True},
+    {"causal_lower_right": True, "window_left": 33},
+    {"window_left": 150, "window_right": 90},
+    {"softcap": 0.8},
+    {"softcap": 3.0, "window_left": 11, "causal_lower_right": True},
+)
+
+
+def of(options):
+    words = {"window_left": "left", "window_right": "right", "causal_lower_right": "lower_right"}
+    return {words.get(name, name): value for name, value in options.items()}
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+@pytest.mark.parametrize("lengths", [(300, 300), (40, 170), (170, 40), (3, 700), (1, 40)], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_windows_and_softcap(name, lengths, options):
+    queries, keys = lengths
+    q, k, v = made((2, 2, queries, 24), (2, 2, keys, 24), (2, 2, keys, 8))
+    near(operator(name)(q, k, v, **options), by_definition(q, k, v, **of(options)))
+    near(operator(name)(q, k, v, None, 0.0, True, **options), by_definition(q, k, v, causal=True, **of(options)))
+    mask = torch.rand(2, 1, queries, keys, generator=torch.Generator().manual_seed(1)) > 0.4
+    near(operator(name)(q, k, v, mask, **options), by_definition(q, k, v, mask, **of(options)))
+
+
+@pytest.mark.parametrize("options", [*WINDOWS, {"window_left": 1, "softcap": 0.5}], ids=str)
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_with_windows_and_softcap(name, options):
+    leaves = [t.requires_grad_() for t in made((1, 2, 5, 3), (1, 2, 7, 3), (1, 2, 7, 2), dtype=torch.float64)]
+    mask = torch.rand(5, 7, generator=torch.Generator().manual_seed(1)) > 0.3
+    for more in (None, mask):
+
+        def function(*tensors, more=more):
+            return operator(name)(*tensors, more, **options)
+
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+    q, k, v = (t.requires_grad_() for t in made((1, 2, 200, 8), (1, 2, 230, 8), (1, 2, 230, 8), dtype=torch.float64))
+    grads = torch.autograd.grad(operator(name)(q, k, v, **options).square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(by_definition(q, k, v, **of(options)).square().sum(), (q, k, v))
+    for got, expected in zip(grads, wanted, strict=True):
+        assert (got - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_lies_outside_of_a_window_is_not_read(name):
+    q, k, v = made((1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16))
+    k[..., 100:140, :] = v[..., 100:140, :] = math.nan
+    output = operator(name)(q, k, v, window_left=10, window_right=10)
+    far = (torch.arange(300) < 90) | (torch.arange(300) >= 150)
+    assert output[..., far, :].isfinite().all()
+    assert output[..., ~far, :].isnan().all()
+
+
+def test_parameters_that_cannot_be_are_refused():
+    q, k, v = made((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
+    with pytest.raises(RuntimeError, match=r"needs windows from -1 \(open\), got -2 and -1"):
+        torch.ops.ai3.attention_flash(q, k, v, window_left=-2)
+    with pytest.raises(RuntimeError, match="needs softcap from 0"):
+        torch.ops.ai3.attention_math(q, k, v, softcap=-1.0)
+
+
+def test_parameters_in_a_model():
+    x = torch.randn(1, 4, 130, 16)
+    choice = ai3_ops.Algorithm("flash", window_left=16, window_right=16)
+    swapped = ai3_ops.swap(Attends(), {"attention": choice}, x)
+    near(swapped(x), by_definition(x, x, x, left=16, right=16))
+    compiled = torch.compile(swapped, backend="aot_eager", fullgraph=True)
+    near(compiled(x), by_definition(x, x, x, left=16, right=16))
+
+
+# Few queries -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("keys", [1, 5, 512, 1300])
+def test_few_queries_pass_once_over_the_keys(dtype, queries, keys):
+    q, k, v = made((2, 6, queries, 36), (2, 2, keys, 36), (2, 2, keys, 20), dtype=dtype)
+    mask = torch.rand(2, 6, queries, keys, generator=torch.Generator().manual_seed(1)) > 0.4
+    for more in (None, mask, torch.randn(1, keys).masked_fill(torch.rand(1, keys) > 0.8, -math.inf)):
+        expected = by_definition(q, *(t.repeat_interleave(3, 1) for t in (k, v)), more)
+        limit = 1e-5 if dtype.itemsize > 2 else 1e-2
+        near(torch.ops.ai3.attention_flash(q, k, v, more, enable_gqa=True), expected, limit)
+
+
+def test_few_queries_of_many_chunks_keep_the_log_sum_exp_and_nan():
+    q, k, v = (t.requires_grad_() for t in made((1, 2, 2, 8), (1, 2, 1500, 8), (1, 2, 1500, 8), dtype=torch.float64))
+    grads = torch.autograd.grad(torch.ops.ai3.attention_flash(q, k, v).square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(by_definition(q, k, v).square().sum(), (q, k, v))
+    for got, expected in zip(grads, wanted, strict=True):
+        near(got, expected, 1e-11)
+    with torch.no_grad():
+        mask = torch.ones(2, 1500, dtype=torch.bool)
+        k[..., 700, :] = v[..., 900, :] = math.nan
+        mask[0, [700, 900]] = False
+        output = torch.ops.ai3.attention_flash(q, k, v, mask)
+    assert output[..., 0, :].isfinite().all()
+    assert output[..., 1, :].isnan().all()

@@ -181,25 +181,62 @@ AI3_INLINE bool any_seen(const A* added, int64_t count) {
     if (seen[l]) return true;
   return false;
 }
-// Of queries in lanes, from the first on, and keys in rows: lanes before the key's own query become -inf.
-template <class A>
-AI3_INLINE void hide_later_keys(int64_t query, int64_t key, int64_t keys, A* scores) {
+// Lanes outside of seen(row), counted from the panel's first one, become -inf.
+template <class A, class Seen>
+AI3_INLINE void hide_lanes(int64_t rows, A* scores, const Seen& seen) {
   constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
-  for (int64_t j = larger(0, query + 1 - key); j < keys; j++)
-    for (int64_t c = 0; c < P; c += width) {
-      const Range lanes{smaller(width, larger(0, key + j - query - c)), width};
-      store(scores + j * P + c, select(lanes, load(scores + j * P + c), Vec<A>(kHidden<A>)));
-    }
+  for (int64_t r = 0; r < rows; r++) {
+    const Range lanes = seen(r);
+    if (lanes.begin <= 0 && lanes.end >= P) continue;
+    for (int64_t c = 0; c < P; c += width)
+      store(scores + r * P + c, select(part_of(lanes, c, width), load(scores + r * P + c), Vec<A>(kHidden<A>)));
+  }
 }
-// Of keys in lanes and queries in rows.
+// Of queries in lanes and keys in rows, and of keys in lanes and queries in rows.
 template <class A>
-AI3_INLINE void hide_later_lanes(int64_t query, int64_t queries, int64_t key, A* scores) {
-  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
-  for (int64_t i = 0; i < smaller(queries, key + P - query); i++)
-    for (int64_t c = 0; c < P; c += width) {
-      const Range lanes{0, smaller(width, larger(0, query + i + 1 - key - c))};
-      store(scores + i * P + c, select(lanes, load(scores + i * P + c), Vec<A>(kHidden<A>)));
-    }
+AI3_INLINE void hide_keys(const AttentionProblem& p, int64_t query, int64_t key, int64_t keys, A* scores) {
+  hide_lanes(keys, scores, [&](int64_t r) {
+    const Range all = queries_of(p, key + r);
+    return Range{all.begin - query, all.end - query};
+  });
+}
+template <class A>
+AI3_INLINE void hide_lanes_of_keys(const AttentionProblem& p, int64_t query, int64_t queries, int64_t key, A* scores) {
+  hide_lanes(queries, scores, [&](int64_t r) { return Range{first_key(p, query + r) - key, keys_of(p, query + r) - key}; });
+}
+
+// tanh: near 0 its series, elsewhere by exp.
+template <class A>
+AI3_INLINE Vec<A> tanh_of(Vec<A> v) {
+  if constexpr (sizeof(A) == 8) {
+    for (int l = 0; l < Vec<A>::width; l++) v.raw[l] = __builtin_tanh(v[l]);
+    return v;
+  } else {
+    using Raw = typename Vec<A>::Raw;
+    const Vec<A> square = v * v, size(v.raw < Raw{} ? -v.raw : v.raw);
+    Vec<A> series(static_cast<A>(62. / 2835));
+    for (double c : {-17. / 315, 2. / 15, -1. / 3, 1.}) series = fma(series, square, Vec<A>(static_cast<A>(c)));
+    const Raw e = exp_below(Vec<A>(A(-2) * size.raw)).raw, far = (A(1) - e) / (A(1) + e);
+    return size.raw < A(0.25) ? (series * v).raw : v.raw < Raw{} ? -far : far;
+  }
+}
+// Scores that lie [row][lane]; `slopes`, where given, get the derivatives.
+template <class A>
+void cap_scores(double softcap, int64_t count, A* scores, A* slopes = nullptr) {
+  const Vec<A> cap(static_cast<A>(softcap)), inverse(static_cast<A>(1 / softcap)), one(A(1));
+  for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) {
+    const Vec<A> t = tanh_of(load(scores + i) * inverse);
+    store(scores + i, cap * t);
+    if (slopes) store(slopes + i, one - t * t);
+  }
+}
+// Of hidden ones the gradient is 0, and the slope may be anything.
+template <class A>
+AI3_INLINE void apply_slopes(const A* slopes, int64_t count, A* gradients) {
+  for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) {
+    const auto g = load(gradients + i).raw;
+    store(gradients + i, Vec<A>(g == 0 ? g : g * load(slopes + i).raw));
+  }
 }
 
 // ---- Forward
@@ -232,6 +269,179 @@ template <class T>
 AI3_INLINE int64_t buffer_of(int64_t rows, int64_t size, bool whole) {
   return in_place<T>(size, whole) ? 0 : checked_mul(rows, padded<Acc<T>>(size));
 }
+// ---- Few queries
+// Decoding: one pass over the keys, which are split into chunks, so that one head can use several threads; all queries of the
+// heads that a head of keys serves read each key while it is in the cache. Chunks do not depend on the number of threads.
+constexpr int64_t kFew = 4, kChunk = 512;
+
+template <class A>
+struct FewRows {
+  int64_t group, rows, chunks, heads, query_ld, value_ld, partial;
+  AI3_INLINE explicit FewRows(const AttentionProblem& p)
+      : group(p.kv_heads > 0 ? p.heads / p.kv_heads : 0),
+        rows(checked_mul(group, p.queries)),
+        chunks(larger(1, ceil_div(p.keys, kChunk))),
+        heads(checked_product({p.outer, p.batch, p.kv_heads})),
+        query_ld(padded<A>(p.size)),
+        value_ld(padded<A>(p.value_size)),
+        partial(checked_mul(rows, checked_add(value_ld, 2))) {}
+  AI3_INLINE int64_t partials() const { return checked_mul(checked_mul(heads, chunks), partial); }
+  AI3_INLINE int64_t own() const { return cut_size<A>({checked_mul(rows, query_ld), checked_mul(rows, 2 * kChunk)}); }
+};
+
+template <class A>
+AI3_INLINE A sum_of(Vec<A> v) {
+  A total = 0;
+  for (int l = 0; l < Vec<A>::width; l++) total += v[l];
+  return total;
+}
+// Of N rows each with one row of the accumulator's type, padded.
+template <int N, class T>
+AI3_INLINE void dot_rows(const T* rows, int64_t stride, int64_t size, const Acc<T>* with, Acc<T>* to) {
+  using V = Vec<Acc<T>>;
+  V sums[N];
+  for (int n = 0; n < N; n++) sums[n] = V(Acc<T>(0));
+  int64_t c = 0;
+  for (; c + V::width <= size; c += V::width) {
+    const V w = load(with + c);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) sums[n] = fma(load(rows + n * stride + c), w, sums[n]);
+  }
+  if (c < size)
+    for (int n = 0; n < N; n++) sums[n] = fma(load_some(rows + n * stride + c, size - c), load(with + c), sums[n]);
+  for (int n = 0; n < N; n++) to[n] = sum_of(sums[n]);
+}
+template <int N, class T>
+AI3_INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const Acc<T>* weights, Acc<T>* to) {
+  using V = Vec<Acc<T>>;
+  for (int64_t c = 0; c < size; c += V::width) {
+    const int64_t count = smaller(V::width, size - c);
+    V sum = load(to + c);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; n++) sum = fma(V(weights[n]), load_some(rows + n * stride + c, count), sum);
+    store(to + c, sum);
+  }
+}
+// body.operator()<N>(first) for runs of up to four keys that a row sees; the others are not read.
+template <class A, class Body>
+AI3_INLINE void over_seen(const A* added, int64_t begin, int64_t end, const Body& body) {
+  for (int64_t j = begin; j < end; j += 4) {
+    const int64_t count = smaller(4, end - j);
+    bool all = count == 4;
+    for (int64_t n = 0; n < count; n++) all = all && added[j + n] != kHidden<A>;
+    if (all)
+      body.template operator()<4>(j);
+    else
+      for (int64_t n = 0; n < count; n++)
+        if (added[j + n] != kHidden<A>) body.template operator()<1>(j + n);
+  }
+}
+
+template <class T>
+void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
+  using A = Acc<T>;
+  using V = Vec<A>;
+  const FewRows<A> of(p);
+  A* const partials = workspace.take<A>(of.partials());
+  A* const all = workspace.take<A>(p.threads * of.own());
+  auto index_of = [&](int64_t head, int64_t row) { return head * of.group + row / p.queries; };
+  parallel_for(p.threads, of.heads * of.chunks, [&](int64_t n, int thread) {
+    Cut<A> cut{all + thread * of.own()};
+    A *const queries = cut.take(of.rows * of.query_ld), *const scores = cut.take(of.rows * 2 * kChunk),
+             *const added = scores + of.rows * kChunk;
+    const int64_t head = n / of.chunks, first = n % of.chunks * kChunk, count = smaller(kChunk, p.keys - first),
+                  padded_count = round_up(larger(count, 1), V::width);
+    const HeadAt kv(p, head * of.group);
+    const T *const key = m.key.read<T>() + kv.of_kv(p.key_at) + first * p.key_at.row, *const value = m.value.read<T>() +
+                                                                                                     kv.of_kv(p.value_at) +
+                                                                                                     first * p.value_at.row;
+    for (int64_t r = 0; r < of.rows; r++) {
+      const HeadAt at(p, index_of(head, r));
+      const int64_t i = r % p.queries;
+      const T* const query = m.query.read<T>() + at.of(p.query_at) + i * p.query_at.row;
+      for (int64_t c = 0; c < p.size; c += V::width)
+        store(queries + r * of.query_ld + c, load_some(query + c, smaller(V::width, p.size - c)) * V(static_cast<A>(p.scale)));
+      A* const more = added + r * kChunk;
+      if (const MaskRows<A> mask(p, m.mask, at); mask)
+        mask.read_row(i, first, count, more);
+      else
+        for (int64_t j = 0; j < count; j++) more[j] = 0;
+      const int64_t begin = first_key(p, i) - first, end = keys_of(p, i) - first;
+      for (int64_t j = 0; j < count; j++)
+        if (j < begin || j >= end) more[j] = kHidden<A>;
+      for (int64_t j = 0; j < padded_count; j++) scores[r * kChunk + j] = kHidden<A>;
+    }
+    for (int64_t j = 0; j < count; j += 16)
+      for (int64_t r = 0; r < of.rows; r++)
+        over_seen(added + r * kChunk, j, smaller(count, j + 16), [&]<int N>(int64_t at) {
+          dot_rows<N>(key + at * p.key_at.row, p.key_at.row, p.size, queries + r * of.query_ld, scores + r * kChunk + at);
+        });
+    A* const sums = partials + n * of.partial;
+    for (int64_t r = 0; r < of.rows; r++) {
+      A *const s = scores + r * kChunk, *const more = added + r * kChunk, *const to = sums + r * (of.value_ld + 2);
+      V most(kHidden<A>);
+      for (int64_t j = 0; j < count; j += V::width) {
+        V score = load(s + j);
+        if (p.softcap != 0) score = V(static_cast<A>(p.softcap)) * tanh_of(score * V(static_cast<A>(1 / p.softcap)));
+        if (m.mask || p.softcap != 0) {
+          if (count - j < V::width)
+            for (int64_t l = count; l < j + V::width; l++) more[l] = kHidden<A>;
+          const auto add = load(more + j).raw;
+          score = add == V(kHidden<A>).raw ? add : score.raw + add;
+        }
+        store(s + j, score);
+        most = at_least(most, score);
+      }
+      A largest = kHidden<A>;
+      for (int l = 0; l < V::width; l++) largest = most[l] > largest || most[l] != most[l] ? most[l] : largest;
+      const V shift(largest == kHidden<A> ? A(0) : largest);
+      V total(A(0));
+      for (int64_t j = 0; j < count; j += V::width) {
+        const V e = exp_below(load(s + j) - shift);
+        store(s + j, e);
+        total += e;
+      }
+      for (int64_t c = 0; c < of.value_ld; c += V::width) store(to + c, V(A(0)));
+      to[of.value_ld] = largest, to[of.value_ld + 1] = sum_of(total);
+    }
+    for (int64_t j = 0; j < count; j += 16)
+      for (int64_t r = 0; r < of.rows; r++)
+        over_seen(added + r * kChunk, j, smaller(count, j + 16), [&]<int N>(int64_t at) {
+          add_rows<N>(value + at * p.value_at.row, p.value_at.row, p.value_size, scores + r * kChunk + at,
+                      sums + r * (of.value_ld + 2));
+        });
+  });
+  parallel_for(p.threads, of.heads, [&](int64_t head, int) {
+    for (int64_t r = 0; r < of.rows; r++) {
+      A* const to = partials + head * of.chunks * of.partial + r * (of.value_ld + 2);
+      A largest = kHidden<A>, total = 0;
+      for (int64_t c = 0; c < of.chunks; c++) {
+        const A most = to[c * of.partial + of.value_ld];
+        largest = most > largest || most != most ? most : largest;
+      }
+      for (int64_t c = 0; c < of.chunks; c++) {
+        const A* const from = to + c * of.partial;
+        const A most = from[of.value_ld];
+        if (most == kHidden<A>) continue;
+        const A factor = most == largest ? A(1) : static_cast<A>(__builtin_exp(static_cast<double>(most - largest)));
+        total += factor * from[of.value_ld + 1];
+        for (int64_t d = 0; d < p.value_size; d += V::width) {
+          const V part = load(from + d) * V(factor);
+          store(to + d, c == 0 ? part : load(to + d) + part);
+        }
+      }
+      const int64_t index = index_of(head, r), i = r % p.queries;
+      const V share(total == 0 ? A(0) : 1 / total);
+      T* const output = m.output.write<T>() + HeadAt(p, index).of(p.output_at) + i * p.output_at.row;
+      for (int64_t d = 0; d < p.value_size; d += V::width)
+        store_some(output + d, load(to + d) * share, smaller(V::width, p.value_size - d));
+      if (m.logsumexp)
+        m.logsumexp.write<A>()[index * p.queries + i] =
+            total == 0 ? kHidden<A> : largest + static_cast<A>(__builtin_log(static_cast<double>(total)));
+    }
+  });
+}
+
 template <class T>
 AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
   using A = Acc<T>;
@@ -241,6 +451,11 @@ AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
                       buffer_of<T>(kKeys, p.value_size, true)});
 }
 int64_t flash_workspace(const AttentionProblem& p) {
+  if (p.queries <= kFew)
+    return with_type(p.dtype, [&]<class T>() {
+      const FewRows<Acc<T>> of(p);
+      return checked_add(workspace_bytes<Acc<T>>(of.partials()), workspace_bytes<Acc<T>>(checked_mul(p.threads, of.own())));
+    });
   return with_type(p.dtype, [&]<class T>() { return workspace_bytes<Acc<T>>(checked_mul(p.threads, forward_size<T>(p))); });
 }
 
@@ -287,9 +502,13 @@ template <class T>
 void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
+  if (p.queries <= kFew) return attend_few<T>(p, m, workspace);
   const int64_t own = forward_size<T>(p), tiles = ceil_div(p.queries, kTile<T>), ld = padded<A>(p.value_size);
   A* const all = workspace.take<A>(p.threads * own);
-  auto keys_of_tile = [&](int64_t n) { return keys_of(p, smaller(p.queries, (n % tiles + 1) * kTile<T>) - 1); };
+  auto keys_of_tile = [&](int64_t n) {
+    const int64_t first = n % tiles * kTile<T>;
+    return Range{first_key(p, first), keys_of(p, smaller(p.queries, first + kTile<T>) - 1)};
+  };
   parallel_for(
       p.threads, p.outer * p.batch * p.heads * tiles,
       [&](int64_t n, int thread) {
@@ -311,17 +530,17 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
                     packed + b * P * p.size);
         for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(sums + i, Vec<A>(A(0)));
         for (int64_t i = 0; i < panels * P; i++) most[i] = kHidden<A>, total[i] = 0;
-        const int64_t end = keys_of_tile(n);
-        for (int64_t j = 0; j < end; j += kKeys) {
-          const int64_t most_keys = smaller(kKeys, end - j);
+        const Range seen = keys_of_tile(n);
+        for (int64_t j = seen.begin; j < seen.end; j += kKeys) {
+          const int64_t most_keys = smaller(kKeys, seen.end - j);
           const RowsAt<A> k = rows_at(key + j * p.key_at.row, p.key_at.row, most_keys, p.size, false, of_keys),
                           v = rows_at(value + j * p.value_at.row, p.value_at.row, most_keys, p.value_size, true, of_values);
           int finite = -1;  // not known
           for (int64_t b = 0; b < panels; b++) {
             const int64_t i = first + b * P, queries = smaller(P, p.queries - i),
                           keys = smaller(most_keys, keys_of(p, i + queries - 1) - j);
-            if (keys <= 0) continue;
-            const bool diagonal = keys_of(p, i) < j + keys;
+            if (keys <= 0 || first_key(p, i) >= j + keys) continue;
+            const bool diagonal = keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
             if (mask) {
               if (queries < P)
                 for (int64_t s = 0; s < keys * P; s++) added[s] = kHidden<A>;
@@ -329,17 +548,17 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
               if (!any_seen(added, keys)) continue;
             }
             multiply_rows(k, keys, packed + b * P * p.size, p.size, scores);
+            if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
             if (mask) add_mask(added, keys, scores);
-            if (diagonal) hide_later_keys(i, j, keys, scores);
+            if (diagonal) hide_keys(p, i, j, keys, scores);
             alignas(64) A scale[P];
             soften(scores, keys, most + b * P, total + b * P, scale);
             A* const to = sums + b * P * ld;
             scale_rows(to, queries, p.value_size, scale);
             if ((mask || diagonal) && finite < 0) finite = all_finite(v, most_keys, p.value_size);
             if ((mask || diagonal) && !finite)
-              add_weighted_seen(queries, scores, v, keys, p.value_size, to, [&](int64_t r, int64_t c) {
-                return j + c < keys_of(p, i + r) && !(mask && mask.hides(i + r, j + c));
-              });
+              add_weighted_seen(queries, scores, v, keys, p.value_size, to,
+                                [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
             else
               add_weighted(queries, scores, v, keys, p.value_size, to);
           }
@@ -356,11 +575,7 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
             m.logsumexp.write<A>()[n / tiles * p.queries + first + r] =
                 total[r] == 0 ? kHidden<A> : most[r] + static_cast<A>(__builtin_log(static_cast<double>(total[r])));
       },
-      [&](int64_t n) { return static_cast<double>(keys_of_tile(n)); });
-}
-
-bool flash_supports(const AttentionProblem& p, Reason& reason) {
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+      [&](int64_t n) { return static_cast<double>(larger(0, keys_of_tile(n).size())); });
 }
 
 // ---- Gradients
@@ -387,8 +602,8 @@ AI3_INLINE int64_t backward_size(const AttentionProblem& p) {
   constexpr int64_t P = kPanel<A>;
   const int64_t of_rows = checked_add(padded<A>(p.size), padded<A>(p.value_size));
   return cut_size<A>({checked_mul(kTile<T>, p.size), checked_mul(kTile<T>, p.value_size), kKeys * P, kKeys * P,
-                      p.has_mask ? kKeys * P : 0, checked_mul(kTile<T>, of_rows), buffer_of<T>(kKeys, p.size, true),
-                      buffer_of<T>(kKeys, p.value_size, true), kTile<T>, kTile<T>});
+                      p.has_mask ? kKeys * P : 0, p.softcap != 0 ? kKeys * P : 0, checked_mul(kTile<T>, of_rows),
+                      buffer_of<T>(kKeys, p.size, true), buffer_of<T>(kKeys, p.value_size, true), kTile<T>, kTile<T>});
 }
 template <class T>
 AI3_INLINE int64_t query_rows(const AttentionProblem& p) {
@@ -421,7 +636,7 @@ struct Backward {
 
   // What a thread works in.
   struct Place {
-    A *first, *second, *scores, *products, *added, *sums, *of_size, *of_value_size, *lanes, *more_lanes;
+    A *first, *second, *scores, *products, *added, *slopes, *sums, *of_size, *of_value_size, *lanes, *more_lanes;
   };
   Place place(int thread) const {
     Cut<A> cut{all + thread * own};
@@ -430,11 +645,12 @@ struct Backward {
     A* const scores = cut.take(kKeys * P);
     A* const products = cut.take(kKeys * P);
     A* const added = cut.take(p.has_mask ? kKeys * P : 0);
+    A* const slopes = cut.take(p.softcap != 0 ? kKeys * P : 0);
     A* const sums = cut.take(kTile<T> * (padded<A>(p.size) + padded<A>(p.value_size)));
     A* const of_size = cut.take(buffer_of<T>(kKeys, p.size, true));
     A* const of_value_size = cut.take(buffer_of<T>(kKeys, p.value_size, true));
     A* const lanes = cut.take(kTile<T>);
-    return {first, second, scores, products, added, sums, of_size, of_value_size, lanes, cut.take(kTile<T>)};
+    return {first, second, scores, products, added, slopes, sums, of_size, of_value_size, lanes, cut.take(kTile<T>)};
   }
 
   // delta[query]: the sum of output times its gradient.
@@ -480,17 +696,17 @@ struct Backward {
         w.more_lanes[i] = i < rows ? delta[row + i] : A(0);
       }
       for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
-      const int64_t end = keys_of(p, first + rows - 1);
-      for (int64_t j = 0; j < end; j += kKeys) {
-        const int64_t most_keys = smaller(kKeys, end - j);
+      const Range seen{first_key(p, first), keys_of(p, first + rows - 1)};
+      for (int64_t j = seen.begin; j < seen.end; j += kKeys) {
+        const int64_t most_keys = smaller(kKeys, seen.end - j);
         const RowsAt<A> k = rows_at(key + j * p.key_at.row, p.key_at.row, most_keys, p.size, true, w.of_size),
                         v = rows_at(value + j * p.value_at.row, p.value_at.row, most_keys, p.value_size, true, w.of_value_size);
         int finite = -1;  // not known
         for (int64_t b = 0; b < panels; b++) {
           const int64_t i = first + b * P, queries = smaller(P, p.queries - i),
                         keys = smaller(most_keys, keys_of(p, i + queries - 1) - j);
-          if (keys <= 0) continue;
-          const bool diagonal = keys_of(p, i) < j + keys;
+          if (keys <= 0 || first_key(p, i) >= j + keys) continue;
+          const bool diagonal = keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
           if (mask) {
             if (queries < P)
               for (int64_t s = 0; s < keys * P; s++) w.added[s] = kHidden<A>;
@@ -498,16 +714,17 @@ struct Backward {
             if (!any_seen(w.added, keys)) continue;
           }
           multiply_rows(k, keys, w.first + b * P * p.size, p.size, w.scores);
+          if (p.softcap != 0) cap_scores(p.softcap, keys, w.scores, w.slopes);
           if (mask) add_mask(w.added, keys, w.scores);
-          if (diagonal) hide_later_keys(i, j, keys, w.scores);
+          if (diagonal) hide_keys(p, i, j, keys, w.scores);
           multiply_rows(v, keys, w.second + b * P * p.value_size, p.value_size, w.products);
           differentiate<A, true>(w.scores, w.products, keys, w.lanes + b * P, w.more_lanes + b * P);
+          if (p.softcap != 0) apply_slopes(w.slopes, keys, w.products);
           A* const to = w.sums + b * P * ld;
           if ((mask || diagonal) && finite < 0) finite = all_finite(k, most_keys, p.size);
           if ((mask || diagonal) && !finite)
-            add_weighted_seen(queries, w.products, k, keys, p.size, to, [&](int64_t r, int64_t c) {
-              return j + c < keys_of(p, i + r) && !(mask && mask.hides(i + r, j + c));
-            });
+            add_weighted_seen(queries, w.products, k, keys, p.size, to,
+                              [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
           else
             add_weighted(queries, w.products, k, keys, p.size, to);
         }
@@ -540,13 +757,14 @@ struct Backward {
             pack_rows(value + b * P * p.value_at.row, p.value_at.row, count, p.value_size, 1, w.second + b * P * p.value_size);
           }
         const A *const logsumexp = m.logsumexp.read<A>() + index * p.queries, *const less = delta + index * p.queries;
-        for (int64_t i = p.causal ? first : 0; i < p.queries; i += kKeys) {
-          const int64_t queries = smaller(kKeys, p.queries - i);
+        const Range seen{queries_of(p, first).begin, queries_of(p, first + rows - 1).end};
+        for (int64_t i = seen.begin; i < seen.end; i += kKeys) {
+          const int64_t queries = smaller(kKeys, seen.end - i);
           const RowsAt<A> q = rows_at(query + i * p.query_at.row, p.query_at.row, queries, p.size, true, w.of_size),
                           g = rows_at(grad + i * p.output_at.row, p.output_at.row, queries, p.value_size, true, w.of_value_size);
           for (int64_t b = 0; b < panels; b++) {
             const int64_t j = first + b * P, keys = smaller(P, p.keys - j);
-            if (p.causal && i + queries <= j) continue;
+            if (i + queries <= queries_of(p, j).begin || i >= queries_of(p, j + keys - 1).end) continue;
             if (mask) {
               if (keys < P)
                 for (int64_t s = 0; s < queries * P; s++) w.added[s] = kHidden<A>;
@@ -554,10 +772,12 @@ struct Backward {
               if (!any_seen(w.added, queries)) continue;
             }
             multiply_rows(q, queries, w.first + b * P * p.size, p.size, w.scores);
+            if (p.softcap != 0) cap_scores(p.softcap, queries, w.scores, w.slopes);
             if (mask) add_mask(w.added, queries, w.scores);
-            if (p.causal) hide_later_lanes(i, queries, j, w.scores);
+            if (hides_some(p)) hide_lanes_of_keys(p, i, queries, j, w.scores);
             multiply_rows(g, queries, w.second + b * P * p.value_size, p.value_size, w.products);
             differentiate<A, false>(w.scores, w.products, queries, logsumexp + i, less + i);
+            if (p.softcap != 0) apply_slopes(w.slopes, queries, w.products);
             add_weighted(keys, w.scores, g, queries, p.value_size, of_values + b * P * value_ld);
             add_weighted(keys, w.products, q, queries, p.size, of_keys + b * P * ld);
           }
@@ -582,9 +802,9 @@ void flash_backward(const AttentionProblem& p, const AttentionGradients& m, Work
 
 GradientNames flash_gradients(const AttentionProblem&) { return {"flash", "flash"}; }
 
-AI3_ALGORITHM(attention, flash, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = flash_supports,
+AI3_ALGORITHM(attention, flash, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = parameters_fit,
               .workspace = flash_workspace, .gradients = flash_gradients, .backward = flash_backward,
-              .backward_workspace = flash_backward_workspace)
+              .backward_workspace = flash_backward_workspace, .parameters = AI3_ATTENTION_PARAMETERS)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

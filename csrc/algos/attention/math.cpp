@@ -53,7 +53,7 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
     A* const added = scores + scores_row;
     A* const sums = added + scores_row;
     const HeadAt at(p, n / p.queries);
-    const int64_t i = n % p.queries, keys = keys_of(p, i);
+    const int64_t i = n % p.queries, from = first_key(p, i), keys = larger(from, keys_of(p, i));
     const T *const q = m.query.read<T>() + at.of(p.query_at) + i * p.query_at.row,
                    *const k = m.key.read<T>() + at.of_kv(p.key_at), *const v = m.value.read<T>() + at.of_kv(p.value_at);
     const MaskRows<A> mask(p, m.mask, at);
@@ -61,10 +61,13 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
       mask.read_row(i, 0, keys, added);
     else
       for (int64_t j = 0; j < keys; j++) added[j] = 0;
+    for (int64_t j = 0; j < smaller(from, keys); j++) added[j] = kHidden<A>;
     A most = kHidden<A>;
     for (int64_t j = 0; j < keys; j++) {
       const bool hidden = added[j] == kHidden<A>;
-      scores[j] = hidden ? kHidden<A> : static_cast<A>(p.scale) * dot(q, k + j * p.key_at.row, p.size) + added[j];
+      A score = hidden ? A(0) : static_cast<A>(p.scale) * dot(q, k + j * p.key_at.row, p.size);
+      if (p.softcap != 0) score = static_cast<A>(p.softcap * __builtin_tanh(static_cast<double>(score) / p.softcap));
+      scores[j] = hidden ? kHidden<A> : score + added[j];
       if (scores[j] > most) most = scores[j];
     }
     for (int64_t j = keys; j < scores_row; j++) scores[j] = kHidden<A>;
@@ -94,14 +97,10 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
   });
 }
 
-bool math_supports(const AttentionProblem& p, Reason& reason) {
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
-}
-
 GradientNames math_gradients(const AttentionProblem&) { return {"flash", "flash"}; }
 
-AI3_ALGORITHM(attention, math, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = math_supports,
-              .workspace = math_workspace, .gradients = math_gradients)
+AI3_ALGORITHM(attention, math, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = parameters_fit,
+              .workspace = math_workspace, .gradients = math_gradients, .parameters = AI3_ATTENTION_PARAMETERS)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -33,17 +33,24 @@ struct AttentionProblem {
   int32_t threads;
   int64_t outer, batch, heads, kv_heads, queries, keys, size, value_size;
   double scale, dropout;
-  bool causal;  // query i sees keys 0 … i
+  bool causal;  // query i sees keys 0 … i, or with lower_right so that the last query sees all of them
   bool has_mask;
   DType mask_dtype;  // boolean: whether a key is seen; else what is added to the score, where -inf hides a key as well
   AttentionStrides query_at, key_at, value_at, output_at, mask_at;
   int64_t mask_column;
+  // What `parameters` say of algorithms that have these (AI3_ATTENTION_PARAMETERS): query i's own key is i, with lower_right
+  // i + keys - queries; it sees window_left keys before and window_right behind that, all of -1. Scores s become
+  // softcap * tanh(s / softcap), where that is not 0, before a mask is added.
+  int64_t window_left = -1, window_right = -1;
+  bool lower_right = false;
+  double softcap = 0;
   Parameters parameters = {};
 };
 AI3_INLINE bool sizes_known(const AttentionProblem& p) {
   return p.outer >= 0 && p.batch >= 0 && p.heads >= 0 && p.kv_heads >= 0 && p.queries >= 0 && p.keys >= 0 && p.size >= 0 &&
          p.value_size >= 0;
 }
+#define AI3_ATTENTION_PARAMETERS "int window_left=-1, int window_right=-1, bool causal_lower_right=False, float softcap=0.0"
 // Without strides: nothing that is prepared depends on them.
 AI3_INLINE auto value_of(const AttentionProblem& p) {
   return as_numbers(p.dtype, p.threads, p.outer, p.batch, p.heads, p.kv_heads, p.queries, p.keys, p.size, p.value_size, p.scale,

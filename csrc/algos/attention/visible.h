@@ -7,6 +7,15 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
+// Of algorithms with AI3_ATTENTION_PARAMETERS.
+AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
+  const auto left = static_cast<long long>(p.parameters.whole(0)), right = static_cast<long long>(p.parameters.whole(1));
+  const double softcap = p.parameters.real(3);
+  if (left < -1 || right < -1) return refuse(reason, "needs windows from -1 (open), got %lld and %lld", left, right);
+  if (!(softcap >= 0 && softcap < __builtin_inf())) return refuse(reason, "needs softcap from 0, got %g", softcap);
+  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+}
+
 template <class A>
 inline constexpr A kHidden = static_cast<A>(-__builtin_inf());
 
@@ -22,8 +31,29 @@ struct HeadAt {
   AI3_INLINE int64_t of_kv(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + kv_head * s.head; }
 };
 
-// How many keys query i sees before the mask is asked.
-AI3_INLINE int64_t keys_of(const AttentionProblem& p, int64_t i) { return p.causal ? smaller(i + 1, p.keys) : p.keys; }
+// How many keys lie behind query i's own one, of those that it sees, and before: more than there are where nothing hides any.
+AI3_INLINE int64_t behind(const AttentionProblem& p) {
+  const int64_t all = p.keys + p.queries, window = p.window_right < 0 ? all : smaller(p.window_right, all);
+  return p.causal || p.lower_right ? 0 : window;
+}
+AI3_INLINE int64_t before(const AttentionProblem& p) {
+  const int64_t all = p.keys + p.queries;
+  return p.window_left < 0 ? all : smaller(p.window_left, all);
+}
+AI3_INLINE int64_t own_key(const AttentionProblem& p, int64_t i) { return p.lower_right ? i + p.keys - p.queries : i; }
+// The keys that query i sees before the mask is asked: from first_key up to keys_of. Neither is less for a later query.
+AI3_INLINE int64_t keys_of(const AttentionProblem& p, int64_t i) {
+  return larger(0, smaller(own_key(p, i) + behind(p) + 1, p.keys));
+}
+AI3_INLINE int64_t first_key(const AttentionProblem& p, int64_t i) { return larger(0, own_key(p, i) - before(p)); }
+// The queries that see key j before the mask is asked.
+AI3_INLINE Range queries_of(const AttentionProblem& p, int64_t j) {
+  const int64_t own = p.lower_right ? j + p.queries - p.keys : j;
+  return {larger(0, own - behind(p)), larger(0, smaller(own + before(p) + 1, p.queries))};
+}
+AI3_INLINE bool hides_some(const AttentionProblem& p) {
+  return p.causal || p.lower_right || p.window_left >= 0 || p.window_right >= 0;
+}
 
 // The mask of one head; what it adds to scores, where `hidden` hides a key.
 template <class A>
@@ -77,6 +107,11 @@ struct MaskRows {
     return one == kHidden<A>;
   }
 };
+
+template <class A>
+AI3_INLINE bool sees(const AttentionProblem& p, const MaskRows<A>& mask, int64_t i, int64_t j) {
+  return j >= first_key(p, i) && j < keys_of(p, i) && !(mask && mask.hides(i, j));
+}
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
