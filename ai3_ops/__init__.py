@@ -12,6 +12,7 @@ from ai3_ops.register import register
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
 from ai3_ops.selectors import Algorithm, prefer
 from ai3_ops.swap import swap, unswap
+from ai3_ops.transformers import register_transformers
 from ai3_ops.tune import tune
 
 __version__ = _doctor.version()
@@ -29,6 +30,7 @@ __all__ = [
     "optimize",
     "prefer",
     "register",
+    "register_transformers",
     "resolve",
     "save",
     "supports",

@@ -1,0 +1,111 @@
+"""Attention of transformers models by `attn_implementation="ai3"`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ai3_ops
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
+DECODER = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0}
+DECODERS = {
+    "Llama": DECODER,
+    "Mistral": DECODER | {"sliding_window": 6},
+    "Qwen2": DECODER | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "Gemma2": DECODER | {"sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "GptOss": DECODER | {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 128},
+}
+ENCODERS = {
+    "Bert": SMALL | {"max_position_embeddings": 128},
+    "Roberta": SMALL | {"max_position_embeddings": 130},
+    "ModernBert": SMALL | {"local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48, "vocab_size": 60},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    ai3_ops.register_transformers("flash")
+    ai3_ops.register_transformers(name="ai3_default")
+
+
+def models(kind, config, head):
+    found = []
+    for implementation in ("eager", "ai3", "ai3_default"):
+        torch.manual_seed(0)
+        made = getattr(transformers, f"{kind}Config")(**config)
+        found.append(
+            getattr(transformers, f"{kind}{head}")._from_config(made, attn_implementation=implementation).eval()
+        )
+    for other in found[1:]:
+        other.load_state_dict(found[0].state_dict())
+    return found
+
+
+def batch(padding, length=20):
+    ids = torch.randint(3, 60, (2, length), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    if padding:
+        mask[1, :7] = 0
+        mask = mask if padding == "left" else mask.flip(1)
+    return ids, mask
+
+
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+@pytest.mark.parametrize("kind", [*DECODERS, *ENCODERS])
+def test_models_compute_what_eager_does(kind, padding):
+    config = DECODERS.get(kind) or ENCODERS[kind]
+    eager, *others = models(kind, config, "ForCausalLM" if kind in DECODERS and kind != "GPT2" else "Model")
+    ids, mask = batch(padding)
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask)[0]
+        for model in others:
+            got = model(ids, attention_mask=mask)[0]
+            shown = mask.bool()
+            assert (got - expected)[shown].abs().max() <= 1e-4 * expected[shown].abs().max()
+
+
+@pytest.mark.parametrize("kind", [k for k in DECODERS if k != "GPT2"])
+def test_generate(kind):
+    eager, *others = models(kind, DECODERS[kind], "ForCausalLM")
+    ids, mask = batch("left", 9)
+    expected = eager.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    for model in others:
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False), expected)
+
+
+def test_sinks_are_trained():
+    eager, model, _ = models("GptOss", DECODERS["GptOss"], "ForCausalLM")
+    ids, mask = batch("right")
+    grads = []
+    for each in (eager, model):
+        each(ids, attention_mask=mask)[0][mask.bool()].square().mean().backward()
+        grads.append([p.grad for n, p in each.named_parameters() if "self_attn" in n])
+    for got, expected in zip(grads[1], grads[0], strict=True):
+        assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
+
+
+def test_a_window_without_padding_makes_no_mask(monkeypatch):
+    _, model, _ = models("Mistral", DECODERS["Mistral"], "ForCausalLM")
+    seen = []
+    attend = transformers.AttentionInterface._global_mapping["ai3"]
+
+    def watched(*args, **options):
+        seen.append(args[4])
+        return attend(*args, **options)
+
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "ai3", watched)
+    with torch.no_grad():
+        model(batch("")[0])
+    assert seen == [None, None]
+
+
+def test_names_that_mean_something_else():
+    with pytest.raises(ValueError, match="means something else"):
+        ai3_ops.register_transformers(name="ai3_flash")
+    with pytest.raises(ValueError, match="none_such"):
+        ai3_ops.register_transformers("none_such", name="ai3_none")
