@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -683,3 +685,17 @@ def test_exported(tmp_path: Path) -> None:
         x = p.random(n, 3, 16, 16)
         for run in (exported.module(), loaded):
             torch.testing.assert_close(run(x), model(x))
+
+
+def test_a_builder_keeps_no_weights_once_it_is_gone():
+    """Nor does it wait for the garbage collector, which may come long after: they are as large as the model."""
+    builder, weight = Builder(), torch.randn(4, 3, 3, 3)
+    program = builder.build([builder.conv2d(builder.input((1, 3, 8, 8)), weight)])
+    kept = weakref.ref(weight)
+    gc.disable()
+    try:
+        del builder, weight
+        assert kept() is None
+    finally:
+        gc.enable()
+    assert program(torch.randn(1, 3, 8, 8))[0].shape == (1, 4, 6, 6)

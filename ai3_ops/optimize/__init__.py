@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ai3_ops import _library
 from ai3_ops._torch import pytree
 from ai3_ops.optimize.state import copied, others, same_random_numbers
 from ai3_ops.selectors import listed
@@ -137,6 +138,7 @@ def optimize(
             for module in list(whole.modules()):
                 if isinstance(module, Optimized):
                     module.forget_original()
+    _library.release_workspace()  # graphs and folded weights are gone
     left.warn(whole)
     return whole
 

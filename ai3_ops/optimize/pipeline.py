@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils import fuse_conv_bn_eval
 
+from ai3_ops import _library
 from ai3_ops._torch import pytree
 from ai3_ops.explain import explain
 from ai3_ops.optimize import choose, fusion, steps
@@ -175,6 +176,7 @@ def make_plan(
         choose.measured(network, settings, -math.inf, progress)
     _fresh_outputs(network)
     progress("programs")
+    _library.release_workspace()  # what rewrites and measurements freed: packs need other sizes
     begun = time.monotonic() - seconds
 
     def programs() -> tuple[list[tuple[Part, Region]], nn.Module, bool]:
@@ -191,6 +193,7 @@ def make_plan(
             continue
         report.notes.append(f"an error of {report.error:.2g}: chosen again, layers with at most {largest:.0e}")
         regions, body, accurate = programs()
+    _library.release_workspace()
     seconds = time.monotonic() - begun
     resolved = choose.learned(network, resolved)
     report.steps = _steps(network, regions)

@@ -27,7 +27,7 @@ Parameter = float | Tensor | None  # an activation's: a number, or a tensor of o
 class Value:
     """A tensor inside a program, with PyTorch's sizes: (N, C, H, W), (N, F) or (..., F)."""
 
-    builder: Builder
+    builder: object  # what stands for it: a reference would keep its weights until the garbage collector comes
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -73,6 +73,7 @@ class Builder:
     """
 
     def __init__(self) -> None:
+        self._own = object()
         self._steps: list[_Step] = []
         self._values: list[Value] = []
 
@@ -86,12 +87,12 @@ class Builder:
         if any(s.operation != "input" for s in self._steps):
             raise ValueError("a program's inputs come before its steps")
         self._steps.append(_Step("input", [], {}, {}))
-        self._values.append(Value(self, len(self._values), tuple(map(int, shape)), dtype))
+        self._values.append(Value(self._own, len(self._values), tuple(map(int, shape)), dtype))
         return self._values[-1]
 
     def _add(self, step: _Step) -> Value:
         for value in step.reads:
-            if value.builder is not self:
+            if value.builder is not self._own:
                 raise ValueError("a program's values must be of one Builder")
             if value.dtype != step.operands[0].dtype:
                 raise ValueError(
@@ -104,7 +105,7 @@ class Builder:
         if step.residual is not None and step.residual.shape != shape:
             raise ValueError(f"{step.operation} needs a residual of sizes {shape}, got {step.residual.shape}")
         self._steps.append(step)
-        self._values.append(Value(self, len(self._values), tuple(shape), step.operands[0].dtype))
+        self._values.append(Value(self._own, len(self._values), tuple(shape), step.operands[0].dtype))
         return self._values[-1]
 
     # Layers with a weight ---------------------------------------------------------------------------------------------
@@ -365,7 +366,7 @@ class Builder:
         Weights are packed here, by the algorithm of each layer: later changes of them are not seen. What no output
         depends on is left out, inputs stay.
         """
-        if not outputs or any(v.builder is not self for v in outputs):
+        if not outputs or any(v.builder is not self._own for v in outputs):
             raise ValueError("a program needs outputs, of this Builder")
         needed = {v.index for v in outputs}
         for index in range(len(self._steps) - 1, -1, -1):
@@ -448,7 +449,7 @@ class _Constants:
         return self._known[key][0]
 
     def plain(self, tensor: Tensor) -> int:
-        return self._add((), tensor, False, lambda: tensor.contiguous().clone())
+        return self._add((), tensor, False, tensor.contiguous)
 
     def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
         operation = step.operation.removesuffix(f"_{step.algorithm}")
@@ -459,7 +460,7 @@ class _Constants:
             if chw is not None:  # columns in NHWC order
                 weight = weight.unflatten(1, chw).permute(0, 2, 3, 1).flatten(1)
             return (
-                weight.contiguous().clone()
+                weight.contiguous()
                 if pack is None
                 else pack(weight.contiguous(), *step.window, **dict(step.parameters))
             )
