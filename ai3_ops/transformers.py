@@ -22,8 +22,8 @@ def register_transformers(algorithm: str | Algorithm = "default", name: str = "a
     in it means something else to transformers and is a ValueError, as is an algorithm that does not exist. It may be called
     again, for other names.
 
-    Masks are boolean, and are not made where causality says all; a causal sliding window without padding never becomes a mask,
-    so that it saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed; sinks that are trained take
+    Masks are boolean, and are not made where causality says all; a sliding window without padding never becomes one, so that it
+    saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed; sinks that are trained take
     the memory of all scores. Attention weights are not returned. ImportError without transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -45,30 +45,36 @@ def _mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     **options: Any,
 ) -> Tensor | None:
     """As transformers' own for PyTorch's function; None also for what `sliding_window` says alone, as the layers are told it."""
     from transformers.masking_utils import sdpa_mask
 
     whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
-    if allow_is_causal_skip and local_size and whole and not torch.compiler.is_compiling():
+    may = allow_is_causal_skip or allow_is_bidirectional_skip
+    if may and local_size and whole and not torch.compiler.is_compiling():
         padded = attention_mask is not None and not bool(attention_mask[:, :kv_length].all())
-        if not padded and _slides(mask_function, local_size, kv_length):
+        if not padded and _slides(mask_function, local_size, kv_length, allow_is_causal_skip):
             return None
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, **options,
+        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
     )  # fmt: skip
 
 
-def _slides(mask_function: Any, window: int, length: int) -> bool:
-    """Whether a mask of a local size is a causal window, not one of chunks: those differ in one of two neighbouring rows."""
-    rows = torch.arange(max(length - 2, 0), length)[:, None]
+def _slides(mask_function: Any, window: int, length: int, causal: bool) -> bool:
+    """Whether a mask of a local size is a window, not one of chunks: those differ in one of two neighbouring rows.
+
+    A causal one has `window` keys, one to both sides as many before and as many behind.
+    """
+    rows = torch.tensor([length // 2, max(length - 2, 0), length - 1])[:, None]
     keys = torch.arange(length)[None]
     zero = torch.zeros(1, 1, dtype=torch.long)
     behind = rows - keys
-    return bool(torch.equal(mask_function(zero, zero, rows, keys), (behind >= 0) & (behind < window)))
+    wanted = (behind >= 0) & (behind < window) if causal else behind.abs() <= window
+    return bool(torch.equal(mask_function(zero, zero, rows, keys), wanted))
 
 
 def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
@@ -94,6 +100,7 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         queries, keys = query.shape[2], key.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        around = not causal and attention_mask is None and queries == keys
         causal = queries > 1 and attention_mask is None and causal
         mask = attention_mask
         if causal and keys > queries:  # a cache that is empty yet
@@ -102,8 +109,11 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
         if position_bias is not None:
             mask, causal = _biased(position_bias, mask, causal), False
         options: dict[str, Any] = {"softcap": softcap} if softcap else {}
-        if causal and sliding_window and sliding_window <= queries:
+        if (
+            (causal or around) and sliding_window and sliding_window <= queries
+        ):  # one key more than a layer sees to a side
             options["window_left"] = sliding_window - 1
+            options |= {"window_right": sliding_window - 1} if around else {}
         grouped = query.shape[1] != key.shape[1]
         if s_aux is not None:
             output = _with_sinks(own, query, key, value, mask, causal, scaling, grouped, s_aux, options)
