@@ -291,9 +291,23 @@ struct FewRows {
 
 template <class A>
 AI3_INLINE A sum_of(Vec<A> v) {
-  A total = 0;
-  for (int l = 0; l < Vec<A>::width; l++) total += v[l];
-  return total;
+  // Halves are added until one lane is left: a sum lane by lane waits for each addition.
+  const auto r = v.raw;
+  if constexpr (Vec<A>::width == 16) {
+    const auto a = r + __builtin_shufflevector(r, r, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    const auto b = a + __builtin_shufflevector(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    const auto c = b + __builtin_shufflevector(b, b, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    return c[0] + c[1];
+  } else if constexpr (Vec<A>::width == 8) {
+    const auto a = r + __builtin_shufflevector(r, r, 4, 5, 6, 7, 0, 1, 2, 3);
+    const auto b = a + __builtin_shufflevector(a, a, 2, 3, 0, 1, 6, 7, 4, 5);
+    return b[0] + b[1];
+  } else if constexpr (Vec<A>::width == 4) {
+    const auto a = r + __builtin_shufflevector(r, r, 2, 3, 0, 1);
+    return a[0] + a[1];
+  } else {
+    return r[0] + r[1];
+  }
 }
 // Of N rows each with one row of the accumulator's type, padded.
 template <int N, class T>
