@@ -14,11 +14,12 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.nn import leaf_class, original_class
-from ai3_ops.nn.rewrite import Sites
+from ai3_ops.nn.rewrite import Sites, found_in
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.optimize.report import OptimizeReport, shown_bytes
 from ai3_ops.registry import near
 from ai3_ops.selectors import listed
+from ai3_ops.steps.apply import MARKS
 from ai3_ops.steps.discover import is_of_torch, is_optimized, reachable
 
 
@@ -407,6 +408,7 @@ def _listed(
     layers, unreached, optimized, notes, uncovered = [], [], {}, [], []
     operations = registry.operations()
     seen: set[nn.Module] = set()
+    others: list[nn.Module] = []  # whose own code may make calls
     inside: list[str] = []  # how names of modules begin that torch.compile computes
     for name, module in reachable(model):
         if module in seen:
@@ -441,6 +443,14 @@ def _listed(
         elif lost is None and (reason := _why_uncovered(module)):
             kind = module.original_name if isinstance(module, torch.jit.ScriptModule) else module._get_name()
             uncovered.append(Uncovered(name, kind, reason))
+        elif leaf is None and not is_of_torch(module) and not isinstance(module, torch.jit.ScriptModule):
+            others.append(module)
+    if not any(name in vars(module) for module in seen for name in MARKS) and (
+        unlisted := sum(len(found_in(module).sites) for module in others)
+    ):
+        notes.append(
+            f"not listed before a swap: {unlisted} calls in the code of modules (F.conv2d, torch.relu and the like)"
+        )
     packed = {layer.name.partition(":")[0] for layer in layers if layer.packs == "kept"}
     unversioned = [
         name

@@ -312,6 +312,7 @@ def _build(operation: str, name: str, header: Path) -> Path:
     unit = _UNIT.format(problems=problems, header=str(header).replace("\\", "\\\\").replace('"', '\\"'))
     # Preprocessed text holds everything that the result depends on: the header and all that it includes.
     text = _run([*compiler, *flags, "-E", "-P"], unit, header)
+    _check_text(operation, name, header, text)
     key = hashlib.sha256("\0".join([text, *compiler, *flags, version, torch.__version__]).encode()).hexdigest()[:32]
     directory = cache_directory() / key
     directory.mkdir(mode=0o700, exist_ok=True)
@@ -323,19 +324,25 @@ def _build(operation: str, name: str, header: Path) -> Path:
             try:
                 _run([*compiler, *flags, "-o", str(building)], unit, header)
                 building.replace(library)
-            except RuntimeError as error:
-                raise RuntimeError(f"{_misnamed(operation, name, header)}{error}") from None
             finally:
                 building.unlink(missing_ok=True)
     return library
 
 
-def _misnamed(operation: str, name: str, header: Path) -> str:
-    """A line for a header that does not compile and whose macro, as it is written there, names something else; else ""."""
-    written = re.findall(r"\bAI3_ALGORITHM\w*\(\s*(\w+)\s*,\s*(\w+)", header.read_text(errors="replace"))
-    if not written or (operation, name) in written:
-        return ""
-    return f"{_needs(operation, name, header, [', '.join(pair) for pair in written])}\n"
+def _check_text(operation: str, name: str, header: Path, text: str) -> None:
+    """RuntimeError, before anything is compiled, where the preprocessed text lacks the macro, its function or a struct."""
+    found = re.findall(r'::ai3::kDevice, "(\w+)", "(\w+)"', text)
+    if found != [(operation, name)]:
+        raise RuntimeError(_needs(operation, name, header, [", ".join(pair) for pair in found]))
+    function = f"{operation}_{name}"
+    if f"{function}<T>(" in text and not re.search(rf"\b{function}\b(?!<T>\()", text):
+        raise RuntimeError(f"ai3_ops.register: {header} needs a function template {function}, which its macro calls")
+    own = re.sub(r"//[^\n]*|/\*.*?\*/", "", header.read_text(errors="replace"), flags=re.DOTALL)
+    for word in dict.fromkeys(re.findall(r"\bconst\s+(?:ai3::)?(\w+Problem)\s*&", own)):
+        if not re.search(rf"\b(?:struct|class|union|typename|using)\s+{word}\b|\btypedef\b[^;]*\b{word}\s*;", text):
+            known = re.search(rf"\busing {operation} = (?:::)?(?:ai3::)?(\w+);", text)
+            hint = f"; {operation}'s is ai3::{known[1]}" if known else ""
+            raise RuntimeError(f"ai3_ops.register: {header} names {word}, which is declared nowhere{hint}")
 
 
 def _needs(operation: str, name: str, header: Path, found: list[str]) -> str:

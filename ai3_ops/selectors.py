@@ -185,6 +185,7 @@ Selector = Any  # str | None | Algorithm | Preference | Sequence | Callable | Ma
 Tuner = Callable[[set[str]], Plan]  # measures calls, by name, of the model whose places are asked about
 
 
+ITSELF = "the model itself"  # for a model whose name is ""
 _SHOWN = 12  # names in a message
 
 
@@ -415,7 +416,7 @@ def _choices(
     if callable(value):
         answers: Sequence[Any] = [_ask(value, places[i]) for i in indices]
     elif len(value) != len(indices):
-        names = [places[i].names[0] or "the model itself" for i in indices]
+        names = [places[i].names[0] or ITSELF for i in indices]
         counts = f"{len(indices)} ({listed(names)}), got {len(value)}"
         kinds = " or ".join(sorted({places[i].operation for i in indices})) or "conv2d"
         raise ValueError(f"selector {key!r}: a list needs one algorithm per {kinds} layer: {counts}")
@@ -454,7 +455,7 @@ def _answer(function: Callable[..., Any], place: Place, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
-        asked = repr(place.names[0]) if place.names[0] else "the model itself"
+        asked = repr(place.names[0]) if place.names[0] else ITSELF
         error.add_note(f"ai3_ops: the selector function was asked for {asked}")
         raise
 
@@ -506,6 +507,30 @@ def _check_names(value: Any, key: str) -> None:
         for pattern in one.exclude if isinstance(one, Algorithm) else ():
             if not fnmatch.filter(names, pattern):
                 raise ValueError(f"selector {key!r}: exclude: no algorithm {pattern!r}{near(pattern, names)}")
+
+
+def idle(
+    selectors: Selector, places: Sequence[Place], modules: Mapping[str, nn.Module], lost: Sequence[str]
+) -> list[str]:
+    """The operations and "*" that selectors, which make sense, name an algorithm for, and that no call has.
+
+    Of operations in `lost` there may be calls out of reach.
+    """
+    if isinstance(selectors, Plan) or selectors is None or (isinstance(selectors, str) and selectors in WORDS):
+        return []
+    if not isinstance(selectors, Mapping):
+        selectors = {"conv2d": selectors}
+    found = []
+    for key, value in selectors.items():
+        if (key not in registry.operations() and key != "*") or _leaves_alone(value):
+            continue
+        if key in lost or (key == "*" and lost):
+            continue
+        strengths = _matches(key, places, list(modules), {})
+        named = isinstance(value, (str, Algorithm, Preference))
+        if not (_choices(key, value, places, strengths) if named else strengths):
+            found.append(f"{key}: {_text(value)}" if named else key)
+    return found
 
 
 def matched(selectors: Selector, operation: str, module: nn.Module, names: list[str]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ai3_ops.nn import layout
 from ai3_ops.nn.computed import copied
 from ai3_ops.plan import Plan
-from ai3_ops.selectors import Selector, Tuner, listed
+from ai3_ops.selectors import ITSELF, Selector, Tuner, listed
 from ai3_ops.steps.apply import MARKS, apply, lay_out, revert, unswap
 from ai3_ops.steps.decide import Outcome, decide
 from ai3_ops.steps.discover import discover, is_lazy, is_optimized, observe, refuse_optimized, run
@@ -121,9 +121,15 @@ def _warn(outcome: Outcome) -> None:
             "torch.jit.trace",
             stacklevel=3,
         )
-    if outcome.others:
+    if outcome.idle:
         warnings.warn(
-            f"ai3_ops.swap: calls of {listed(outcome.others)} keep PyTorch's implementation, since they cannot be replaced; "
+            f"ai3_ops.swap: no call of this model is one that these selectors speak of: {listed(outcome.idle)}",
+            stacklevel=3,
+        )
+    if outcome.others:
+        others = [name if name == ITSELF else repr(name) for name in outcome.others]
+        warnings.warn(
+            f"ai3_ops.swap: calls of {listed(others)} keep PyTorch's implementation, since they cannot be replaced; "
             "ai3_ops.explain gives each reason",
             stacklevel=3,
         )

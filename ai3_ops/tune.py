@@ -24,7 +24,7 @@ from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.registry import near
 from ai3_ops.selectors import check_algorithm, listed
 from ai3_ops.steps.apply import unswap
-from ai3_ops.steps.discover import refuse_optimized, survey
+from ai3_ops.steps.discover import refuse_meta, refuse_optimized, survey
 
 T = TypeVar("T")
 OBJECTIVES = ("latency", "p99", "memory")
@@ -117,7 +117,7 @@ def tune(
         The plan; `print` it for a table.
 
     Raises:
-        ValueError: a setting is invalid, or `model` is one that `optimize` returned.
+        ValueError: a setting is invalid, or `model` is one that `optimize` returned or has no weights yet (meta device).
         TypeError: `model` is not an nn.Module.
         RuntimeError: the model does not run on the example inputs.
         Interrupted: on Ctrl-C; a KeyboardInterrupt whose `plan` has what was measured until then.
@@ -125,6 +125,7 @@ def tune(
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.tune needs an nn.Module, got {type(model).__name__}")
     refuse_optimized(model, "ai3_ops.tune", "tune the original model")
+    refuse_meta(model, "ai3_ops.tune")
     settings = Settings(objective, budget_seconds, memory_limit, tolerance, deterministic, allow_approximate)
     return _on_rank_0(lambda: tune_alone(model, example_inputs, settings, cache, progress))
 
@@ -138,6 +139,7 @@ def tune_calls(model: nn.Module, example_inputs: Any, names: Collection[str], *,
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, cache: bool = True, progress: bool = True) -> Plan:
     """As `Plan.verify`."""
     refuse_optimized(model, "Plan.verify", "verify with the original model")
+    refuse_meta(model, "Plan.verify")
     return _on_rank_0(lambda: _verify(plan, model, example_inputs, cache, progress))
 
 

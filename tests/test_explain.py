@@ -11,6 +11,7 @@ import pytest
 import torch
 from modules import layers
 from torch import nn
+from torch.nn import functional as F
 
 import ai3_ops
 from ai3_ops import Plan, _cache, explain, swap
@@ -394,3 +395,20 @@ def test_times_of_a_plan_sort_the_layers_and_begin_the_summary():
 def test_few_relus_keep_their_lines():
     report = explain(swap(model(), "direct"))
     assert sum("relu" in line for line in table_of(report)) >= 2
+
+
+def test_before_a_swap_calls_in_code_are_counted():
+    class Functional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return F.relu(F.linear(self.layer(x), self.layer.weight))
+
+    model = nn.Sequential(Functional(), nn.ReLU())
+    unseen = "not listed before a swap: 2 calls in the code of modules"
+    assert any(line.startswith(unseen) for line in explain(model).summary)
+    report = explain(swap(model, "default"))
+    assert not any("not listed" in line for line in report.summary)
+    assert [row.name for row in report.layers if ":" in row.name] == ["0:relu_0", "0:linear_0"]

@@ -257,7 +257,7 @@ def test_what_the_header_registers_must_be_what_was_asked_for(header):
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_a_macro_of_another_operation_is_an_error_that_names_both(header, compiles):
-    """Whether its function has the name of the operation that was asked for, which then does not compile, or the macro's."""
+    """Whether its function has the name of the operation that was asked for or the macro's: nothing is compiled."""
     text = SCALED.replace("AI3_ALGORITHM(conv2d,", "AI3_ALGORITHM(linear,")
     if compiles:
         text = text.replace("conv2d_{name}", "linear_{name}").replace("Conv2dProblem", "LinearProblem")
@@ -270,8 +270,27 @@ def test_a_macro_of_another_operation_is_an_error_that_names_both(header, compil
     assert first == (
         f"ai3_ops.register: {path} needs one AI3_ALGORITHM(conv2d, user_macro, ...), has AI3_ALGORITHM(linear, user_macro)"
     )
-    assert bool(rest) != compiles
-    assert compiles or rest[0] == f"ai3_ops.register: {path} does not compile:"
+    assert not rest  # nothing was compiled
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            ("conv2d_user_text(", "conv2d_user_txet("),
+            "needs a function template conv2d_user_text, which its macro calls",
+        ),
+        (
+            ("Conv2dProblem", "Conv2DProblem"),
+            "names Conv2DProblem, which is declared nowhere; conv2d's is ai3::Conv2dProblem",
+        ),
+    ],
+)
+def test_what_a_header_lacks_is_named_before_it_is_compiled(header, wrong, message):
+    path = header(scaled("user_text").replace(*wrong))
+    with pytest.raises(RuntimeError) as error:
+        register_function("conv2d", "user_text", path)
+    assert str(error.value) == f"ai3_ops.register: {path} {message}"
 
 
 def test_no_compiler_is_one_sentence(header, monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -244,7 +245,26 @@ def test_operations_and_star_may_match_nothing():
     model = nn.Sequential(nn.Identity())
     assert used(swap(model, {"conv2d": "direct", "*": "direct"})) == {}
     assert used(swap(model, {"0": None})) == {}
-    assert used(swap(model, "direct", strict=True)) == {}
+    assert used(swap(model, "direct")) == {}
+
+
+@pytest.mark.parametrize(
+    ("selectors", "named"),
+    [
+        ("winograd", "conv2d: winograd"),
+        ({"conv1d": "direct", "linear": "gemm"}, "conv1d: direct"),
+        ({"*": "fft"}, r"\*: fft"),
+    ],
+)
+def test_what_no_call_has_is_said_where_swap_is_strict(selectors, named):
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.warns(UserWarning, match=f"no call of this model is one that these selectors speak of: {named}$"):
+        swap(model, selectors, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swap(model, selectors)
+        swap(model, "default", strict=True)
+        swap(model, {"conv1d": None, "linear": "gemm"}, strict=True)
 
 
 def test_a_failed_swap_changes_nothing(net):

@@ -429,7 +429,7 @@ def test_what_is_out_of_reach_is_a_warning_where_selectors_speak_of_it():
     model[0].forward = model[0].forward
     for selectors in ("direct", {"*": "direct"}):
         with pytest.warns(
-            UserWarning, match="calls of 0, 1 keep PyTorch's implementation, since they cannot be replaced"
+            UserWarning, match="calls of '0', '1' keep PyTorch's implementation, since they cannot be replaced"
         ):
             swap(model, selectors)
     with warnings.catch_warnings():

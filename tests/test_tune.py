@@ -949,3 +949,10 @@ def test_a_plan_names_algorithms_not_rules_to_measure():
     plan = ai3_ops.Plan.from_dict({"version": 1, "layers": {"0": {"operation": "conv2d", "algorithm": "auto"}}})
     with pytest.raises(ValueError, match=r"layer '0'.*no conv2d algorithm 'auto'"):
         ai3_ops.swap(nn.Sequential(nn.Conv2d(3, 8, 3)), plan)
+
+
+def test_a_model_on_the_meta_device_is_an_error():
+    with pytest.raises(
+        ValueError, match="tune: 'weight' is on the meta device, without values: give the model its weights"
+    ):
+        ai3_ops.tune(nn.Conv2d(3, 4, 3, device="meta"), torch.randn(1, 3, 5, 5))

@@ -20,7 +20,7 @@ from ai3_ops._torch import pytree
 from ai3_ops.optimize.state import copied, others, same_random_numbers
 from ai3_ops.selectors import listed
 from ai3_ops.steps import examples
-from ai3_ops.steps.discover import meant, refuse_optimized
+from ai3_ops.steps.discover import meant, refuse_meta, refuse_optimized
 from ai3_ops.steps.examples import Inputs
 
 if TYPE_CHECKING:
@@ -97,11 +97,7 @@ def optimize(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"ai3_ops.optimize: {name!r} of a lazy module has no size yet: run the model once")
-        if tensor.is_meta:
-            raise ValueError(
-                f"ai3_ops.optimize: {name!r} is on the meta device, without values: give the model its weights first, by "
-                "to_empty(device='cpu') and load_state_dict"
-            )
+    refuse_meta(model, "ai3_ops.optimize")
     settings = Settings(
         selectors, alpha, budget_seconds, objective, memory_limit, tolerance, deterministic, allow_approximate, verify
     )

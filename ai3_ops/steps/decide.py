@@ -11,7 +11,7 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.operations.calls import Once, approximation
-from ai3_ops.selectors import Algorithm, Choice, Selector, Tuner, assign, matched, supporting
+from ai3_ops.selectors import ITSELF, Algorithm, Choice, Selector, Tuner, assign, idle, matched, supporting
 from ai3_ops.steps.describe import Described
 from ai3_ops.steps.discover import Lost, reachable
 
@@ -24,6 +24,7 @@ class Outcome:
     stay: Counter[str] = field(default_factory=Counter)  # those that the requested algorithm cannot do, by its name
     scripted: list[str] = field(default_factory=list)  # modules that torch.jit compiled
     others: list[str] = field(default_factory=list)  # and others with calls that cannot be replaced
+    idle: list[str] = field(default_factory=list)  # strict: keys of selectors that reach no call
 
 
 def decide(
@@ -44,6 +45,10 @@ def decide(
     reasons |= {name: lost[module].reason for name, module in names.items() if module in lost}
     choices = assign(selectors, calls, names, reasons, tune)
     outcome, once = Outcome(asked=len(choices)), Once()
+    if strict and not any(
+        isinstance(module, torch.jit.ScriptModule) for module in lost
+    ):  # whose calls are not all known
+        outcome.idle = idle(selectors, calls, names, [o for w in lost.values() for o in (*w.seen, *w.source)])
     _check_lost(outcome, selectors, names, lost, observed, strict)
     for index, described in enumerate(calls):
         described.call.once = once
@@ -97,7 +102,7 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
         alternatives = supporting(
             described.operation, lambda algorithm: not _refusal(described, algorithm, approximate)
         )
-        name = described.names[0] or "the model itself"
+        name = described.names[0] or ITSELF
         raise ValueError(f"ai3_ops.swap: {name} ({described.operation}): {call.reason}; {alternatives}")
     stay[choice.requested] += 1
 
@@ -138,7 +143,7 @@ def _check_lost(
     """What the selectors match and is out of reach: what torch.jit compiled, and other modules; an error when strict."""
     for module, what in lost.items():
         paths = [name for name, m in names.items() if m is module]
-        shown = paths[0] or "the model itself"
+        shown = paths[0] or ITSELF
         opaque = isinstance(module, torch.jit.ScriptModule)  # its calls are not seen
         for operation in what.seen if observed and not opaque else what.source:
             if (what.of_torch and not strict) or not matched(selectors, operation, module, paths):

@@ -104,6 +104,16 @@ def refuse_optimized(model: nn.Module, function: str, advice: str) -> None:
         raise ValueError(f"{function}: the module is one that ai3_ops.optimize returned: {advice}")
 
 
+def refuse_meta(model: nn.Module, function: str) -> None:
+    """ValueError for a model with tensors on the meta device: nothing of it can be run."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{function}: {name!r} is on the meta device, without values: give the model its weights first, by "
+                "to_empty(device='cpu') and load_state_dict"
+            )
+
+
 def reachable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules in `named_modules()` order under all of their names, without those inside of optimized ones."""
     inside = None  # how the names begin that come next, if they are of an optimized module's own
