@@ -1,17 +1,19 @@
 """Layers of other people's models: what `swap(model, "default")` computes beside the layer that it came from.
 
-    python -m benchmarks.others [MODEL ...] [--seconds 0.2] [--list]
+    python -m benchmarks.others [MODEL ...] [--seconds 0.2] [--all]
 
 Models of torchvision, timm and transformers, the latter two where they are installed, with random weights and small inputs. Every
-distinct call of a swapped layer, with the sizes and memory format that it gets inside its model, swapped and not, is measured in
-turns that alternate; a ratio is the swapped layer's time over PyTorch's. Rows that were measured before stay in the table
-(docs/benchmarks/others.json) until they are measured again; each names the processor and the instruction-set level.
+distinct call of a swapped layer, with the sizes and memory format that it gets inside its model, swapped and not, and two whole
+models, one swapped without example inputs and one in training, are measured in turns that alternate; a ratio is ours over
+PyTorch's. Rows that were measured before stay in the table (docs/benchmarks/others.json) until they are measured again; each
+names the processor and the instruction-set level.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import gc
 import sys
 import warnings
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 import ai3_ops
 from ai3_ops import _library
 from ai3_ops.nn import Leaf
-from benchmarks import measure
+from benchmarks import measure, ways
 
 PAGE = measure.ROOT / "docs" / "benchmarks" / "others.md"
 WORTH = 0.97  # a ratio within 3 % of 1 counts as equal
@@ -122,6 +124,38 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 }
 
 
+def _without_examples() -> tuple[str, measure.Function, measure.Function]:
+    """A detector as `swap` leaves it that has seen no call of it: layers stay NCHW where it cannot know what reads them."""
+    model, inputs = MODELS["ssdlite320_mobilenet_v3_large"]()
+    swapped = ai3_ops.swap(model.eval(), "default")
+
+    def calls(of: nn.Module) -> measure.Function:
+        def call() -> Any:
+            with torch.inference_mode():
+                return _call(of, inputs)
+
+        return call
+
+    return "the whole model, swapped without example inputs", calls(swapped), calls(model)
+
+
+def _training() -> tuple[str, measure.Function, measure.Function]:
+    """A step of training."""
+    import torchvision
+
+    model = torchvision.models.mobilenet_v3_small(weights=None).to(memory_format=torch.channels_last).train()
+    x = _image(224, batch=8).to(memory_format=torch.channels_last)
+    swapped = ai3_ops.swap(model, "default", x)
+    return "a training step, channels_last, batch 8", *(ways.training(m, x, autocast=False) for m in (swapped, model))
+
+
+# Whole models, in ways that no single layer shows: what is measured, and a call of the swapped one and of the plain one.
+WHOLE: dict[str, Callable[[], tuple[str, measure.Function, measure.Function]]] = {
+    "ssdlite320_mobilenet_v3_large without examples": _without_examples,
+    "mobilenet_v3_small training": _training,
+}
+
+
 class Case(NamedTuple):
     """A layer of a swapped model and one of its calls."""
 
@@ -186,6 +220,21 @@ def ratio(case: Case, seconds: float) -> tuple[float, float]:
     return own, peer
 
 
+def timed(name: str, seconds: float) -> dict[str, Callable[[], tuple[float, float]]]:
+    """By what is measured of a model, what measures it: seconds of ours and of PyTorch's."""
+    if name in WHOLE:
+        text, own, peer = WHOLE[name]()
+
+        def both() -> tuple[float, float]:
+            first, second = measure.interleaved([own, peer], 10 * seconds)
+            return first, second
+
+        return {text: both}
+    model, inputs = MODELS[name]()
+    found = cases(model.eval(), ai3_ops.swap(model, "default", inputs), inputs)
+    return {text: functools.partial(ratio, case, seconds) for text, case in found.items()}
+
+
 def document(stored: dict[str, Any]) -> list[str]:
     """The page: each level's rows that lose, and a summary by model."""
     lines = ["# Layers of other people's models", "", *(__doc__ or "").split("\n\n")[2:3], ""]
@@ -224,7 +273,7 @@ def document(stored: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Measure, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join((*MODELS, *WHOLE))} (default: all)")
     parser.add_argument("--seconds", type=float, default=0.2, help="of turns for each call (default: 0.2)")
     parser.add_argument("--all", action="store_true", help="print calls that do not lose, too")
     arguments = parser.parse_args()
@@ -232,22 +281,19 @@ def main() -> int:
     stored = measure.stored(PAGE, {})
     level = _library.registry()["level"]
     machine = f"{measure.machine(torch.get_num_threads(), measure.Load())['processor']}, {level}"
-    for name in arguments.models or MODELS:
+    for name in arguments.models or (*MODELS, *WHOLE):
         torch.manual_seed(0)
+        gc.collect()
         try:
-            model, inputs = MODELS[name]()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                turns = timed(name, arguments.seconds)
         except ImportError as missing:
             console.print(f"{name}: left out, {missing}")
             continue
-        model = model.eval()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = cases(model, ai3_ops.swap(model, "default", inputs), inputs)
-        del model
-        gc.collect()
         times = {}
-        for text, case in found.items():
-            times[text] = own, peer = ratio(case, arguments.seconds)
+        for text, turn in turns.items():
+            times[text] = own, peer = turn()
             if arguments.all or own / peer > 1 / WORTH:
                 console.print(
                     f"{own / peer:5.2f} {own * 1e6:9.1f} us  {name}: {text}",

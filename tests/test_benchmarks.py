@@ -6,7 +6,7 @@ import pytest
 import torch
 
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
-from benchmarks import figures, layers, paper, shapes, substitutions, threads, ways  # noqa: E402
+from benchmarks import figures, layers, others, paper, shapes, substitutions, threads, ways  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("built_in_only")
 LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in measure.network(path.stem)}, key=str)
@@ -206,3 +206,18 @@ def test_gains_of_substitutions(monkeypatch):
     found = substitutions.compare(f"{__name__}:small", "latency")
     assert substitutions.ALL in found["gains"]
     assert "| small |" in "\n".join(substitutions.page({"networks": {"small": found}}))
+
+
+def test_a_model_of_sequences_by_its_configuration_runs():
+    pytest.importorskip("transformers")
+    model, x = others.MODELS["wav2vec2-conformer"]()
+    with torch.inference_mode():
+        assert model.eval()(x).last_hidden_state.isfinite().all()
+
+
+@pytest.mark.parametrize("name", others.WHOLE)
+def test_whole_models_of_others_run(name, monkeypatch):
+    pytest.importorskip("torchvision")
+    monkeypatch.setattr(measure, "interleaved", lambda functions, _: [1.0 for f in functions if f() or True])
+    (turn,) = others.timed(name, 0.0).values()
+    assert turn() == (1.0, 1.0)
