@@ -425,7 +425,9 @@ void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace
                       sums + r * (of.value_ld + 2));
         });
   });
-  parallel_for(p.threads, of.heads, [&](int64_t head, int) {
+  // Other threads are asked again only where there is much to join: waking them takes longer than a short cache.
+  const int threads = of.partials() < 1 << 16 ? 1 : p.threads;
+  parallel_for(threads, of.heads, [&](int64_t head, int) {
     for (int64_t r = 0; r < of.rows; r++) {
       A* const to = partials + head * of.chunks * of.partial + r * (of.value_ld + 2);
       A largest = kHidden<A>, total = 0;
