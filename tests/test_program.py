@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ai3_ops import _library
+from ai3_ops.operations.step import Step
 from ai3_ops.operations.weighted import SLOPED
 from ai3_ops.optimize.program import ACTIVATIONS, Builder, Program, Value
 from tests import tester  # settings of hypothesis
@@ -156,11 +157,23 @@ class Pair:
             self.builder.binary(x, y, name, activation, parameter(activation)), FUNCTIONS[activation](exact)
         )
 
-    def concat(self, *values: Value) -> Value:
-        return self.note(self.builder.concat(values), torch.cat([self.of(v) for v in values], 1))
+    def concat(self, *values: Value, dim: int | None = None) -> Value:
+        exact = torch.cat([self.of(v) for v in values], 1 if dim is None else dim)
+        return self.note(self.builder.concat(values, dim), exact)
 
-    def slice(self, x: Value, start: int, stop: int) -> Value:
-        return self.note(self.builder.slice(x, start, stop), self.of(x)[:, start:stop])
+    def slice(self, x: Value, start: int, stop: int, dim: int | None = None) -> Value:
+        exact = self.of(x).narrow(1 if dim is None else dim, start, stop - start)
+        return self.note(self.builder.slice(x, start, stop, dim), exact)
+
+    def view(self, name: str, x: Value, *args: Any) -> Value:
+        """One of the Builder's methods whose arguments are those of torch.Tensor's."""
+        return self.note(getattr(self.builder, name)(x, *args), getattr(self.of(x), name)(*args))
+
+    def operation(self, name: str, x: Value, constants: dict[str, Tensor] | None = None, **arguments: Any) -> Value:
+        """A step of an operation that says itself how programs have it."""
+        step, given = Step.by_operation[name], arguments | (constants or {})
+        wide = arguments | {n: t.double() for n, t in (constants or {}).items()}
+        return self.note(self.builder.operation(step, {"input": x, **given}), step.compute(self.of(x), **wide))
 
     def flatten(self, x: Value) -> Value:
         return self.note(self.builder.flatten(x), self.of(x).flatten(1))
@@ -267,6 +280,48 @@ def test_rows_of_any_number_of_dimensions(shape: tuple[int, ...]) -> None:
     x = p.input(*shape, layout="strange")
     y = p.linear(x, 30, activation="gelu", residual=x)
     p.check(p.unary(p.affine(p.binary(x, y, "mul")), "relu"), y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm(dtype: torch.dtype) -> None:
+    """Of rows, over one dimension and two, with and without weights; its input may be a slice."""
+    p = Pair(20, dtype)
+    x = p.input(2, 7, 30)
+    weights = {"weight": p.random(30), "bias": p.random(30)}
+    y = p.operation("layer_norm", p.linear(x, 30, residual=x), weights, normalized_shape=(30,), eps=1e-6)
+    z = p.operation("layer_norm", y, {"weight": p.random(7, 30)}, normalized_shape=(7, 30))
+    narrow = p.operation("layer_norm", p.slice(p.linear(z, 60), 20, 50, 2), None, normalized_shape=(30,))
+    program = p.check(p.binary(narrow, y, "add"), z)
+    assert [o for o in operations(program) if o != "copy"] == [
+        "linear_gemm", "layer_norm_direct", "layer_norm_direct", "linear_gemm", "layer_norm_direct", "add",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_views(dtype: torch.dtype) -> None:
+    """Heads of attention, and windows: other sizes, other orders and parts of values, each with rows that something reads."""
+    p = Pair(21, dtype)
+    x = p.input(2, 6, 24)
+    qkv = p.linear(x, 72)
+    heads = p.view(
+        "permute", p.note(p.builder.reshape(qkv, (0, 0, 3, 4, 6)), p.of(qkv).view(2, 6, 3, 4, 6)), (2, 0, 3, 1, 4)
+    )
+    query, key, value = (p.view("select", heads, 0, i) for i in range(3))
+    joined = p.binary(p.binary(query, key, "mul"), value, "add")
+    back = p.view("reshape", p.view("permute", joined, (0, 2, 1, 3)), (2, 6, 24))
+    y = p.linear(back, 24, residual=x)
+    wide = p.view("expand", p.slice(y, 0, 1, 1), (-1, 6, -1))
+    rolled = p.view("roll", p.binary(y, wide, "mul"), (2, -3), (1, 2))
+    p.check(p.concat(rolled, p.slice(y, 1, 4, 1), dim=1), back, query)
+
+
+def test_views_move_nothing() -> None:
+    p = Pair(22)
+    y = p.linear(p.input(4, 9, 16), 48)
+    parts = [p.linear(p.slice(y, 16 * i, 16 * i + 16, 2), 16) for i in range(3)]
+    rows = p.view("reshape", p.binary(parts[0], p.binary(parts[1], parts[2], "add"), "mul"), (36, 16))
+    program = p.check(p.linear(rows, 8))
+    assert "copy" not in operations(program)
 
 
 def test_concatenations_are_no_steps() -> None:
@@ -540,6 +595,13 @@ def test_gradients_are_an_error() -> None:
         ("%0 = input float32 4\n%1 = activate %0 activation=frobnicate\nreturn %1", "unknown activation"),
         ("%0 = input float32 4\n%1 = slice %0 start=2 stop=9\nreturn %1", "0 <= start < stop <= channels"),
         ("%0 = input float32 4\n%1 = slice %0 start=x stop=9\nreturn %1", "needs numbers as start"),
+        ("%0 = input float32 4\n%1 = reshape %0 sizes=7,-1\nreturn %1", "hold all elements"),
+        ("%0 = input float32 4\n%1 = reshape %0 sizes=-1,-1\nreturn %1", "one open size at most"),
+        ("%0 = input float32 4\n%1 = permute %0 dims=0,1,1,2\nreturn %1", "needs a permutation"),
+        ("%0 = input float32 4\n%1 = select %0 dim=1 index=3\nreturn %1", "needs a dimension and an index"),
+        ("%0 = input float32 4\n%1 = expand %0 sizes=2,5,8,8\nreturn %1", "cannot expand"),
+        ("%0 = input float32 4\n%1 = roll %0 shifts=1 dims=4\nreturn %1", "no such dimension"),
+        ("%0 = input float32 4\n%1 = layer_norm_direct %0 dims=5 eps=1e-5\nreturn %1", "needs dims of the input's"),
         ("%0 = input float32 4\n%1 = affine %0 scale=$5\nreturn %1", "no line reads constant 0"),
         ("%0 = input float32 4\n%1 = affine %0 scale=$0\nreturn %1", "needs 128 bytes of constants"),
         ("%0 = input float32 4\n%1 = affine %0 scale=$x\nreturn %1", "needs a constant"),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,10 @@ from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
 from ai3_ops.operations.calls import Call, CallPlan, weights_of
 from ai3_ops.operations.case import BadCall, Case, Draw
+from ai3_ops.operations.step import Step, computed
+
+if TYPE_CHECKING:
+    from ai3_ops.operations.program import Line
 
 NARROW = ("bfloat16", "float16")
 
@@ -299,6 +303,47 @@ def vmap_backward(
 
 
 LayerNorm.rules = {"backward": register_backward, "out": LayerNorm.register_out}
+
+
+# Steps of networks and programs ------------------------------------------------------------------------------------------
+class LayerNormStep(Step):
+    """A line "layer_norm_direct %0 dims=1 eps=1e-05 weight=$0 bias=$1", over the last `dims` dimensions."""
+
+    operation = "layer_norm"
+    constants = ("weight", "bias")
+
+    @staticmethod
+    def compute(
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        *,
+        algorithm: str = "default",
+    ) -> Tensor:
+        """As torch.nn.functional.layer_norm."""
+        function = computed("layer_norm", F.layer_norm, algorithm, input)
+        return function(input, list(normalized_shape), weight, bias, eps)
+
+    stands_for: ClassVar = {
+        torch.ops.aten.layer_norm.default: lambda x, shape, weight, bias, eps, *_: (x, tuple(shape), weight, bias, eps)
+    }
+
+    @staticmethod
+    def works_on_rows(input: Any, normalized_shape: Sequence[int], *_: Any) -> bool:
+        """Not where several dimensions are normalized together."""
+        return len(normalized_shape) == 1
+
+    def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """As the class says."""
+        return {"dims": str(len(arguments["normalized_shape"])), "eps": repr(float(arguments["eps"]))}
+
+    def arguments(self, line: Line, x: Tensor) -> tuple[Any, ...]:
+        """As the class says."""
+        shape = x.shape[x.ndim - line.flag("dims", 1) :]
+        weight, bias = (x.new_empty(shape) if name in line.options else None for name in self.constants)
+        return x, shape, weight, bias, float(line.options["eps"])
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ai3_ops import _torch, registry
 from ai3_ops.operations import base
 from ai3_ops.operations.conv2d import WINDOW
+from ai3_ops.operations.step import Step
 
 LABEL = "ai3::_program"
 _LINE = re.compile(r"%(\d+) = (\S+)\s*(.*)")
@@ -65,6 +67,8 @@ def problem(line: Line, operands: Sequence[Tensor]) -> base.Problem:
     """The problem of a line that is a layer's."""
     name = next(o for o in sorted(registry.OPERATIONS, key=len, reverse=True) if line.operation.startswith(f"{o}_"))
     x, rules, label = operands[0], registry.OPERATIONS[name], f"ai3::{line.operation}"
+    if name in Step.by_operation:
+        return rules.problem(label, *Step.by_operation[name].arguments(line, x))
     if name == "conv2d":
         weight, window = x.new_empty(line.weight), [line.numbers(n) for n in WINDOW._fields[:3]]
         return rules.problem(label, x, weight, None, *window, line.flag("groups", WINDOW.groups))
@@ -98,20 +102,60 @@ def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
             check(other == x.shape or broadcast, "needs values of the same sizes, or a second one (N, C, 1, 1)")
             return tuple(x.shape)
         case "concat":
-            check(x.ndim in (2, 4), "needs images (N, C, H, W) or rows (N, F)")
+            dim = line.flag("dim", 1)
+            known = "dim" in line.options or x.ndim in (2, 4)
+            check(known and dim < x.ndim, "needs images (N, C, H, W) or rows (N, F), or a dimension that they have")
             for other_value in operands:
-                lead, rest = other_value.shape[:1], other_value.shape[2:]
-                check((*lead, *rest) == (*x.shape[:1], *x.shape[2:]), "needs values that differ in channels alone")
-            return (x.shape[0], sum(t.shape[1] for t in operands), *x.shape[2:])
+                lead, rest = other_value.shape[:dim], other_value.shape[dim + 1 :]
+                fits = (*lead, *rest) == (*x.shape[:dim], *x.shape[dim + 1 :])
+                check(fits, "needs values that differ in channels alone")
+            return (*x.shape[:dim], sum(t.shape[dim] for t in operands), *x.shape[dim + 1 :])
         case "slice":
-            start, stop = line.flag("start"), line.flag("stop")
-            check(x.ndim in (2, 4) and 0 <= start < stop <= x.shape[1], f"needs channels {start} to {stop}")
-            return (x.shape[0], stop - start, *x.shape[2:])
+            dim, start, stop = line.flag("dim", 1), line.flag("start"), line.flag("stop")
+            known = "dim" in line.options or x.ndim in (2, 4)
+            check(known and dim < x.ndim and 0 <= start < stop <= x.shape[dim], f"needs channels {start} to {stop}")
+            return (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
+        case "select":
+            dim, index = line.flag("dim"), line.flag("index")
+            fits = x.ndim > 1 and 0 <= dim < x.ndim and 0 <= index < x.shape[dim]
+            check(fits, "needs a dimension and an index of it")
+            return (*x.shape[:dim], *x.shape[dim + 1 :])
+        case "permute":
+            dims = line.numbers("dims")
+            check(sorted(dims) == [*range(x.ndim)], "needs a permutation of the dimensions")
+            return tuple(x.shape[d] for d in dims)
+        case "expand":
+            to = line.numbers("sizes")
+            fits = len(to) == x.ndim and all(
+                n in (-1, s) or (s == 1 and n > 0) for n, s in zip(to, x.shape, strict=True)
+            )
+            check(fits, "cannot expand")
+            return tuple(s if n == -1 else n for n, s in zip(to, x.shape, strict=True))
+        case "roll":
+            dims = line.numbers("dims")
+            check(
+                len(dims) == len(line.numbers("shifts")) and all(0 <= d < x.ndim for d in dims), "has no such dimension"
+            )
+            return tuple(x.shape)
+        case "reshape":
+            return reshaped(line.numbers("sizes"), x, check)
         case "flatten":
             check(x.ndim == 4, "needs an image (N, C, H, W)")
             return (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3])
         case _:
             return problem(line, operands).shape
+
+
+def reshaped(to: Sequence[int], x: Tensor, check: Callable[[Any, str], None]) -> tuple[Any, ...]:
+    """x's sizes as `to` has them, where 0 keeps a dimension and -1 is what is left."""
+    check(
+        to.count(-1) <= 1 and all(n > 0 or n == -1 or d < x.ndim for d, n in enumerate(to)),
+        "needs one open size at most",
+    )
+    known = [x.shape[d] if n == 0 else n for d, n in enumerate(to)]
+    elements, others = x.numel(), math.prod(n for n in known if n != -1)
+    check(others == elements if -1 not in known else elements % others == 0, "needs sizes that hold all elements")
+    return tuple(elements // others if n == -1 else n for n in known)
 
 
 def _fake(inputs: list[Tensor], constants: list[Tensor], program: str) -> list[Tensor]:

@@ -5,6 +5,7 @@ What has none stays as it is, and PyTorch computes it.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ai3_ops.operations.step import Step
 from ai3_ops.optimize import steps
-from ai3_ops.optimize.network import Network, call, is_constant
+from ai3_ops.optimize.network import Network, call, is_constant, signature_of
 
 aten = torch.ops.aten
 Translation = Callable[..., "fx.Node | None"]  # (network, node, *the operator's arguments): the new node, or None
@@ -35,7 +37,7 @@ def canonicalize(network: Network) -> None:
     """Folds what depends on constants alone, and makes steps of the operators that have one."""
     fold_constants(network)
     for node in list(network.graph.nodes):
-        translation = _TRANSLATIONS.get(node.target) if node.op == "call_function" else None
+        translation = _translation_of(node.target) if node.op == "call_function" else None
         if translation is None or node.meta["shape"] is None:
             continue
         try:
@@ -56,6 +58,28 @@ def canonicalize(network: Network) -> None:
     ):  # copies that made its input dense are gone
         node.target = aten.reshape.default
     network.tidy()
+
+
+def _translation_of(target: Any) -> Translation | None:
+    """What an operator becomes: one of the steps here, or of an operation's own."""
+    if (found := _TRANSLATIONS.get(target)) is not None:
+        return found
+    for function, step in Step.by_function.items():
+        if (arguments := step.stands_for.get(target)) is not None:
+            return functools.partial(_own_step, function, step, arguments)
+    return None
+
+
+def _own_step(function: Any, step: Step, arguments: Any, net: Network, node: fx.Node, *args: Any) -> fx.Node | None:
+    given = arguments(*args)
+    if given is None:
+        return None
+    named = signature_of(function).bind(*given).arguments
+    if not all(named.get(name) is None or is_constant(named[name]) for name in step.constants) or not _floating(
+        given[0]
+    ):
+        return None
+    return net.step(node, function, *given, layers=node.meta["layers"])
 
 
 def fold_constants(network: Network) -> None:

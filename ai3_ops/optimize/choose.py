@@ -18,6 +18,7 @@ from ai3_ops._timing import Layer, Measured
 from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.operations.base import Problem
 from ai3_ops.operations.calls import SWITCHES, Call, Spec
+from ai3_ops.operations.step import Step
 from ai3_ops.optimize import steps
 from ai3_ops.optimize.fusion import arguments
 from ai3_ops.optimize.network import Network, Node
@@ -38,6 +39,7 @@ _OPERATIONS: dict[Any, str] = {
     steps.avg_pool2d: "avg_pool2d",
     steps.adaptive_avg_pool2d: "adaptive_avg_pool2d",
     steps.flatten: "flatten",
+    **{function: step.operation for function, step in Step.by_function.items()},
 }
 
 
@@ -279,7 +281,10 @@ def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
         return None
     a = arguments(node)
     tensors = [_meta(a[name]) for name in ("input", "weight", "bias") if name in a]
-    if operation in ("conv2d", "linear"):
+    if operation in Step.by_operation:
+        given = [_meta(v) if isinstance(v, fx.Node) else v for name, v in a.items() if name != "algorithm"]
+        tensors, window = given, []
+    elif operation in ("conv2d", "linear"):
         window = [a[name] for name in ("stride", "padding", "dilation", "groups") if name in a]
     elif operation in ("relu", "flatten"):
         window = [1] if operation == "flatten" else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
 from torch.fx.passes.tools_common import legalize_graph
 
+from ai3_ops.operations.step import Step
 from ai3_ops.optimize import steps
 from ai3_ops.optimize.body import Body
 from ai3_ops.optimize.fusion import apart, arguments, by_channel
@@ -80,10 +82,15 @@ def kind_of(node: fx.Node) -> str | None:
         return None
     ranks = {len(a.meta["shape"]) for a in (node, *values)}
     if ranks <= {2, 4} and all(a.meta["batched"] for a in values):
-        if node.target is steps.linear and ranks != {2}:
-            return None if by_channel(node) else ROWS
+        own = Step.by_function.get(node.target)
+        if (node.target is steps.linear or own) and ranks != {2}:
+            on_rows = not by_channel(node) if own is None else own.works_on_rows(*node.args)
+            return ROWS if on_rows else None
         return IMAGES
-    if node.target in (steps.linear, steps.unary, steps.binary) and len(ranks) == 1 and not by_channel(node):
+    own = Step.by_function.get(node.target)
+    if own and not own.works_on_rows(*node.args):
+        return None
+    if (own or node.target in (steps.linear, steps.unary, steps.binary)) and len(ranks) == 1 and not by_channel(node):
         leading = {tuple(a.meta["shape"][:-1]) for a in (node, *values)}
         return ROWS if len(leading) == 1 else None
     return None
@@ -213,6 +220,12 @@ def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
     return emit
 
 
+def _emit_own(step: Step, b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    algorithm = a.pop("algorithm")
+    given = {name: of(value) for name, value in a.items()}
+    return b.operation(step, given, "default" if algorithm in steps.RULES else algorithm)
+
+
 _EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
     steps.conv2d: _emit_product,
     steps.linear: _emit_product,
@@ -225,6 +238,7 @@ _EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
     steps.concat: _emit("concat"),
     steps.slice_channels: _emit("slice"),
     steps.flatten: _emit("flatten"),
+    **{function: functools.partial(_emit_own, step) for function, step in Step.by_function.items()},
 }
 
 

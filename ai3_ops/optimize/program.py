@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ai3_ops.operations import base
 from ai3_ops.operations.calls import CallPlan
 from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
+from ai3_ops.operations.step import Step
 from ai3_ops.operations.weighted import SLOPED
 
 ACTIVATIONS = (
@@ -59,6 +61,13 @@ class _Step:
     @property
     def reads(self) -> list[Value]:
         return self.operands if self.residual is None else [*self.operands, self.residual]
+
+
+def _dimension(x: Value, dim: int) -> int:
+    """From the front."""
+    if not -len(x.shape) <= dim < len(x.shape):
+        raise ValueError(f"no dimension {dim} of {x.shape}")
+    return dim % len(x.shape)
 
 
 def _refuses(error: Exception) -> ValueError:
@@ -298,6 +307,23 @@ class Builder:
         info = self._algorithm(operation, "default", x, options)
         return self._add(_Step(f"{operation}_{info.name}", [x], options, {}, algorithm=info.name))
 
+    # Operations that say themselves how a program has them (ai3_ops.operations.step) --------------------------------------
+    def operation(self, step: Step, arguments: Mapping[str, Any], algorithm: str = "default") -> Value:
+        """A line of an operation's own: `arguments` are those of `step.compute`, by name, with values for the first."""
+        bound = inspect.signature(step.compute).bind(**arguments)
+        bound.apply_defaults()
+        named = {name: value for name, value in bound.arguments.items() if name != "algorithm"}
+        x = named.pop("input")
+        tensors = {name: t for name in step.constants if (t := named.pop(name, None)) is not None}
+        for name, tensor in tensors.items():
+            if tensor.dtype != x.dtype or tensor.device.type != "cpu":
+                what = f"{name} of {x.dtype} on the CPU, got {tensor.dtype} on {tensor.device}"
+                raise ValueError(f"{step.operation} needs a {what}")
+        options = step.options(named) | {name: "$0" for name in tensors}
+        info = self._algorithm(step.operation, algorithm, x, options)
+        line = _Step(f"{step.operation}_{info.name}", [x], options, tensors, algorithm=info.name)
+        return self._add(line)
+
     # Element by element -----------------------------------------------------------------------------------------------
     def unary(self, x: Value, name: str, parameter: Parameter = None) -> Value:
         """An activation: one of ACTIVATIONS.
@@ -331,18 +357,44 @@ class Builder:
         return self._activated(_Step("affine", [x], {}, tensors), activation, parameter)
 
     # Channels ---------------------------------------------------------------------------------------------------------
-    def concat(self, values: Sequence[Value]) -> Value:
-        """Along the channels (dimension 1). Costs nothing where the values' steps can write into it at once."""
+    def concat(self, values: Sequence[Value], dim: int | None = None) -> Value:
+        """Along the channels (dimension 1), or `dim`. Costs nothing where the values' steps can write into it at once."""
         if not values:
             raise ValueError("concat needs values")
-        return self._add(_Step("concat", list(values), {}, {}))
+        options = {} if dim is None else {"dim": str(_dimension(values[0], dim))}
+        return self._add(_Step("concat", list(values), options, {}))
 
-    def slice(self, x: Value, start: int, stop: int) -> Value:
-        """Channels [start, stop)."""
-        channels = x.shape[1] if len(x.shape) in (2, 4) else 0
+    def slice(self, x: Value, start: int, stop: int, dim: int | None = None) -> Value:
+        """Channels [start, stop), or those of `dim`."""
+        options = {} if dim is None else {"dim": str(_dimension(x, dim))}
+        channels = x.shape[int(options.get("dim", 1))] if dim is not None or len(x.shape) in (2, 4) else 0
         if not 0 <= start < stop <= channels:
             raise ValueError(f"slice needs 0 <= start < stop <= channels, got {start}, {stop} and {x.shape}")
-        return self._add(_Step("slice", [x], {"start": str(start), "stop": str(stop)}, {}))
+        return self._add(_Step("slice", [x], options | {"start": str(start), "stop": str(stop)}, {}))
+
+    # Views: nothing is moved where what reads the value can read it as it lies ----------------------------------------
+    def reshape(self, x: Value, sizes: Sequence[int]) -> Value:
+        """0 keeps the dimension in its place, -1 is what is left; so a program fits other batch sizes, too."""
+        return self._add(_Step("reshape", [x], {"sizes": _list(sizes)}, {}))
+
+    def permute(self, x: Value, dims: Sequence[int]) -> Value:
+        """As torch.permute."""
+        return self._add(_Step("permute", [x], {"dims": _list([_dimension(x, d) for d in dims])}, {}))
+
+    def select(self, x: Value, dim: int, index: int) -> Value:
+        """As torch.select."""
+        at = _dimension(x, dim)
+        place = index + x.shape[at] if index < 0 else index
+        return self._add(_Step("select", [x], {"dim": str(at), "index": str(place)}, {}))
+
+    def expand(self, x: Value, sizes: Sequence[int]) -> Value:
+        """As torch.Tensor.expand, without new dimensions; -1 keeps one."""
+        return self._add(_Step("expand", [x], {"sizes": _list(sizes)}, {}))
+
+    def roll(self, x: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
+        """As torch.roll."""
+        options = {"shifts": _list(shifts), "dims": _list([_dimension(x, d) for d in dims])}
+        return self._add(_Step("roll", [x], options, {}))
 
     def flatten(self, x: Value) -> Value:
         """(N, C, H, W) as (N, C * H * W). Costs nothing before a linear, whose weight's columns are reordered."""
@@ -394,7 +446,7 @@ class Builder:
             image = self._values[step.operands[0].index] if step.operands[0].index in folded else None
             chw = None if image is None else self._steps[image.index].operands[0].shape[1:]
             for name, tensor in step.tensors.items():
-                if name == "weight":
+                if name == "weight" and step.operation.startswith(("conv2d_", "linear_")):
                     options[name] = options[name].replace("$0", f"${constants.weight(step, tensor, chw)}")
                 else:
                     options[name] = f"${constants.plain(tensor)}"

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 
 from ai3_ops import _library, doctor
 from ai3_ops._torch import OpOverload, pytree
+from ai3_ops.operations.step import Step as OwnStep
 from ai3_ops.optimize import container, steps
 from ai3_ops.optimize.body import Body
 from ai3_ops.optimize.lower import Region
@@ -59,9 +60,8 @@ def _functions() -> dict[str, Callable[..., Any]]:
     for name in ("sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_ite"):
         known[f"torch.{name}"] = getattr(torch, name)
     own = inspect.getmembers(steps, inspect.isfunction)
-    return known | {
-        f"steps.{name}": f for name, f in own if f.__module__ == steps.__name__ and not name.startswith("_")
-    }
+    known |= {f"steps.{name}": f for name, f in own if f.__module__ == steps.__name__ and not name.startswith("_")}
+    return known | {f"steps.{step.operation}": function for function, step in OwnStep.by_function.items()}
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ai3_ops import registry
+from ai3_ops.operations.step import RULES as RULES
+from ai3_ops.operations.step import Step, computed
 
 Pair = tuple[int, int]
 
@@ -71,7 +71,6 @@ def affine(
     return UNARY[activation](torch.addcmul(shift, input, scale), parameter)
 
 
-RULES = ("default", "auto", "torch")  # which outside programs are PyTorch's
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "conv2d": F.conv2d,
     "linear": F.linear,
@@ -84,12 +83,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def _computes(operation: str, algorithm: str, input: Tensor) -> Callable[..., Tensor]:
-    """PyTorch's function, or the operator of an algorithm that was asked for by name; references in float64 are PyTorch's."""
-    if algorithm in RULES or input.dtype == torch.float64:
-        return _FUNCTIONS[operation]
-    name, own = registry.unspelled(algorithm)
-    operator: Callable[..., Tensor] = getattr(torch.ops.ai3, f"{operation}_{name}").default
-    return functools.partial(operator, **own) if own else operator
+    return computed(operation, _FUNCTIONS[operation], algorithm, input)
 
 
 def conv2d(
@@ -185,4 +179,5 @@ def flatten(input: Tensor, *, algorithm: str = "default") -> Tensor:
 
 STEPS: tuple[Callable[..., Tensor], ...] = (
     conv2d, linear, max_pool2d, avg_pool2d, adaptive_avg_pool2d, unary, binary, affine, concat, slice_channels, flatten,
+    *Step.by_function,
 )  # fmt: skip

@@ -10,6 +10,7 @@ constexpr auto run = [](const Entry& entry, Arguments& in, const auto& take_rest
 };
 
 AI3_POOLING_OPERATORS("adaptive_avg_pool2d", run, "Tensor input, int[2] output_size")
+AI3_STEPS(adaptive_avg_pool2d, AdaptiveStep)
 AI3_OPERATION(adaptive_avg_pool2d, "batch channels in_height in_width out_height out_width channels_last", kinds,
               std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, adaptive_pool2d_from))
 

@@ -19,6 +19,7 @@ AI3_POOLING_OPERATORS(
     "avg_pool2d", run,
     "Tensor input, int[2] kernel_size, int[2] stride=[], int[2] padding=0, bool ceil_mode=False, bool count_include_pad=True, "
     "int? divisor_override=None")
+AI3_STEPS(avg_pool2d, WindowStep)
 AI3_OPERATION(avg_pool2d, AI3_POOL2D_SIZES, kinds, std::size(kinds), nullptr, 0, AI3_QUERIES(Pool2dProblem, pool2d_from))
 
 }  // namespace

@@ -1,6 +1,9 @@
 // ai3::conv2d_<algorithm>: schema, checks, and the way from tensors to kernels.
 #include "conv2d.h"
 
+#include "../algos/core/level.h"
+#include "program/step.h"
+
 namespace ai3::ops {
 namespace {
 
@@ -197,6 +200,64 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
 }
 
 namespace {
+
+// A line of a program: conv2d_<algorithm> %x weight=$0:64,64,3,3 stride=1,1 padding=1,1 dilation=1,1 groups=1.
+struct Conv2dStep final : program::Step {
+  Conv2dProblem p;
+  const Entry& entry;
+  bool reads_slices, reads_planes;
+
+  explicit Conv2dStep(program::Reader& r) : entry(*r.entry) {
+    const program::Line& line = r.line;
+    const Traits<Conv2dProblem>& traits = r.traits<Conv2dProblem>();
+    const program::Value x = r.image();
+    const Sizes w = line.constant_sizes("weight", 4), stride = line.numbers("stride", 2), padding = line.numbers("padding", 2),
+                dilation = line.numbers("dilation", 2);
+    const int64_t groups = line.number_of("groups"), channels = x.sizes[1];
+    auto each = [&](const Sizes& list, int64_t least, const char* name) {
+      for (int64_t v : list)
+        line.check(v >= least && v <= INT32_MAX, std::string("needs ") + name + " of at least " + std::to_string(least));
+    };
+    each(w, 1, "sizes of weight"), each(stride, 1, "stride"), each(padding, 0, "padding"), each(dilation, 1, "dilation");
+    line.check(groups > 0 && w[0] % groups == 0 && channels == checked_mul(w[1], groups),
+               "needs input of " + std::to_string(checked_mul(w[1], groups)) + " channels and groups that divide " +
+                   std::to_string(w[0]) + ", got " + to_string(x.sizes));
+    p = Conv2dProblem{};
+    p.dtype = x.dtype, p.batch = x.sizes[0], p.in_channels = channels, p.in_height = x.sizes[2], p.in_width = x.sizes[3];
+    p.out_channels = w[0], p.kernel_height = w[2], p.kernel_width = w[3], p.stride_h = stride[0], p.stride_w = stride[1];
+    p.pad_h = padding[0], p.pad_w = padding[1], p.dilation_h = dilation[0], p.dilation_w = dilation[1], p.groups = groups;
+    p.has_bias = line.has("bias"), p.parameters = r.parameters();
+    set_outputs(p);
+    r.epilogue(p, w[0]);
+    p.input_relu = line.word("input_relu", "0") == "1", p.has_prologue = line.has("scale");
+    line.check(p.has_prologue == line.has("shift") && (p.has_prologue || !p.input_relu), "needs scale with shift and input_relu");
+    r.weight(p);
+    r.elements("bias", p.dtype, w[0]);
+    r.elements("scale", program::accumulator(p.dtype), channels), r.elements("shift", program::accumulator(p.dtype), channels);
+    // Of the built-in algorithms the one that reads an NCHW image into NHWC output (docs/decisions/program.md).
+    constexpr int64_t kFewChannels = 16;
+    reads_planes = entry.name == "direct" && level() == entry.on(Device::cpu)->level && channels < kFewChannels;
+    reads_slices = traits.sliced, writes_slices = traits.sliced && !p.has_residual;
+    r.image_output({p.batch, p.out_channels, p.out_height, p.out_width}, p.dtype);
+  }
+  void emit(program::Emitter& e) override {
+    const int given = e.operand(0);
+    const bool planes = reads_planes && e.values().is_dense(given, program::natural_order(4));
+    const int x = planes ? given : e.rows(given, program::image_order(), reads_slices);
+    const int residual = p.has_residual ? e.rows(e.line().value("residual"), program::image_order(), false) : -1;
+    p.x_stride = e.image_strides(x), p.y_stride = e.image_strides(e.value);
+    e.step(entry, p,
+           {.input = e.at(x),
+            .weight = e.constant("weight"),
+            .bias = e.constant("bias"),
+            .residual = e.at(residual),
+            .output = e.output(),
+            .scale = e.constant("scale"),
+            .shift = e.constant("shift"),
+            .slope = e.constant("slope")});
+  }
+};
+AI3_STEPS(conv2d, Conv2dStep)
 
 AI3_WEIGHTED_OPERATORS("conv2d", Conv2dOperation, ", int[2] stride=1, int[2] padding=0, int[2] dilation=1, int groups=1",
                        ", int[2] stride, int[2] padding, int[2] dilation, int groups",

@@ -1,5 +1,6 @@
 // ai3::layer_norm_<algorithm>: schema, checks, and the way from tensors to kernels.
 #include "../algos/layer_norm/problem.h"
+#include "program/step.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -141,6 +142,32 @@ void backward(const Entry& entry, StableIValue* stack) {
   }
   give_gradients(stack, result);
 }
+
+// A line of a program: layer_norm_<algorithm> %x dims=1 eps=1e-05 weight=$0 bias=$1; over the last `dims` dimensions.
+struct LayerNormStep final : program::Step {
+  LayerNormProblem p{};
+  const Entry& entry;
+
+  explicit LayerNormStep(program::Reader& r) : entry(*r.entry) {
+    r.traits<LayerNormProblem>();
+    r.needs_operands(1);
+    const program::Value x = r.operand(0);
+    const int64_t dims = r.line.number_of("dims"), rank = static_cast<int64_t>(x.sizes.size());
+    r.line.check(dims > 0 && dims <= rank, "needs dims of the input's, got " + to_string(x.sizes));
+    const auto first = x.sizes.end() - static_cast<std::ptrdiff_t>(dims);
+    p.dtype = x.dtype, p.rows = program::count_of(Sizes(x.sizes.begin(), first));
+    p.features = program::count_of(Sizes(first, x.sizes.end())), p.eps = r.line.real("eps");
+    p.has_weight = r.line.has("weight"), p.has_bias = r.line.has("bias"), p.parameters = r.parameters();
+    set_threads(p);
+    r.elements("weight", p.dtype, p.features), r.elements("bias", p.dtype, p.features);
+    r.rows_output(x.sizes, x.dtype);
+  }
+  void emit(program::Emitter& e) override {
+    const int x = e.rows(e.operand(0), e.of(e.value).order, false);
+    e.step(entry, p, {.input = e.at(x), .weight = e.constant("weight"), .bias = e.constant("bias"), .output = e.output()});
+  }
+};
+AI3_STEPS(layer_norm, LayerNormStep)
 
 // A user's algorithm, which has no kernel for gradients, gets PyTorch's.
 bool has_gradients(const AlgorithmInfo& info) {

@@ -1,6 +1,8 @@
 // ai3::linear_<algorithm>: schema, checks, and the way from tensors to kernels.
 #include "linear.h"
 
+#include "program/step.h"
+
 namespace ai3::ops {
 namespace {
 
@@ -182,6 +184,47 @@ struct LinearOperation {
   static constexpr auto run = linear_run;
   static constexpr auto gradients = ops::gradients;
 };
+
+// A line of a program: linear_<algorithm> %x weight=$0:64,32.
+struct LinearStep final : program::Step {
+  LinearProblem p;
+  const Entry& entry;
+  bool reads_slices;
+
+  explicit LinearStep(program::Reader& r) : entry(*r.entry) {
+    const Traits<LinearProblem>& traits = r.traits<LinearProblem>();
+    r.needs_operands(1);
+    const program::Value x = r.operand(0);
+    const Sizes w = r.line.constant_sizes("weight", 2);
+    r.line.check(x.sizes.back() == w[1] && w[0] > 0,
+                 "needs rows of " + std::to_string(w[1]) + " features, got " + to_string(x.sizes));
+    Sizes sizes = x.sizes;
+    sizes.back() = w[0];
+    p = LinearProblem{};
+    p.dtype = x.dtype, p.rows = w[1] ? program::count_of(x.sizes) / w[1] : 0, p.in_features = w[1], p.out_features = w[0];
+    p.has_bias = r.line.has("bias"), p.parameters = r.parameters();
+    set_threads(p), p = with_dense_rows(p);
+    r.epilogue(p, w[0]);
+    r.weight(p);
+    r.elements("bias", p.dtype, w[0]);
+    reads_slices = traits.sliced, writes_slices = traits.sliced && !p.has_residual;
+    r.rows_output(std::move(sizes), p.dtype);
+  }
+  void emit(program::Emitter& e) override {
+    const Sizes order = e.of(e.value).order;
+    const int x = e.rows(e.operand(0), order, reads_slices);
+    const int residual = p.has_residual ? e.rows(e.line().value("residual"), order, false) : -1;
+    p.x_row = e.row(x, order), p.y_row = e.row(e.value, order);
+    e.step(entry, p,
+           {.input = e.at(x),
+            .weight = e.constant("weight"),
+            .bias = e.constant("bias"),
+            .residual = e.at(residual),
+            .output = e.output(),
+            .slope = e.constant("slope")});
+  }
+};
+AI3_STEPS(linear, LinearStep)
 
 AI3_WEIGHTED_OPERATORS("linear", LinearOperation, "", "", "")
 AI3_OPERATION(linear, "rows in_features out_features has_bias deterministic", kinds, std::size(kinds), shared, std::size(shared),

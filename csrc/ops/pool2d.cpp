@@ -90,6 +90,41 @@ Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output
   return run(asked, input, p, given);
 }
 
+PoolStep::PoolStep(program::Reader& r, bool adaptive) : entry(*r.entry) {
+  const bool slices = r.traits<Pool2dProblem>().sliced;
+  const program::Line& line = r.line;
+  const program::Value x = r.image();
+  p = Pool2dProblem{};
+  p.dtype = x.dtype, p.threads = threads(), p.parameters = r.parameters();
+  p.batch = x.sizes[0], p.channels = x.sizes[1], p.in_height = x.sizes[2], p.in_width = x.sizes[3];
+  if (adaptive) {
+    const Sizes out = line.numbers("output_size", 2);
+    line.check(out[0] > 0 && out[1] > 0, "needs an output_size of at least 1");
+    p.out_height = out[0], p.out_width = out[1];
+  } else {
+    const Sizes kernel = line.numbers("kernel_size", 2), stride = line.numbers("stride", 2), padding = line.numbers("padding", 2),
+                dilation = line.numbers("dilation", 2);
+    for (size_t i : {0u, 1u})
+      line.check(kernel[i] > 0 && stride[i] > 0 && dilation[i] > 0 && padding[i] >= 0 && padding[i] <= kernel[i] / 2,
+                 "needs kernel_size, stride and dilation of at least 1, and padding of at most half the kernel");
+    p.kernel_height = kernel[0], p.kernel_width = kernel[1], p.stride_h = stride[0], p.stride_w = stride[1];
+    p.pad_h = padding[0], p.pad_w = padding[1], p.dilation_h = dilation[0], p.dilation_w = dilation[1];
+    p.ceil_mode = line.number_of("ceil_mode") != 0;
+    p.count_include_pad = !line.has("count_include_pad") || line.number_of("count_include_pad") != 0;
+    p.divisor = line.has("divisor") ? line.number_of("divisor") : 0;
+    check_each({kernel[0], kernel[1], stride[0], stride[1], padding[0], padding[1], dilation[0], dilation[1]});
+    set_outputs(p);
+    line.check(p.out_height > 0 && p.out_width > 0, "the input " + to_string(x.sizes) + " is too small");
+  }
+  reads_slices = writes_slices = slices;
+  r.image_output({p.batch, p.channels, p.out_height, p.out_width}, p.dtype);
+}
+void PoolStep::emit(program::Emitter& e) {
+  const int x = e.rows(e.operand(0), program::image_order(), reads_slices);
+  p.x_stride = e.image_strides(x), p.y_stride = e.image_strides(e.value);
+  e.step(entry, p, {.input = e.at(x), .output = e.output()});
+}
+
 Pool2dProblem pool2d_from(const Query& q) {
   if (q.count != 16) throw std::runtime_error("ai3: a pooling query needs 16 sizes");
   const int64_t* s = q.sizes;

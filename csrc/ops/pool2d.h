@@ -1,6 +1,7 @@
 // What the 2-D poolings share: windows, output sizes and the way from tensors to kernels.
 #pragma once
 #include "../algos/core/pool_problem.h"
+#include "program/step.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -16,6 +17,22 @@ struct Pool2dCall {
 Tensor pool2d_run(const Entry& asked, Pool2dCall& call, const Given& given);
 // The same for windows that follow from the sizes.
 Tensor adaptive_pool2d_run(const Entry& asked, const Tensor& input, Sizes output_size, const Given& given);
+
+// A line of a program: <pooling>_<algorithm> %x kernel_size=2,2 stride=2,2 padding=0,0 dilation=1,1 ceil_mode=0, or
+// output_size=1,1.
+struct PoolStep : program::Step {
+  PoolStep(program::Reader& r, bool adaptive);
+  void emit(program::Emitter& e) override;
+  Pool2dProblem p;
+  const Entry& entry;
+  bool reads_slices;
+};
+struct WindowStep final : PoolStep {
+  explicit WindowStep(program::Reader& r) : PoolStep(r, false) {}
+};
+struct AdaptiveStep final : PoolStep {
+  explicit AdaptiveStep(program::Reader& r) : PoolStep(r, true) {}
+};
 
 // The ways to call a pooling: the operator itself, _out, _infer. `run(entry, arguments, take_rest)` takes its arguments, then
 // calls take_rest, which returns what the caller gave.

@@ -28,11 +28,10 @@ std::string describe(const Plan& plan) {
   };
   std::string json = "{\"arena_bytes\":" + std::to_string(plan.arena_bytes) +
                      ",\"live_bytes\":" + std::to_string(plan.live_bytes) + ",\"steps\":[";
-  for (const Step& step : plan.steps) {
+  for (const Call& step : plan.steps) {
     if (json.back() != '[') json += ',';
-    const bool copies = std::holds_alternative<CopyProblem>(step.call);
     json += "{\"line\":" + std::to_string(step.line->number) + ",\"text\":" + quoted(step.line->text) +
-            ",\"operation\":" + quoted(copies ? "copy" : step.line->operation) + ",\"sizes\":[";
+            ",\"operation\":" + quoted(step.copies ? "copy" : step.line->operation) + ",\"sizes\":[";
     for (size_t d = 0; d < step.sizes.size(); d++) json.append(d ? "," : "").append(std::to_string(step.sizes[d]));
     json += "],\"row\":" + std::to_string(step.output_row) + ",\"workspace_bytes\":" + std::to_string(step.workspace_bytes) +
             ",\"workspace\":" + where(step.workspace) + ",\"input\":" + where(step.input) + ",\"output\":" + where(step.output) +

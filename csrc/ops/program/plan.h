@@ -1,12 +1,9 @@
-// A program prepared for its inputs' sizes and memory formats: every step's algorithm and problem, and where every value lies.
+// A program prepared for its inputs' sizes and memory formats: every step's call, and where every value lies.
 #pragma once
+#include <array>
 #include <memory>
-#include <variant>
 
-#include "../../algos/conv2d/problem.h"
-#include "../../algos/core/pool_problem.h"
-#include "../../algos/linear/problem.h"
-#include "../../algos/program/kernels.h"
+#include "../../algos/core/algorithm.h"
 #include "../prepared.h"
 #include "../tensors.h"
 #include "text.h"
@@ -17,7 +14,7 @@ namespace ai3::ops::program {
 struct InputLayout {
   DType dtype;
   Sizes sizes;
-  int64_t row;  // elements from one pixel, or row of a matrix, to the next; 0: a contiguous NCHW image
+  int64_t row;  // elements from one pixel, or row of a matrix, to the next; 0: a contiguous tensor of four dimensions
   bool operator==(const InputLayout&) const = default;
 };
 
@@ -27,14 +24,23 @@ struct Place {
   int64_t offset = 0;
 };
 
-struct Step {
-  std::variant<Prepared<Conv2dProblem>, Prepared<LinearProblem>, Prepared<Pool2dProblem>, MapProblem, CopyProblem> call;
-  Place input, weight, bias, residual, output, scale, shift, slope, workspace;
-  int64_t workspace_bytes = 0;
+inline constexpr int kRolesAtMost = 16;
+using StepFunction = void (*)(const void* call, const Operand* operands, Workspace& memory);
+// One kernel's call.
+struct Call {
+  std::shared_ptr<const void> prepared;
+  StepFunction run;
+  const Entry* entry;  // null: a pass over memory
+  std::array<Place, kRolesAtMost> operands;
+  size_t count;
+  int64_t workspace_bytes;
+  Place workspace;
   // For reports.
-  const Line* line = nullptr;
+  const Line* line;
   Sizes sizes;  // of the output
-  int64_t output_row = 0;
+  int64_t output_row;
+  Place input, output;
+  bool copies;
 };
 
 // What a constant must be, and where it lies in the tensor that holds all of them.
@@ -56,7 +62,7 @@ struct OutputLayout {
 
 struct Plan {
   Program program;
-  std::vector<Step> steps;
+  std::vector<Call> steps;
   std::vector<Constant> constants;
   int64_t constant_bytes = 0;
   uint64_t seal = 0;
@@ -64,7 +70,7 @@ struct Plan {
   int64_t arena_bytes = 0, live_bytes = 0;  // live: the most that is needed at one time, which no plan goes below
 };
 // Throws std::runtime_error with the line that does not fit.
-std::shared_ptr<const Plan> make_plan(const std::string& text, const std::vector<InputLayout>& inputs);
+std::shared_ptr<const Plan> make_plan(const std::string& text, const std::vector<InputLayout>& inputs, Where where);
 // JSON, for people and for Python.
 std::string describe(const Plan& plan);
 

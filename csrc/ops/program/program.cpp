@@ -4,7 +4,6 @@
 #include <mutex>
 
 #include "../fork.h"
-#include "../passes.h"
 #include "../slots.h"
 #include "plan.h"
 
@@ -80,7 +79,7 @@ std::shared_ptr<const Plan> plan_for(const std::string& text, const std::vector<
     for (Kept& k : kept)
       if (fits(k)) return k.used = ++clock_of_use, k.plan;
   }
-  std::shared_ptr<const Plan> plan = make_plan(text, inputs);  // not under the lock: other programs run on
+  std::shared_ptr<const Plan> plan = make_plan(text, inputs, Where{});  // not under the lock: other programs run on
   const std::lock_guard lock(mutex);
   for (Kept& k : kept)
     if (fits(k)) return k.plan;
@@ -106,12 +105,12 @@ const char* checked_constants(const Plan& plan, const Tensors& given) {
   return data;
 }
 
-struct Call {
+struct Run {
   Tensors inputs, constants, outputs;
   std::shared_ptr<const Plan> plan;
   std::vector<char*> bases;
 
-  explicit Call(Arguments& in) {
+  explicit Run(Arguments& in) {
     inputs = in.take<Tensors>(), constants = in.take<Tensors>();
     const std::string text = in.take<std::string>();
     std::vector<InputLayout> layouts;
@@ -133,32 +132,15 @@ struct Call {
   void run(const After& after) {
     const Scratch arena(plan->arena_bytes);
     bases[0] = arena.data();
-    const ProgramKernels& passes = ops::passes();
+    std::array<Operand, kRolesAtMost> operands;  // a step reads as many as it has
     for (size_t i = 0; i < plan->steps.size(); i++) {
-      const Step& step = plan->steps[i];
+      const Call& step = plan->steps[i];
+      for (size_t role = 0; role < step.count; role++) operands[role].data = at(step.operands[role]);
       LentWorkspace workspace(static_cast<char*>(at(step.workspace)), step.workspace_bytes, inputs[0]);
-      std::visit(
-          [&]<class C>(const C& call) {
-            if constexpr (std::is_same_v<C, MapProblem>)
-              passes.map(call,
-                         {at(step.input), at(step.weight), at(step.output), at(step.scale), at(step.shift), at(step.slope)});
-            else if constexpr (std::is_same_v<C, CopyProblem>)
-              passes.copy(call, {at(step.input), at(step.output)});
-            else {
-              if constexpr (std::is_same_v<C, Prepared<Conv2dProblem>>)
-                call.execute({at(step.input), at(step.weight), at(step.bias), at(step.residual), at(step.output), at(step.scale),
-                              at(step.shift), at(step.slope)},
-                             workspace);
-              else if constexpr (std::is_same_v<C, Prepared<LinearProblem>>)
-                call.execute({at(step.input), at(step.weight), at(step.bias), at(step.residual), at(step.output), at(step.slope)},
-                             workspace);
-              else
-                call.execute({at(step.input), at(step.output)}, workspace);
-              check(workspace.used <= workspace.bytes, *call.entry, "states ", workspace.bytes, " bytes of workspace and takes ",
-                    workspace.used);
-            }
-          },
-          step.call);
+      step.run(step.prepared.get(), operands.data(), workspace);
+      if (step.entry)
+        check(workspace.used <= workspace.bytes, *step.entry, "states ", workspace.bytes, " bytes of workspace and takes ",
+              workspace.used);
       after(i);
     }
   }
@@ -166,7 +148,7 @@ struct Call {
 
 void run_program(StableIValue* stack) {
   Arguments in(stack);
-  Call call(in);
+  Run call(in);
   call.run([](size_t) {});
   give(stack, 0, call.outputs);
 }
@@ -174,7 +156,7 @@ void run_program(StableIValue* stack) {
 // Microseconds of each step in each of `repeats` calls, as (repeats, steps).
 void profile_program(StableIValue* stack) {
   Arguments in(stack);
-  Call call(in);
+  Run call(in);
   const int64_t repeats = in.take<int64_t>(), steps = static_cast<int64_t>(call.plan->steps.size());
   if (repeats < 0) refuse_call("needs repeats of at least 0, got " + std::to_string(repeats));
   Tensor times = empty({repeats, steps}, ScalarType::Double, call.inputs[0]);

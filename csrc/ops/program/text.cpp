@@ -50,6 +50,7 @@ std::string Line::word(const std::string& name, const std::string& otherwise) co
   const std::string* found = find(name);
   return found ? *found : otherwise;
 }
+std::vector<int64_t> Line::list(const std::string& name) const { return split_numbers(*this, name, word(name)); }
 std::vector<int64_t> Line::numbers(const std::string& name, size_t count) const {
   const std::vector<int64_t> list = split_numbers(*this, name, word(name));
   check(list.size() == count, "needs " + std::to_string(count) + " numbers as " + name + ", got '" + word(name) + "'");

@@ -29,6 +29,7 @@ struct Line {
   std::string word(const std::string& name, const std::string& otherwise) const;
   int64_t number_of(const std::string& name) const;
   double real(const std::string& name) const;
+  std::vector<int64_t> list(const std::string& name) const;
   std::vector<int64_t> numbers(const std::string& name, size_t count) const;
   int value(const std::string& name) const;     // "%3"
   int constant(const std::string& name) const;  // "$3" or "$3:..."; -1 where there is none
