@@ -116,6 +116,14 @@ std::vector<LayerNormProblem> sweep(LayerNormProblem*) {
   return result;
 }
 
+std::vector<AttentionProblem> sweep(AttentionProblem*) {
+  std::vector<AttentionProblem> result;
+  for (int64_t size = 1; size <= 70; size++)
+    result.push_back(
+        problems::attention({1, 2, 1, 1 + size * 5 % 37, 1 + size * 7 % 150, size, 1 + size * 3 % 67, size % 2 == 0}));
+  return result;
+}
+
 // Problems of more than one block of the caches.
 std::vector<Conv2dProblem> large(Conv2dProblem*) {
   std::vector<Conv2dProblem> result;

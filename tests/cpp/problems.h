@@ -1,10 +1,12 @@
 // Small problems that reach every branch: remainders of vectors and tiles, edges, strides, dilations, groups.
 #pragma once
+#include <cmath>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "../../csrc/algos/adaptive_avg_pool2d/problem.h"
+#include "../../csrc/algos/attention/problem.h"
 #include "../../csrc/algos/avg_pool2d/problem.h"
 #include "../../csrc/algos/conv1d/problem.h"
 #include "../../csrc/algos/flatten/problem.h"
@@ -166,6 +168,40 @@ inline std::vector<ai3::LayerNormProblem> all(ai3::LayerNormProblem*, const std:
   return result;
 }
 
+struct Attention {
+  int64_t batch, heads, kv_heads, queries, keys, size, value_size;
+  bool causal;
+};
+inline ai3::AttentionProblem attention(const Attention& c) {
+  auto rows = [&](int64_t heads, int64_t count, int64_t size) {
+    return ai3::AttentionStrides{c.batch * heads * count * size, heads * count * size, count * size, size};
+  };
+  ai3::AttentionProblem p{};
+  p.dtype = ai3::DType::f32, p.threads = 1, p.outer = 1, p.batch = c.batch, p.heads = c.heads, p.kv_heads = c.kv_heads;
+  p.queries = c.queries, p.keys = c.keys, p.size = c.size, p.value_size = c.value_size, p.causal = c.causal;
+  p.scale = 1 / std::sqrt(static_cast<double>(c.size)), p.window_left = p.window_right = -1;
+  p.query_at = rows(c.heads, c.queries, c.size), p.key_at = rows(c.kv_heads, c.keys, c.size);
+  p.value_at = rows(c.kv_heads, c.keys, c.value_size), p.output_at = rows(c.heads, c.queries, c.value_size);
+  return p;
+}
+inline std::vector<ai3::AttentionProblem> all(ai3::AttentionProblem*, const std::string&) {
+  std::vector<ai3::AttentionProblem> result;
+  for (const Attention& c : {Attention{1, 1, 1, 1, 1, 1, 1, false},
+                             {2, 3, 3, 5, 7, 8, 8, false},
+                             {1, 2, 1, 33, 129, 17, 5, false},
+                             {1, 4, 2, 70, 70, 64, 64, true},
+                             {1, 2, 2, 1, 1030, 64, 64, false},
+                             {2, 1, 1, 130, 260, 20, 33, true}})
+    result.push_back(attention(c));
+  return result;
+}
+
+inline std::string describe(const ai3::AttentionProblem& p) {
+  std::ostringstream s;
+  s << "N" << p.batch << "_H" << p.heads << "/" << p.kv_heads << "_L" << p.queries << "_S" << p.keys << "_E" << p.size << "_Ev"
+    << p.value_size << (p.causal ? " causal" : "");
+  return s.str();
+}
 inline std::string describe(const ai3::LayerNormProblem& p) {
   return std::to_string(p.rows) + " rows of " + std::to_string(p.features) + (p.has_weight ? " weight" : "") +
          (p.has_bias ? " bias" : "");

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../../csrc/algos/adaptive_avg_pool2d/problem.h"
+#include "../../csrc/algos/attention/problem.h"
 #include "../../csrc/algos/avg_pool2d/problem.h"
 #include "../../csrc/algos/conv1d/problem.h"
 #include "../../csrc/algos/flatten/problem.h"
@@ -37,6 +38,12 @@ inline Extent extent(const ai3::ElementwiseProblem& p) { return {p.count, 0, 0, 
 inline Extent extent(const ai3::LayerNormProblem& p) {
   const int64_t count = p.rows * p.features;
   return {count, p.has_weight ? p.features : 0, p.has_bias ? p.features : 0, count, p.features + 2};
+}
+
+// Query, key and value stand where other problems have input, weight and bias.
+inline Extent extent(const ai3::AttentionProblem& p) {
+  const int64_t all = p.outer * p.batch, rows = all * p.heads * p.queries, keys = all * p.kv_heads * p.keys;
+  return {rows * p.size, keys * p.size, keys * p.value_size, rows * p.value_size, p.size + p.keys + 2};
 }
 
 // y[i] is the exact value, magnitude[i] the sum of the terms' absolute values, largest the largest |sum| before the activation.
@@ -190,5 +197,32 @@ inline Reference reference(const std::string&, const ai3::LayerNormProblem& p, c
       result.largest = std::fmax(result.largest, std::fabs(y));
     }
   }
+  return result;
+}
+inline Reference reference(const std::string&, const ai3::AttentionProblem& p, const double* q, const double* k, const double* v,
+                           const double*, const double*) {
+  const int64_t heads = p.outer * p.batch * p.heads, shared = p.heads / p.kv_heads;
+  const size_t count = static_cast<size_t>(heads * p.queries * p.value_size);
+  Reference result{std::vector<double>(count), std::vector<double>(count)};
+  for (int64_t head = 0; head < heads; head++)
+    for (int64_t i = 0; i < p.queries; i++) {
+      const double* query = q + (head * p.queries + i) * p.size;
+      const int64_t keys = p.causal ? std::min(p.keys, i + 1) : p.keys;
+      std::vector<double> weights(static_cast<size_t>(keys));
+      double most = -INFINITY, total = 0;
+      for (int64_t j = 0; j < keys; j++) {
+        double score = 0;
+        for (int64_t c = 0; c < p.size; c++) score += query[c] * k[(head / shared * p.keys + j) * p.size + c];
+        weights[j] = score * p.scale;
+        most = std::fmax(most, weights[j]);
+      }
+      for (double& weight : weights) total += weight = std::exp(weight - most);
+      for (int64_t c = 0; c < p.value_size; c++) {
+        double sum = 0;
+        for (int64_t j = 0; j < keys; j++) sum += weights[j] / total * v[(head / shared * p.keys + j) * p.value_size + c];
+        result.y[(head * p.queries + i) * p.value_size + c] = sum;
+        result.largest = std::fmax(result.largest, std::fabs(sum));
+      }
+    }
   return result;
 }

@@ -136,7 +136,11 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   }
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
   typename P::Operands m;
-  m.input = in.x.stored(), m.output = y.as<char>();
+  m.output = y.as<char>();
+  if constexpr (requires { m.query; })
+    m.query = in.x.stored(), m.key = in.weight.stored(), m.value = in.bias.stored();
+  else
+    m.input = in.x.stored();
   if constexpr (requires { m.weight; })
     m.weight = a.traits.pack ? packed.as<char>() : in.weight.stored(), m.bias = in.bias.stored();
   if constexpr (requires { m.residual; })
@@ -213,6 +217,8 @@ void each_kernel(const Body& body) {
       visit(**a, static_cast<Conv2dProblem*>(nullptr));
     else if (operation == "linear")
       visit(**a, static_cast<LinearProblem*>(nullptr));
+    else if (operation == "attention")
+      visit(**a, static_cast<AttentionProblem*>(nullptr));
     else if (operation == "layer_norm")
       visit(**a, static_cast<LayerNormProblem*>(nullptr));
     else if (operation == "relu" || operation == "flatten")
