@@ -46,8 +46,7 @@ AI3_INLINE Vec<A> exp_below(Vec<A> v) {
   return exp2_below(v * Vec<A>(static_cast<A>(1.4426950408889634)));
 }
 
-// ---- Rows and panels
-// -----------------------------------------------------------------------------------------------------------
+// ---- Rows and panels --------------------------------------------------------------------------------------------------------
 template <class A>
 AI3_INLINE int64_t padded(int64_t elements) {
   return round_up(elements, Vec<A>::width);
@@ -162,9 +161,8 @@ AI3_INLINE Vec<A> or_zero(Vec<A> v) {  // -inf as 0
   return v.raw == Vec<A>(kHidden<A>).raw ? typename Vec<A>::Raw{} : v.raw;
 }
 
-// ---- Scores
-// -------------------------------------------------------------------------------------------------------------------- Scores
-// that lie [row][lane]: hidden ones become -inf. `added` lies alike.
+// ---- Scores -----------------------------------------------------------------------------------------------------------------
+// Scores that lie [row][lane]: hidden ones become -inf. `added` lies alike.
 template <class A>
 AI3_INLINE void add_mask(const A* added, int64_t count, A* scores) {
   for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) {
@@ -239,9 +237,8 @@ AI3_INLINE void apply_slopes(const A* slopes, int64_t count, A* gradients) {
   }
 }
 
-// ---- Forward
-// ------------------------------------------------------------------------------------------------------------------- Rows of a
-// tile, in panels: more where each tile converts all keys and values for itself.
+// ---- Forward ----------------------------------------------------------------------------------------------------------------
+// Rows of a tile, in panels: more where each tile converts all keys and values for itself.
 template <class T>
 inline constexpr int64_t kPanels = (sizeof(T) == 2 ? 128 : 64) / kPanel<Acc<T>>;
 template <class T>
@@ -594,10 +591,9 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
       [&](int64_t n) { return static_cast<double>(larger(0, keys_of_tile(n).size())); });
 }
 
-// ---- Gradients
-// ----------------------------------------------------------------------------------------------------------------- Scores, and
-// dO v^T in `products`, [row][lane], become weights exp(score - logsumexp) and the scores' gradients, weight * (product
-// - delta); 0 where a key is hidden. Of a row or of a lane each, as the queries lie.
+// ---- Gradients --------------------------------------------------------------------------------------------------------------
+// Scores, and dO v^T in `products`, [row][lane], become weights exp(score - logsumexp) and the scores' gradients, weight *
+// (product - delta); 0 where a key is hidden. Of a row or of a lane each, as the queries lie.
 template <class A, bool queries_in_lanes>
 AI3_INLINE void differentiate(A* scores, A* products, int64_t rows, const A* logsumexp, const A* delta) {
   constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
