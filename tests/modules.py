@@ -71,11 +71,15 @@ class Layer(nn.Module):
 
 
 class EveryOperator(nn.Module):
-    """Every operator of a device that computes in a dtype, and in others, each with an input of its own."""
+    """Every operator of a device that computes in a dtype, and in others, each with an input of its own.
+
+    All of any batch: not those whose other tensors have the input's batch, too (attention's key and value).
+    """
 
     def __init__(self, device: str, dtype: str, *others: str) -> None:
         super().__init__()
         infos = [a for a in ALGORITHMS if a.device == device and all(batched_call(a, other) for other in others)]
+        infos = [a for a in infos if "kv_heads" not in _library.size_names(a.operation)]
         self.calls = {f"{a.operation}_{a.name}": call for a in infos if (call := batched_call(a, dtype))}
         self.layers = nn.ModuleDict({name: Layer(call) for name, call in self.calls.items()})
 

@@ -53,7 +53,7 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
     A* const added = scores + scores_row;
     A* const sums = added + scores_row;
     const HeadAt at(p, n / p.queries);
-    const int64_t i = n % p.queries, from = first_key(p, i), keys = larger(from, keys_of(p, i));
+    const int64_t i = n % p.queries, keys = keys_of(p, i), from = smaller(first_key(p, i), keys);
     const T *const q = m.query.read<T>() + at.of(p.query_at) + i * p.query_at.row,
                    *const k = m.key.read<T>() + at.of_kv(p.key_at), *const v = m.value.read<T>() + at.of_kv(p.value_at);
     const MaskRows<A> mask(p, m.mask, at);
@@ -61,7 +61,7 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
       mask.read_row(i, 0, keys, added);
     else
       for (int64_t j = 0; j < keys; j++) added[j] = 0;
-    for (int64_t j = 0; j < smaller(from, keys); j++) added[j] = kHidden<A>;
+    for (int64_t j = 0; j < from; j++) added[j] = kHidden<A>;
     A most = kHidden<A>;
     for (int64_t j = 0; j < keys; j++) {
       const bool hidden = added[j] == kHidden<A>;
