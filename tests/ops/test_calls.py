@@ -27,6 +27,8 @@ from ai3_ops import _library
 from ai3_ops._checks.calling import profiled
 
 ops = torch.ops.ai3
+
+
 class SelfAttention(nn.Module):
     def forward(self, x):
         return F.scaled_dot_product_attention(x, x, x)
