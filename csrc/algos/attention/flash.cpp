@@ -179,6 +179,14 @@ AI3_INLINE bool any_seen(const A* added, int64_t count) {
     if (seen[l]) return true;
   return false;
 }
+// What the mask of a tile adds, to[key][query], hiding the lanes behind the last query; whether it lets any of it be seen.
+template <class A>
+AI3_INLINE bool reads_any(const MaskRows<A>& mask, int64_t query, int64_t queries, int64_t key, int64_t keys, A* to) {
+  if (queries < kPanel<A>)
+    for (int64_t s = 0; s < keys * kPanel<A>; s++) to[s] = kHidden<A>;
+  mask.read_tile(query, queries, key, keys, to, kPanel<A>);
+  return any_seen(to, keys);
+}
 // Lanes outside of seen(row), counted from the panel's first one, become -inf.
 template <class A, class Seen>
 AI3_INLINE void hide_lanes(int64_t rows, A* scores, const Seen& seen) {
@@ -554,12 +562,7 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
                           keys = smaller(most_keys, keys_of(p, i + queries - 1) - j);
             if (keys <= 0 || first_key(p, i) >= j + keys) continue;
             const bool diagonal = keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
-            if (mask) {
-              if (queries < P)
-                for (int64_t s = 0; s < keys * P; s++) added[s] = kHidden<A>;
-              mask.read_tile(i, queries, j, keys, added, P);
-              if (!any_seen(added, keys)) continue;
-            }
+            if (mask && !reads_any(mask, i, queries, j, keys, added)) continue;
             multiply_rows(k, keys, packed + b * P * p.size, p.size, scores);
             if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
             if (mask) add_mask(added, keys, scores);
@@ -719,12 +722,7 @@ struct Backward {
                         keys = smaller(most_keys, keys_of(p, i + queries - 1) - j);
           if (keys <= 0 || first_key(p, i) >= j + keys) continue;
           const bool diagonal = keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
-          if (mask) {
-            if (queries < P)
-              for (int64_t s = 0; s < keys * P; s++) w.added[s] = kHidden<A>;
-            mask.read_tile(i, queries, j, keys, w.added, P);
-            if (!any_seen(w.added, keys)) continue;
-          }
+          if (mask && !reads_any(mask, i, queries, j, keys, w.added)) continue;
           multiply_rows(k, keys, w.first + b * P * p.size, p.size, w.scores);
           if (p.softcap != 0) cap_scores(p.softcap, keys, w.scores, w.slopes);
           if (mask) add_mask(w.added, keys, w.scores);
