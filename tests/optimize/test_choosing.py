@@ -172,15 +172,28 @@ def test_settings_that_make_no_sense(residual, arguments, error, words):
         ai3_ops.optimize(*residual, **arguments)
 
 
-@pytest.mark.parametrize("settings", [{"tolerance": 0.0}, {"memory_limit": 0}])
-def test_settings_that_no_algorithm_meets(settings):
+def convolutions_of(fast):
+    return {s.algorithm for s in fast._ai3_report.parts[0].steps if s.operation == "conv2d"}
+
+
+def test_a_tolerance_that_nothing_holds_takes_the_least_error(monkeypatch):
+    """Errors as if measured: which algorithm has the least differs by processor."""
+
+    def known_in(self, layer, layout):
+        error = lambda name: {"im2col": 1e-9, "winograd_f4": 1e-6}.get(name, 1e-7)  # noqa: E731
+        return {n: Measured(100.0, 0.0, error(n), 0, 0) for n in layer.candidates(layout, self.approximate)}
+
+    monkeypatch.setattr(Meter, "known_in", known_in)
     model, x = nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU()), torch.randn(1, 16, 12, 12)
-    fast = check(model, x, **settings)
-    assert {s.algorithm for s in fast._ai3_report.parts[0].steps if s.operation == "conv2d"} <= {
-        "torch",
-        "smm",
-        "direct",
-    }
+    with pytest.warns(UserWarning, match=r"holds the tolerance in 0: the one with the least error is taken"):
+        fast = optimized(model, x, tolerance=0.0)
+    assert convolutions_of(fast) == {"im2col"}
+    agree(fast, model, x)
+
+
+def test_without_memory_what_needs_none_is_taken():
+    model, x = nn.Sequential(nn.Conv2d(16, 16, 3), nn.ReLU()), torch.randn(1, 16, 12, 12)
+    assert convolutions_of(check(model, x, memory_limit=0)) <= {"torch", "smm", "direct"}
 
 
 def test_memory_limit_is_of_the_whole_network(monkeypatch):
