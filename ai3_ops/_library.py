@@ -14,6 +14,7 @@ import torch
 
 _HERE = Path(__file__).resolve().parent
 DTYPES = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+VALUES = DTYPES | {torch.bool: 6}  # what a program reads: masks, too
 DEVICES = {"cpu": 0, "cuda": 1}
 _ERROR_SIZE = 4096
 
@@ -185,7 +186,7 @@ def fill_workspace(byte: int) -> None:
 
 def program(text: str, inputs: Sequence[tuple[Sequence[int], torch.dtype, int]]) -> dict[str, Any]:
     """How a program is carried out for inputs of these sizes, dtypes, and elements from pixel to pixel (0: NCHW)."""
-    numbers = [n for shape, dtype, row in inputs for n in (DTYPES[dtype], row, len(shape), *shape)]
+    numbers = [n for shape, dtype, row in inputs for n in (VALUES[dtype], row, len(shape), *shape)]
     error = ctypes.create_string_buffer(_ERROR_SIZE)
     array = (ctypes.c_int64 * len(numbers))(*numbers)
     if (record := C.ai3_program(text.encode(), array, len(numbers), error, _ERROR_SIZE)) is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,10 @@ from ai3_ops.operations import base, multihead
 from ai3_ops.operations.base import Dims, Operation, Problem, check
 from ai3_ops.operations.calls import Call, CallPlan, fast_in
 from ai3_ops.operations.case import BadCall, Case, Draw
+from ai3_ops.operations.step import Step, computed
+
+if TYPE_CHECKING:
+    from ai3_ops.operations.program import Line
 
 _RANK = 5
 
@@ -545,6 +549,68 @@ def vmap_backward(
 
 
 Attention.rules = {"forward": register_forward, "backward": register_backward}
+
+
+# Steps of networks and programs ------------------------------------------------------------------------------------------
+def _step_arguments(
+    query: Any, key: Any, value: Any, mask: Any, dropout: float, causal: bool, scale: float | None, gqa: bool
+) -> tuple[Any, ...] | None:
+    """Of a call of four dimensions, whose batches and heads are the same or grouped."""
+    shapes = [t.meta["shape"] for t in (query, key, value)]
+    if any(len(shape) != 4 for shape in shapes) or dropout:
+        return None
+    (n, heads, *_), (m, kv_heads, *_), (other, value_heads, *_) = shapes
+    one = len({t.meta["scales"][0] for t in (query, key, value)}) == 1  # not one that is expanded at some batches
+    fits = (
+        one and n == m == other and kv_heads == value_heads and (heads == kv_heads or (gqa and heads % kv_heads == 0))
+    )
+    if not fits or (mask is not None and mask.meta["dtype"] not in (torch.bool, query.meta["dtype"])):
+        return None
+    return query, key, value, mask, bool(causal), scale
+
+
+class AttentionStep(Step):
+    """A line "attention_flash %0 %1 %2 %3 scale=0.125 is_causal=0", the last value a mask."""
+
+    operation = "attention"
+    values = ("key", "value", "attn_mask")
+
+    @staticmethod
+    def compute(
+        input: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        *,
+        algorithm: str = "default",
+    ) -> Tensor:
+        """As torch.nn.functional.scaled_dot_product_attention, with grouped heads where there are fewer of the key."""
+        grouped = input.shape[1] != key.shape[1]
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(input.dtype)
+        function = computed("attention", _sdpa, algorithm, input)
+        return function(input, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+
+    stands_for: ClassVar = {torch.ops.aten.scaled_dot_product_attention.default: _step_arguments}
+
+    @staticmethod
+    def works_on_rows(*_: Any) -> bool:
+        """Rows see others."""
+        return False
+
+    def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """As the class says."""
+        size, scale = arguments["input"].shape[-1], arguments["scale"]
+        scale = 1 / math.sqrt(size) if scale is None else scale
+        return {"scale": repr(float(scale)), "is_causal": str(int(arguments["is_causal"]))}
+
+    def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
+        """As the class says."""
+        query, key, value, *masks = operands
+        causal, scale = bool(line.flag("is_causal")), float(line.options["scale"])
+        return query, key, value, masks[0] if masks else None, 0.0, causal, scale, query.shape[1] != key.shape[1]
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------

@@ -339,8 +339,9 @@ class LayerNormStep(Step):
         """As the class says."""
         return {"dims": str(len(arguments["normalized_shape"])), "eps": repr(float(arguments["eps"]))}
 
-    def arguments(self, line: Line, x: Tensor) -> tuple[Any, ...]:
+    def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
         """As the class says."""
+        (x,) = operands
         shape = x.shape[x.ndim - line.flag("dims", 1) :]
         weight, bias = (x.new_empty(shape) if name in line.options else None for name in self.constants)
         return x, shape, weight, bias, float(line.options["eps"])

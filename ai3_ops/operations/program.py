@@ -68,7 +68,7 @@ def problem(line: Line, operands: Sequence[Tensor]) -> base.Problem:
     name = next(o for o in sorted(registry.OPERATIONS, key=len, reverse=True) if line.operation.startswith(f"{o}_"))
     x, rules, label = operands[0], registry.OPERATIONS[name], f"ai3::{line.operation}"
     if name in Step.by_operation:
-        return rules.problem(label, *Step.by_operation[name].arguments(line, x))
+        return rules.problem(label, *Step.by_operation[name].arguments(line, *operands))
     if name == "conv2d":
         weight, window = x.new_empty(line.weight), [line.numbers(n) for n in WINDOW._fields[:3]]
         return rules.problem(label, x, weight, None, *window, line.flag("groups", WINDOW.groups))
@@ -87,6 +87,8 @@ def problem(line: Line, operands: Sequence[Tensor]) -> base.Problem:
 
 def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
     """The sizes of a line's value; RuntimeError where its operands do not fit."""
+    if line.operation == "constant":
+        return tuple(line.numbers("sizes"))
     x = operands[0]
 
     def check(condition: Any, needs: str) -> None:
@@ -125,9 +127,10 @@ def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
             check(sorted(dims) == [*range(x.ndim)], "needs a permutation of the dimensions")
             return tuple(x.shape[d] for d in dims)
         case "expand":
-            to = line.numbers("sizes")
+            like = operands[1] if len(operands) > 1 else None
+            to = [n if n or like is None else like.shape[0] for n in line.numbers("sizes")]
             fits = len(to) == x.ndim and all(
-                n in (-1, s) or (s == 1 and n > 0) for n, s in zip(to, x.shape, strict=True)
+                n in (-1, s) or (s == 1 and (n > 0 or like is not None)) for n, s in zip(to, x.shape, strict=True)
             )
             check(fits, "cannot expand")
             return tuple(s if n == -1 else n for n, s in zip(to, x.shape, strict=True))
@@ -165,6 +168,9 @@ def _fake(inputs: list[Tensor], constants: list[Tensor], program: str) -> list[T
         if line.operation == "input":
             base.check(len(values) < len(inputs), LABEL, f"needs more inputs than {len(inputs)}")
             values.append(inputs[len(values)])
+        elif line.operation == "constant":
+            dtype = getattr(torch, line.options["dtype"])
+            values.append(inputs[0].new_empty(sizes(line, ()), dtype=dtype))
         else:
             operands = [values[i] for i in line.operands]
             values.append(operands[0].new_empty(sizes(line, operands)))

@@ -29,6 +29,9 @@ class Step:
     # a call is of another kind. Of what are nodes of the graph it may look at meta["shape"] and meta["dtype"].
     stands_for: ClassVar[Mapping[Any, Callable[..., Sequence[Any] | None]]]
     constants: ClassVar[tuple[str, ...]] = ()  # arguments of `compute` that are tensors and known beforehand
+    values: ClassVar[
+        tuple[str, ...]
+    ] = ()  # those that are tensors as the first one is, in the order of the line's values
     by_function: ClassVar[dict[Any, Step]] = {}
     by_operation: ClassVar[dict[str, Step]] = {}
 
@@ -47,11 +50,11 @@ class Step:
         return True
 
     def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """The words of its line, from `compute`'s arguments, the first and the tensors excepted."""
+        """The words of its line, from `compute`'s arguments: of the tensors the first alone, whose sizes are known."""
         raise NotImplementedError
 
-    def arguments(self, line: Line, x: Tensor) -> tuple[Any, ...]:
-        """The arguments of the operator, from a line; tensors need no values."""
+    def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
+        """The arguments of the operator, from a line and the values that it reads; tensors need no elements."""
         raise NotImplementedError
 
 

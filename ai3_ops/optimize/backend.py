@@ -266,8 +266,6 @@ def _computes(node: fx.Node) -> bool:
 
 def inlined(body: fx.GraphModule) -> fx.GraphModule:
     """The same graph with calls of the programs' operator, their constants as buffers, in place of submodules."""
-    from ai3_ops.optimize.lower import ROWS
-
     graph = fx.Graph()
     names: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(body.graph, names))
@@ -281,30 +279,18 @@ def inlined(body: fx.GraphModule) -> fx.GraphModule:
             for i, value in enumerate(region.program.constants):
                 root.register_buffer(f"{node.target}_{i}", value)
                 constants.append(graph.get_attr(f"{node.target}_{i}"))
-            given: list[Any] = list(node.args)
-            if region.kind == ROWS:
-                given = [graph.call_function(_rows, (x,)) for x in given]
-            called = graph.call_function(torch.ops.ai3._program.default, (given, constants, region.program.text))
+            given = (list(node.args), constants, region.program.text)
+            called = graph.call_function(torch.ops.ai3._program.default, given)
             single = not any(user.target is operator.getitem for user in node.users)
             users: list[Any] = [(node, 0)] if single else [(user, user.args[1]) for user in list(node.users)]
             for user, index in users:
                 output = graph.call_function(operator.getitem, (called, index))
-                if region.kind == ROWS:
-                    output = graph.call_function(_unrows, (output, node.args[0]))
                 user.replace_all_uses_with(output)
                 if user is not node:
                     graph.erase_node(user)
         graph.erase_node(node)
     module = fx.GraphModule(root, graph)
     return module
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
-
-
-def _unrows(y: Tensor, like: Tensor) -> Tensor:
-    return y.view(*like.shape[:-1], y.shape[-1])
 
 
 __all__ = ["ai3", "inlined"]

@@ -50,9 +50,11 @@ def canonicalize(network: Network) -> None:
             network.remove(new)
             continue
         new.meta["layers"] = new.meta["layers"] or node.meta["layers"]
+        new.meta["scales"] = node.meta["scales"] if new.meta["scales"] is None else new.meta["scales"]
         new.meta.setdefault("call", node.meta.get("call", ""))  # of a new step: an identity's input has its own
         node.replace_all_uses_with(new)
         network.remove(node)
+    # What is left is PyTorch's.
     for node in network.calls(
         aten.view.default, aten._unsafe_view.default
     ):  # copies that made its input dense are gone
@@ -71,8 +73,7 @@ def _translation_of(target: Any) -> Translation | None:
 
 
 def _own_step(function: Any, step: Step, arguments: Any, net: Network, node: fx.Node, *args: Any) -> fx.Node | None:
-    given = arguments(*args)
-    if given is None:
+    if not _known(*(a for a in args if isinstance(a, fx.Node))) or (given := arguments(*args)) is None:
         return None
     named = signature_of(function).bind(*given).arguments
     if not all(named.get(name) is None or is_constant(named[name]) for name in step.constants) or not _floating(
@@ -227,18 +228,19 @@ def _affine(
 def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
     """A number or constant that multiplies or shifts each channel of x alike, as (C); None where it does not."""
     shape = x.meta["shape"]
-    if len(shape) not in (2, 4) or not _floating(x):
+    if len(shape) < 2 or not _floating(x):
         return None
-    dtype = x.meta["dtype"]
+    dtype, channels = x.meta["dtype"], shape[1] if len(shape) == 4 else shape[-1]
     if isinstance(value, (int, float)):
-        return torch.full((shape[1],), float(value), dtype=dtype)
+        return torch.full((channels,), float(value), dtype=dtype)
     if not is_constant(value) or value.meta["dtype"] != dtype:
         return None
     constant = net.value(value)
     if constant.numel() == 1 and constant.ndim <= len(shape):
-        return constant.reshape(1).expand(shape[1]).contiguous()
-    wanted = (shape[1], *[1] * (len(shape) - 2))
-    if tuple(constant.shape) in (wanted, (1, *wanted)):
+        return constant.reshape(1).expand(channels).contiguous()
+    wanted = (channels, 1, 1) if len(shape) == 4 else (channels,)
+    lead = len(shape) - len(wanted)
+    if tuple(constant.shape) in [(*[1] * n, *wanted) for n in range(lead + 1)]:
         return constant.reshape(-1).contiguous()
     return None
 
@@ -254,7 +256,7 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
     if not isinstance(y, fx.Node) or is_constant(y):
         values = _by_channel(net, x, y)
         if values is None:
-            return None
+            return _with_table(net, node, x, y, name)
         one, zero = torch.ones_like(values), torch.zeros_like(values)
         match name:
             case "add" | "sub":
@@ -268,13 +270,28 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
         pass
     elif x.meta["shape"] != node.meta["shape"]:
         x, y = y, x
-    if x.meta["shape"] != node.meta["shape"] or not (x.meta["batched"] and y.meta["batched"]):
-        return None
-    n, *rest = x.meta["shape"]
-    channels = len(rest) == 3 and y.meta["shape"] == (n, rest[0], 1, 1)
-    if y.meta["shape"] != x.meta["shape"] and not (name == "mul" and channels):
+    if not _broadcasts(node, x, y):
         return None
     return net.step(node, steps.binary, x, y, name, layers=node.meta["layers"])
+
+
+def _broadcasts(node: fx.Node, x: fx.Node, y: fx.Node) -> bool:
+    """Whether y is expanded to x's sizes, or has them; along no dimension that depends on the batch but the first."""
+    shape, scales = x.meta["shape"], x.meta["scales"]
+    if shape != node.meta["shape"] or scales is None or y.meta["scales"] is None or len(y.meta["shape"]) > len(shape):
+        return False
+    other = (*[1] * (len(shape) - len(y.meta["shape"])), *y.meta["shape"])
+    return all(n == m or not k for n, m, k in zip(other[1:], shape[1:], scales[1:], strict=True))
+
+
+def _with_table(net: Network, node: fx.Node, x: fx.Node, y: Any, name: str) -> fx.Node | None:
+    """A constant that differs along several dimensions, such as positions."""
+    if not is_constant(y) or y.meta["dtype"] != x.meta["dtype"] or not _broadcasts(node, x, y):
+        return None
+    if name in ("sub", "div"):
+        value = net.value(y)
+        y = net.constant(-value if name == "sub" else 1 / value, f"{y.target}.{name}", node)
+    return net.step(node, steps.binary, x, y, {"sub": "add", "div": "mul"}.get(name, name), layers=node.meta["layers"])
 
 
 @translates(aten.add.Tensor, aten.sub.Tensor)
@@ -394,36 +411,69 @@ def _mean(net: Network, node: fx.Node, x: Any, dims: Any, keep: bool, dtype: Any
     return pooled if keep else net.step(node, steps.flatten, pooled, layers=node.meta["layers"])
 
 
-# Shapes ---------------------------------------------------------------------------------------------------------------
-@translates(aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten._unsafe_view.default)
+# Views ----------------------------------------------------------------------------------------------------------------
+def _known(*nodes: Any) -> bool:
+    """Whether sizes are known for every batch."""
+    return all(isinstance(n, fx.Node) and n.meta.get("scales") is not None for n in nodes)
+
+
+@translates(
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten._unsafe_view.default, aten.unflatten.int,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+)  # fmt: skip
 def _view(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
-    shape = x.meta["shape"]
-    if node.meta["shape"] == shape and node.meta["batched"] and x.meta["batched"]:
+    shape, sizes = x.meta["shape"], node.meta["shape"]
+    if sizes == shape and node.meta["batched"] and x.meta["batched"]:
         return x
-    if len(shape) != 4 or not (x.meta["batched"] and node.meta["batched"]):
-        return None
-    if node.meta["shape"] != (shape[0], math.prod(shape[1:])):
-        return None
-    return net.step(node, steps.flatten, x, layers=node.meta["layers"])
+    if len(shape) == 4 and x.meta["batched"] and node.meta["batched"] and sizes == (shape[0], math.prod(shape[1:])):
+        return net.step(node, steps.flatten, x, layers=node.meta["layers"])
+    return _reshaped(net, node, x, node)
 
 
-@translates(aten.squeeze.dims)
-def _squeeze(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
-    return _view(net, node, x)
+def _reshaped(net: Network, before: fx.Node, x: fx.Node, like: fx.Node) -> fx.Node | None:
+    """With the sizes of another node, for every batch."""
+    if not _known(x, like) or sum(map(bool, like.meta["scales"])) > 1:
+        return None
+    if x.meta["shape"] == like.meta["shape"] and x.meta["scales"] == like.meta["scales"]:
+        return x
+    sizes = tuple(-1 if k else n for n, k in zip(like.meta["shape"], like.meta["scales"], strict=True))
+    return net.step(before, steps.reshape, x, sizes, layers=like.meta["layers"])
 
 
-@translates(aten.cat.default)
-def _cat(net: Network, node: fx.Node, inputs: Any, dim: int) -> fx.Node | None:
-    rank = len(node.meta["shape"])
-    if (
-        rank not in (2, 4)
-        or dim % rank != 1
-        or any(not a.meta["batched"] or len(a.meta["shape"]) != rank for a in inputs)
-    ):
+def _permuted(net: Network, node: fx.Node, x: Any, dims: list[int]) -> fx.Node | None:
+    if not _known(x, node):
         return None
-    if any(a.meta["dtype"] != node.meta["dtype"] for a in inputs):
+    if dims == sorted(dims):
+        return x
+    return net.step(node, steps.permute, x, tuple(dims), layers=node.meta["layers"])
+
+
+@translates(aten.permute.default)
+def _permute(net: Network, node: fx.Node, x: Any, dims: Any) -> fx.Node | None:
+    return _permuted(net, node, x, [d % len(x.meta["shape"]) for d in dims])
+
+
+@translates(aten.transpose.int, aten.swapaxes.default)
+def _transpose(net: Network, node: fx.Node, x: Any, one: int, other: int) -> fx.Node | None:
+    dims = [*range(len(x.meta["shape"]))]
+    dims[one], dims[other] = dims[other], dims[one]
+    return _permuted(net, node, x, dims)
+
+
+@translates(aten.t.default, aten.mT.default)
+def _t(net: Network, node: fx.Node, x: Any) -> fx.Node | None:
+    return x if len(x.meta["shape"]) < 2 else _transpose(net, node, x, -1, -2)
+
+
+def _cut(net: Network, node: fx.Node, x: Any, dim: int, start: int, stop: int) -> fx.Node | None:
+    """Part of a dimension that does not depend on the batch."""
+    if not _known(x) or x.meta["scales"][dim] or not 0 <= start < stop <= x.meta["shape"][dim]:
         return None
-    return inputs[0] if len(inputs) == 1 else net.step(node, steps.concat, list(inputs), layers=node.meta["layers"])
+    if (start, stop) == (0, x.meta["shape"][dim]):
+        return x
+    if _is_image(x) and dim == 1:
+        return net.step(node, steps.slice_channels, x, start, stop, layers=node.meta["layers"])
+    return net.step(node, steps.cut, x, dim, start, stop, layers=node.meta["layers"])
 
 
 @translates(aten.slice.Tensor)
@@ -431,30 +481,102 @@ def _slice(net: Network, node: fx.Node, x: Any, dim: int, start: Any, end: Any, 
     shape = x.meta["shape"]
     if node.meta["shape"] == shape and node.meta["batched"] and x.meta["batched"]:
         return x
-    if not _is_image(x) or dim % 4 != 1 or step != 1:
+    if step != 1:
         return None
-    first, last, _ = slice(start, end).indices(shape[1])
-    return net.step(node, steps.slice_channels, x, first, last, layers=node.meta["layers"])
+    first, last, _ = slice(start, end).indices(shape[dim])
+    return _cut(net, node, x, dim % len(shape), first, last)
+
+
+@translates(aten.select.int)
+def _select(net: Network, node: fx.Node, x: Any, dim: int, index: int) -> fx.Node | None:
+    if len(x.meta["shape"]) < 3 or not _known(x, node):
+        return None
+    dim %= len(x.meta["shape"])
+    index %= x.meta["shape"][dim]
+    part = _cut(net, node, x, dim, index, index + 1)
+    return None if part is None else _reshaped(net, node, part, node)
+
+
+@translates(aten.expand.default)
+def _expand(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
+    if not _known(x, node):
+        return None
+    shape, scales = node.meta["shape"], node.meta["scales"]
+    sizes = (*[1] * (len(shape) - len(x.meta["shape"])), *x.meta["shape"])
+    if sizes == shape and scales == x.meta["scales"]:
+        return x
+    if is_constant(x):
+        x = net.constant(net.value(x).reshape(sizes), f"{x.target}.wide", node)
+    elif len(sizes) > len(x.meta["shape"]):
+        return None
+    to: list[int] = []
+    for d, (size, n, k) in enumerate(zip(sizes, shape, scales, strict=True)):
+        if k and not x.meta["scales"][d] and (d > 0 or k != 1):
+            return None
+        to.append(-1 if size == n and k == x.meta["scales"][d] else 0 if k else n)
+    like = _batch_before(net, node) if 0 in to else None
+    return (
+        None
+        if 0 in to and like is None
+        else net.step(node, steps.expand, x, tuple(to), like, layers=node.meta["layers"])
+    )
+
+
+def _batch_before(net: Network, node: fx.Node) -> fx.Node | None:
+    """A value of numbers that is there before a node, with the batch as its first dimension."""
+    for other in net.graph.nodes:
+        if other is node:
+            break
+        known = other.op in ("placeholder", "call_function") and other.meta.get("scales")
+        if known and known[0] == 1 and len(known) > 1 and _floating(other):
+            return other
+    return None
+
+
+@translates(aten.roll.default)
+def _roll(net: Network, node: fx.Node, x: Any, shifts: Any, dims: Any) -> fx.Node | None:
+    rank = len(x.meta["shape"])
+    if not _known(x) or len(dims) != len(shifts) or any(x.meta["scales"][d] for d in dims):
+        return None
+    return net.step(node, steps.roll, x, tuple(shifts), tuple(d % rank for d in dims), layers=node.meta["layers"])
+
+
+@translates(aten.cat.default)
+def _cat(net: Network, node: fx.Node, inputs: Any, dim: int) -> fx.Node | None:
+    rank = len(node.meta["shape"])
+    if not _known(node, *inputs) or any(len(a.meta["shape"]) != rank for a in inputs):
+        return None
+    if any(a.meta["dtype"] != node.meta["dtype"] for a in inputs) or any(a.meta["scales"][dim] for a in inputs):
+        return None
+    if len(inputs) == 1:
+        return inputs[0]
+    if rank in (2, 4) and dim % rank == 1:
+        return net.step(node, steps.concat, list(inputs), layers=node.meta["layers"])
+    return net.step(node, steps.join, list(inputs), dim % rank, layers=node.meta["layers"])
 
 
 def _part(net: Network, node: fx.Node, parts: Any, index: Any) -> fx.Node | None:
-    """One of the results of split or chunk."""
+    """One of the results of split, chunk or unbind."""
     if not isinstance(parts, fx.Node) or parts.op != "call_function":
         return None
     x, *rest = _positional(parts)
-    if not isinstance(x, fx.Node) or not _is_image(x):
+    if not isinstance(x, fx.Node) or not _known(x, node):
         return None
-    size, target = x.meta["shape"][1], parts.target
-    if target is aten.split_with_sizes.default and rest[1] % 4 == 1:
+    target, rank = parts.target, len(x.meta["shape"])
+    if target is aten.unbind.int:
+        return _select(net, node, x, rest[0], index)
+    dim = rest[1] % rank if len(rest) > 1 else 0
+    size = x.meta["shape"][dim]
+    if target is aten.split_with_sizes.default:
         widths = list(rest[0])
-    elif target in (aten.split.Tensor, aten.chunk.default) and rest[1] % 4 == 1:
+    elif target in (aten.split.Tensor, aten.chunk.default):
         width = rest[0] if target is aten.split.Tensor else -(-size // rest[0])
         widths = [min(width, size - at) for at in range(0, size, width)]
     else:
         return None
     index %= len(widths)
     start = sum(widths[:index])
-    return net.step(node, steps.slice_channels, x, start, start + widths[index], layers=parts.meta["layers"])
+    return _cut(net, node, x, dim, start, start + widths[index])
 
 
 @translates(
@@ -464,6 +586,11 @@ def _same(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
     if any(user.op == "output" for user in node.users) and x.op == "placeholder":
         return None  # an output is a tensor of its own
     return x
+
+
+@translates(aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default)
+def _to(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
+    return _same(net, node, x) if x.meta["dtype"] == node.meta["dtype"] else None
 
 
 @translates(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)

@@ -312,14 +312,26 @@ class _Sizes:
     def of(self, value: Any) -> dict[str, Any]:
         """As a node's meta has it."""
         if not isinstance(value, Tensor):
-            return {"shape": None, "dtype": None, "batched": False}
+            return {"shape": None, "dtype": None, "batched": False, "scales": None}
         shape = tuple(map(self._size, value.shape))
+        scales = tuple(map(self._scale, value.shape)) if self.dynamic else (0,) * len(shape)
         if self.dynamic:
             first, *rest = [s.node.expr if isinstance(s, torch.SymInt) else None for s in (*value.shape, 0)]
             batched = first is not None and first.is_Symbol and all(e is None or e.is_Integer for e in rest)
         else:
             batched = shape[:1] == (self.batch,)
-        return {"shape": shape, "dtype": value.dtype, "batched": batched}
+        known = None if None in scales else scales
+        return {"shape": shape, "dtype": value.dtype, "batched": batched, "scales": known}
+
+    @staticmethod
+    def _scale(size: Any) -> int | None:
+        """How many of a dimension belong to one item of the batch; 0 where it does not depend on it, None where otherwise."""
+        if not isinstance(size, torch.SymInt):
+            return 0
+        number, rest = size.node.expr.as_coeff_Mul()
+        if number.is_Integer and rest.is_Symbol:
+            return int(number)
+        return 0 if size.node.expr.is_Integer else None
 
     def _size(self, size: Any) -> int:
         if not isinstance(size, torch.SymInt):

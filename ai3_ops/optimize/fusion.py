@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ai3_ops.operations.step import Step
 from ai3_ops.optimize import steps
+from ai3_ops.optimize.attended import merge_products, simplify_masks
 from ai3_ops.optimize.network import Network, Node, signature_of
+from ai3_ops.optimize.views import VIEW_PASSES
 
 _PRODUCTS = (steps.conv2d, steps.linear)
 
@@ -49,8 +52,10 @@ def only_user(node: Any, user: Any) -> bool:
 def apart(node: Node) -> bool:
     """Whether a step that is no product has an algorithm which programs do not run: nothing takes it over or moves it.
 
-    Programs compute ReLUs, pools and flattening as their `direct` does.
+    Programs compute ReLUs, pools and flattening as their `direct` does, and run the algorithms of operations' own steps.
     """
+    if node.target in Step.by_function:
+        return False
     return node.target not in _PRODUCTS and node.kwargs.get("algorithm", "default") not in ("default", "direct")
 
 
@@ -97,7 +102,7 @@ def fold_affine(network: Network) -> bool:
     found = False
     for node in network.calls(steps.affine):
         x, scale, shift = node.args[:3]
-        if not only_user(x, node) or not _bare(x) or (x.target is steps.linear and len(x.meta["shape"]) != 2):
+        if not only_user(x, node) or not _bare(x) or (x.target is steps.linear and len(x.meta["shape"]) == 4):
             continue
         weights = scaled(network, x, network.value(scale), network.value(shift), node)
         new = changed(network, x, node, node.meta["layers"], **weights, **activation_of(node))
@@ -152,7 +157,9 @@ def fuse_residual(network: Network) -> bool:
     found = False
     for node in network.calls(steps.binary):
         x, y, name = node.args[:3]
-        if name != "add" or x.meta["shape"] != y.meta["shape"]:
+        if name != "add" or x.meta["shape"] != y.meta["shape"] or x.meta["scales"] != y.meta["scales"]:
+            continue
+        if y.op == "get_attr":
             continue
         order = {n: i for i, n in enumerate(network.graph.nodes)}
         both = [(a, b) for a, b in ((x, y), (y, x)) if only_user(a, node) and _bare(a) and a is not b]
@@ -301,6 +308,7 @@ def drop_identities(network: Network) -> bool:
 
 
 PASSES: tuple[Callable[[Network], bool], ...] = (
+    *VIEW_PASSES,
     drop_identities, merge_affine, fold_affine, activation_before_pool, fuse_activation, fold_affine_forward, fuse_residual,
-    fuse_prologue, merge_concat, drop_slices,
+    fuse_prologue, merge_concat, drop_slices, simplify_masks, merge_products,
 )  # fmt: skip

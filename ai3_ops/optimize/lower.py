@@ -22,26 +22,21 @@ from ai3_ops.optimize.fusion import apart, arguments, by_channel
 from ai3_ops.optimize.network import Network, call, extract, is_constant, is_step
 from ai3_ops.optimize.program import Builder
 
-IMAGES, ROWS = "images", "rows"  # what the values of a region are: (N, C, H, W) and (N, F), or (..., F)
 DTYPES = (torch.float32,)
+VALUES = (*DTYPES, torch.bool)  # masks
 
 
 class Region(nn.Module):
     """A run of steps as one program."""
 
-    def __init__(self, program: Any, kind: str, algorithms: tuple[str, ...] = ()) -> None:
+    def __init__(self, program: Any, algorithms: tuple[str, ...] = ()) -> None:
         """`algorithms`: of each of the part's steps, what computes it; "" where it has none to choose."""
         super().__init__()
-        self.program, self.kind, self.algorithms = program, kind, algorithms
+        self.program, self.algorithms = program, algorithms
 
     def forward(self, *inputs: Tensor) -> Any:
         """A tensor, or a list of several."""
-        if self.kind == ROWS:
-            leading = inputs[0].shape[:-1]
-            outputs = self.program(*[x.reshape(-1, x.shape[-1]) for x in inputs])
-            outputs = [y.view(*leading, y.shape[-1]) for y in outputs]
-        else:
-            outputs = self.program(*inputs)
+        outputs = self.program(*inputs)
         return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -49,7 +44,6 @@ class Region(nn.Module):
 class Part:
     """Nodes that become one program."""
 
-    kind: str
     nodes: tuple[fx.Node, ...]  # in order
     inputs: tuple[fx.Node, ...]
     outputs: tuple[fx.Node, ...]
@@ -64,72 +58,57 @@ class Part:
         return extract(whole, self.nodes)[0]
 
 
-def kind_of(node: fx.Node) -> str | None:
-    """Which programs a step can be part of; None where PyTorch computes it."""
-    if (
-        not is_step(node)
-        or node.kwargs.get("algorithm") == "torch"
-        or node.meta.get("torch")
-        or apart(node)
-        or node.meta["dtype"] not in DTYPES
-        or not node.meta["batched"]
-    ):
-        return None
+def fits(node: fx.Node) -> bool:
+    """Whether a step can be part of a program: its values' sizes are known for every batch, and its types are computed there."""
+    if not is_step(node) or node.kwargs.get("algorithm") == "torch" or node.meta.get("torch") or apart(node):
+        return False
     values = [a for a in node.all_input_nodes if not is_constant(a)]
-    if not values or any(a.meta["shape"] is None or a.meta["dtype"] not in DTYPES for a in values):
-        return None
-    if any(is_constant(a) and a.meta["dtype"] not in DTYPES for a in node.all_input_nodes):
-        return None
-    ranks = {len(a.meta["shape"]) for a in (node, *values)}
-    if ranks <= {2, 4} and all(a.meta["batched"] for a in values):
-        own = Step.by_function.get(node.target)
-        if (node.target is steps.linear or own) and ranks != {2}:
-            on_rows = not by_channel(node) if own is None else own.works_on_rows(*node.args)
-            return ROWS if on_rows else None
-        return IMAGES
-    own = Step.by_function.get(node.target)
-    if own and not own.works_on_rows(*node.args):
-        return None
-    if (own or node.target in (steps.linear, steps.unary, steps.binary)) and len(ranks) == 1 and not by_channel(node):
-        leading = {tuple(a.meta["shape"][:-1]) for a in (node, *values)}
-        return ROWS if len(leading) == 1 else None
-    return None
+    known = (node, *node.all_input_nodes)
+    if (
+        not values
+        or node.meta["dtype"] not in (VALUES if node.target in steps.VIEWS else DTYPES)
+        or any(a.meta["dtype"] not in VALUES for a in known)
+    ):
+        return False
+    if any(a.meta["scales"] is None or sum(map(bool, a.meta["scales"])) > 1 for a in known):
+        return False
+    if any(len(a.meta["shape"]) < 2 for a in (node, *values)) or 0 in node.meta["shape"]:
+        return False
+    return not by_channel(node) or (len(node.meta["shape"]) == 4 and node.target is not steps.linear)
 
 
 class _Supported(OperatorSupportBase):
-    """Of one kind; rows of the same leading dimensions, since a program's results get those of its first input."""
-
-    def __init__(self, kind: str, leading: tuple[int, ...] | None) -> None:
-        self.kind, self.leading = kind, leading
-
     def is_node_supported(self, _: Any, node: fx.Node) -> bool:
-        return node.op == "call_function" and kind_of(node) == self.kind and _leading(self.kind, node) == self.leading
-
-
-def _leading(kind: str, node: fx.Node) -> tuple[int, ...] | None:
-    return tuple(node.meta["shape"][:-1]) if kind == ROWS else None
+        return node.op == "call_function" and fits(node)
 
 
 def parts(network: Network) -> list[Part]:
     """The largest runs of steps that one program each can compute, with nothing else between them."""
-    found: list[tuple[str, list[fx.Node]]] = []
+    found: list[list[fx.Node]] = []
     module = fx.GraphModule(nn.Module(), network.graph.__class__())
     module._graph = network.graph  # the partitioner reads nothing but the graph
     order = {node: i for i, node in enumerate(network.graph.nodes)}
-    rows = [node for node in order if node.op == "call_function" and kind_of(node) == ROWS]
-    for kind, leading in [(IMAGES, None), *dict.fromkeys((ROWS, _leading(ROWS, node)) for node in rows)]:
-        partitioner = CapabilityBasedPartitioner(module, _Supported(kind, leading), allows_single_node_partition=True)
-        for partition in partitioner.propose_partitions():
-            nodes = sorted(partition.nodes, key=order.__getitem__)
-            found += [(kind, piece) for piece in _pieces(network.graph, nodes, [others for _, others in found])]
+    partitioner = CapabilityBasedPartitioner(module, _Supported(), allows_single_node_partition=True)
+    for partition in partitioner.propose_partitions():
+        nodes = _trimmed(sorted(partition.nodes, key=order.__getitem__))
+        found += _pieces(network.graph, nodes, found)
     made = []
-    for kind, nodes in found:
+    for nodes in found:
         inside = set(nodes)
         inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside and not is_constant(a))
         outputs = [n for n in nodes if any(user not in inside for user in n.users)]
         if any(n.target in (steps.conv2d, steps.linear) for n in nodes):  # else there is nothing to gain
-            made.append(Part(kind, tuple(nodes), tuple(inputs), tuple(outputs)))
+            made.append(Part(tuple(nodes), tuple(inputs), tuple(outputs)))
     return made
+
+
+def _trimmed(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Without views that PyTorch's steps alone read, for which a program would copy what they show."""
+    inside = set(nodes)
+    for node in reversed(nodes):
+        if node.target in steps.VIEWS and all(user not in inside and user.op != "output" for user in node.users):
+            inside.discard(node)
+    return [node for node in nodes if node in inside]
 
 
 def _pieces(graph: fx.Graph, nodes: list[fx.Node], others: list[list[fx.Node]]) -> list[list[fx.Node]]:
@@ -164,37 +143,47 @@ def build(network: Network, part: Part) -> Region:
     builder = Builder()
     values: dict[fx.Node, Any] = {}
     for node in part.inputs:
-        shape = node.meta["shape"] if part.kind == IMAGES else (-1, node.meta["shape"][-1])
-        if shape[0] == -1:
-            shape = (_count(node.meta["shape"][:-1]), shape[1])
-        values[node] = builder.input(shape, node.meta["dtype"])
+        values[node] = builder.input(node.meta["shape"], node.meta["dtype"])
     algorithms = []
     for node in part.nodes:
         before = builder.count
-        values[node] = _EMIT[node.target](builder, _Operands(network, values), arguments(node))
+        values[node] = _EMIT[node.target](builder, _Operands(network, builder, values, node), arguments(node))
         algorithms.append(builder.algorithm_since(before))
     # What other programs and PyTorch read next stays as it is computed; what the network returns is contiguous.
     returned: Any = network.output.args[0] or ()
-    layouts = [node not in returned for node in part.outputs]
+    layouts = [node not in returned and _is_image(node) for node in part.outputs]
     program = builder.build([values[node] for node in part.outputs], channels_last=layouts)
-    return Region(program, part.kind, tuple(algorithms))
+    return Region(program, tuple(algorithms))
 
 
-def _count(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
+_OF_IMAGES = (steps.conv2d, steps.max_pool2d, steps.avg_pool2d, steps.adaptive_avg_pool2d)
+_ALIKE = (steps.unary, steps.binary, steps.affine, steps.concat, steps.slice_channels)  # results lie as what they read
+
+
+def _is_image(node: fx.Node) -> bool:
+    """Whether a value has its channels innermost where a program computes it."""
+    while node.target in _ALIKE:
+        node = node.all_input_nodes[0]
+    return len(node.meta["shape"]) == 4 and (node.target in _OF_IMAGES or not is_step(node))
 
 
 class _Operands:
-    """A step's arguments as the builder takes them."""
+    """A step's arguments as the builder takes them: constants are tensors, and values where the step computes with values."""
 
-    def __init__(self, network: Network, values: dict[fx.Node, Any]) -> None:
-        self.network, self.values = network, values
+    def __init__(self, network: Network, builder: Builder, values: dict[fx.Node, Any], node: fx.Node) -> None:
+        self.network, self.builder, self.values, self.node = network, builder, values, node
 
     def __call__(self, value: Any) -> Any:
         return fx.map_arg(value, lambda n: self.network.value(n) if is_constant(n) else self.values[n])
+
+    def value(self, value: Any) -> Any:
+        """The same, with constants as values."""
+        return fx.map_arg(value, self._value)
+
+    def _value(self, node: fx.Node) -> Any:
+        if node not in self.values:
+            self.values[node] = self.builder.constant(self.network.value(node).contiguous())
+        return self.values[node]
 
 
 def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
@@ -220,9 +209,41 @@ def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
     return emit
 
 
+def _emit_binary(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    """The second value with the first one's sizes, where it does not depend on the batch for every batch."""
+    x, y = of(a["input"]), of.value(a["other"])
+    one, other = a["input"].meta["scales"], a["other"].meta["scales"]
+    if one[0] and not (len(one) == len(other) and other[0]):
+        y = b.reshape(y, [*[1] * (len(one) - len(other)), *y.shape])
+        y = b.expand(y, [0, *(n if n != s else -1 for n, s in zip(x.shape[1:], y.shape[1:], strict=True))], x)
+    return b.binary(x, y, a["name"], **{k: of(a[k]) for k in _AFTER})
+
+
+def _emit_view(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
+    def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+        return getattr(b, name)(*[of.value(v) for v in a.values()])
+
+    return emit
+
+
+def _emit_cut(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    return b.slice(of.value(a["input"]), a["start"], a["stop"], a["dim"])
+
+
+def _emit_reshape(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    return b.reshape(of.value(a["input"]), a["sizes"], channels_last=_for_images(of.node))
+
+
+def _for_images(node: fx.Node) -> bool:
+    """Whether what reads a value wants its channels innermost."""
+    if len(node.meta["shape"]) != 4:
+        return False
+    return any(user.target in _OF_IMAGES or (user.target in _ALIKE and _for_images(user)) for user in node.users)
+
+
 def _emit_own(step: Step, b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
     algorithm = a.pop("algorithm")
-    given = {name: of(value) for name, value in a.items()}
+    given = {name: of.value(value) if name in step.values else of(value) for name, value in a.items()}
     return b.operation(step, given, "default" if algorithm in steps.RULES else algorithm)
 
 
@@ -233,11 +254,17 @@ _EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
     steps.avg_pool2d: _emit("avg_pool2d"),
     steps.adaptive_avg_pool2d: _emit("adaptive_avg_pool2d"),
     steps.unary: _emit("unary"),
-    steps.binary: _emit("binary"),
+    steps.binary: _emit_binary,
     steps.affine: _emit("affine"),
-    steps.concat: _emit("concat"),
+    steps.concat: _emit_view("concat"),
+    steps.join: _emit_view("concat"),
     steps.slice_channels: _emit("slice"),
+    steps.cut: _emit_cut,
     steps.flatten: _emit("flatten"),
+    steps.reshape: _emit_reshape,
+    steps.permute: _emit_view("permute"),
+    steps.expand: _emit_view("expand"),
+    steps.roll: _emit_view("roll"),
     **{function: functools.partial(_emit_own, step) for function, step in Step.by_function.items()},
 }
 

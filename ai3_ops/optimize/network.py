@@ -36,8 +36,9 @@ class Network:
     """`graph` has only call_function nodes besides inputs, constants (get_attr, by name) and the output.
 
     A node's meta holds "shape" and "dtype" of its value on the example inputs (None for what is no tensor), "batched",
-    whether its first dimension is the batch and no other one depends on it, "layers", the names of the modules that it
-    comes from, and "call", which of the innermost module's calls.
+    whether its first dimension is the batch and no other one depends on it, "scales", of each dimension how many of it belong
+    to one item of the batch (0 where it is the same for every batch; None where sizes are otherwise), "layers", the names of
+    the modules that it comes from, and "call", which of the innermost module's calls.
     """
 
     graph: fx.Graph
@@ -109,7 +110,8 @@ class Network:
         self.constants[name] = value.detach()
         with self.graph.inserting_before(before):
             node = self.graph.create_node("get_attr", name)
-        node.meta.update(shape=tuple(value.shape), dtype=value.dtype, batched=False, layers=())
+        scales = (0,) * value.ndim
+        node.meta.update(shape=tuple(value.shape), dtype=value.dtype, batched=False, scales=scales, layers=())
         return node
 
     def step(
@@ -123,8 +125,11 @@ class Network:
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", function, args, kwargs)
         shape, dtype = _result(function, _sized(args), _sized(tuple(kwargs.items())))
+        scales = _scales(node, shape)
         batched = any(a.meta["batched"] for a in node.all_input_nodes)
-        node.meta.update(shape=shape, dtype=dtype, batched=batched)
+        if scales and any(scales):  # a view may have moved it
+            batched = scales[0] == 1 and not any(scales[1:])
+        node.meta.update(shape=shape, dtype=dtype, batched=batched, scales=scales)
         node.meta["layers"] = tuple(dict.fromkeys(layers))
         return node
 
@@ -253,6 +258,25 @@ def _normal(
 signature_of = functools.cache(inspect.signature)
 
 
+def _scales(node: fx.Node, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Of a step's dimensions, as meta has it, by its sizes for twice the batch."""
+    given: list[Any] = [a.meta.get("scales") for a in node.all_input_nodes]
+    if None in given:
+        return None
+    if not any(map(any, given)):
+        return (0,) * len(shape)
+    first = next(a for a in node.all_input_nodes if any(a.meta["scales"]))
+    batch = next(n // k for n, k in zip(first.meta["shape"], first.meta["scales"], strict=True) if k)
+    try:
+        args, kwargs = _sized(node.args, 2), _sized(tuple(node.kwargs.items()), 2)
+        doubled: tuple[int, ...] = _result(node.target, args, kwargs).shape
+    except (RuntimeError, TypeError, ValueError):  # it holds for one batch only
+        return None
+    if not batch or any(b not in (a, 2 * a) for a, b in zip(shape, doubled, strict=True)):
+        return None
+    return tuple(a // batch if a != b else 0 for a, b in zip(shape, doubled, strict=True))
+
+
 class _Size(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -263,11 +287,19 @@ class _Plain(NamedTuple):
     value: Any
 
 
-def _sized(value: Any) -> Any:
-    """Arguments with sizes for nodes, and tuples for lists: two that are equal give results of the same size."""
+def _sized(value: Any, times: int = 1) -> Any:
+    """Arguments with sizes for nodes, and tuples for lists: two that are equal give results of the same size.
+
+    `times`: of so many times the batch.
+    """
     if isinstance(value, fx.Node):
-        return _Size(tuple(value.meta["shape"]), value.meta["dtype"])
-    return tuple(map(_sized, value)) if isinstance(value, (list, tuple)) else _Plain(type(value), value)
+        shape = tuple(value.meta["shape"])
+        if times > 1:
+            shape = tuple(n * times if k else n for n, k in zip(shape, value.meta["scales"], strict=True))
+        return _Size(shape, value.meta["dtype"])
+    if isinstance(value, (list, tuple)):
+        return tuple(_sized(v, times) for v in value)
+    return _Plain(type(value), value)
 
 
 @functools.lru_cache(maxsize=4096)

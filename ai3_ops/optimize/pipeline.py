@@ -439,7 +439,7 @@ def _leave(network: Network, part: Part, reason: str, report: Optimization) -> N
     for node in part.nodes:
         values = tuple(dict.fromkeys(a for a in node.all_input_nodes if a.op != "get_attr"))
         try:
-            build(network, Part(part.kind, (node,), values, (node,)))
+            build(network, Part((node,), values, (node,)))
         except ValueError as error:
             node.meta["torch"] = left = True
             report.notes.append(f"{_computed([node], list(node.meta['layers']))}: {error}")
@@ -482,7 +482,7 @@ def _lies_in_another(node: fx.Node) -> bool:
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         views = schema is not None and any(result.alias_info is not None for result in schema.returns)
-        if not views and node.target not in (steps.flatten, steps.slice_channels, *_MAYBE_VIEWS):
+        if not views and node.target not in (steps.flatten, steps.slice_channels, *steps.VIEWS, *_MAYBE_VIEWS):
             return False
         node = node.all_input_nodes[0]
     return True

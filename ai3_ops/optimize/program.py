@@ -88,8 +88,11 @@ class Builder:
 
     # Values -----------------------------------------------------------------------------------------------------------
     def input(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Value:
-        """The next tensor that the program is called with, in any memory format; all inputs come before all steps."""
-        if dtype not in _library.DTYPES:
+        """The next tensor that the program is called with, in any memory format; all inputs come before all steps.
+
+        A mask may be one of booleans.
+        """
+        if dtype not in _library.VALUES:
             raise ValueError(f"a program computes in float64, float32, bfloat16 or float16, got {dtype}")
         if len(shape) < 2 or any(s <= 0 for s in shape):
             raise ValueError(f"a program's input needs two or more dimensions, none of 0, got {tuple(shape)}")
@@ -99,11 +102,23 @@ class Builder:
         self._values.append(Value(self._own, len(self._values), tuple(map(int, shape)), dtype))
         return self._values[-1]
 
+    def constant(self, tensor: Tensor) -> Value:
+        """A tensor that is known beforehand as a value, such as a table of positions; steps read it where it lies."""
+        if tensor.dtype not in _library.VALUES or tensor.device.type != "cpu" or tensor.numel() == 0:
+            raise ValueError(
+                f"a program's constant needs elements of its types on the CPU, got {tensor.dtype} on {tensor.device}"
+            )
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        options = {"dtype": dtype, "sizes": _list(tensor.shape), "value": "$0"}
+        self._steps.append(_Step("constant", [], options, {"value": tensor.detach()}))
+        self._values.append(Value(self._own, len(self._values), tuple(tensor.shape), tensor.dtype))
+        return self._values[-1]
+
     def _add(self, step: _Step) -> Value:
         for value in step.reads:
             if value.builder is not self._own:
                 raise ValueError("a program's values must be of one Builder")
-            if value.dtype != step.operands[0].dtype:
+            if torch.bool not in (value.dtype, step.operands[0].dtype) and value.dtype != step.operands[0].dtype:
                 raise ValueError(
                     f"{step.operation} needs values of one dtype, got {step.operands[0].dtype} and {value.dtype}"
                 )
@@ -166,9 +181,12 @@ class Builder:
         parameter: Parameter = None,
         residual: Value | None = None,
     ) -> Value:
-        """`activation(linear(x) + residual)` of rows: x is (..., in_features), of any number of dimensions but four."""
-        if len(x.shape) == 4:
-            raise ValueError(f"a program's linear needs rows, got an image {x.shape}: flatten it first")
+        """`activation(linear(x) + residual)` of rows: x is (..., in_features), of any number of dimensions.
+
+        Of four the activation has no parameter: that would be one for each channel of an image.
+        """
+        if len(x.shape) == 4 and parameter is not None:
+            raise ValueError(f"a program's linear needs rows for {activation}, got an image {x.shape}")
         if weight.ndim != 2:
             raise ValueError(
                 f"a program's linear needs a weight (out_features, in_features), got {tuple(weight.shape)}"
@@ -179,7 +197,13 @@ class Builder:
         return self._finish(step, info, activation, parameter, residual)
 
     def _algorithm(
-        self, operation: str, name: str, x: Value, options: dict[str, str], has_bias: bool = False
+        self,
+        operation: str,
+        name: str,
+        x: Value,
+        options: dict[str, str],
+        has_bias: bool = False,
+        others: Sequence[Value] = (),
     ) -> registry.AlgorithmInfo:
         """What `name` stands for in such a layer, checked."""
         try:
@@ -187,7 +211,7 @@ class Builder:
             asked = registry.algorithm(operation, name, "cpu")
             if asked.python:
                 raise ValueError(f"{operation}_{name} is a Python callable, which a program cannot run")
-            p = problem(Line(f"{operation}_{name}", (), options), [x.like()])
+            p = problem(Line(f"{operation}_{name}", (), options), [value.like() for value in (x, *others)])
             known = dict(p.sizes)
             if asked.rule and operation in ("conv2d", "linear"):  # it takes the best of those that a program can run
                 known["exclude"] = ",".join(a.name for a in registry.algorithms(operation, "cpu") if a.vendor)
@@ -314,14 +338,15 @@ class Builder:
         bound.apply_defaults()
         named = {name: value for name, value in bound.arguments.items() if name != "algorithm"}
         x = named.pop("input")
+        others = [value for name in step.values if (value := named.pop(name, None)) is not None]
         tensors = {name: t for name in step.constants if (t := named.pop(name, None)) is not None}
         for name, tensor in tensors.items():
             if tensor.dtype != x.dtype or tensor.device.type != "cpu":
                 what = f"{name} of {x.dtype} on the CPU, got {tensor.dtype} on {tensor.device}"
                 raise ValueError(f"{step.operation} needs a {what}")
-        options = step.options(named) | {name: "$0" for name in tensors}
-        info = self._algorithm(step.operation, algorithm, x, options)
-        line = _Step(f"{step.operation}_{info.name}", [x], options, tensors, algorithm=info.name)
+        options = step.options(named | {"input": x}) | {name: "$0" for name in tensors}
+        info = self._algorithm(step.operation, algorithm, x, options, others=others)
+        line = _Step(f"{step.operation}_{info.name}", [x, *others], options, tensors, algorithm=info.name)
         return self._add(line)
 
     # Element by element -----------------------------------------------------------------------------------------------
@@ -334,13 +359,31 @@ class Builder:
         return self._activated(_Step("activate", [x], {"activation": name}, {}), name, parameter)
 
     def binary(self, x: Value, y: Value, name: str, activation: str = "none", parameter: Parameter = None) -> Value:
-        """`activation(x + y)` ("add") or `activation(x * y)` ("mul"); one of them may be (N, C, 1, 1) beside (N, C, H, W)."""
+        """`activation(x + y)` ("add") or `activation(x * y)` ("mul"); one of them may be (N, C, 1, 1) beside (N, C, H, W).
+
+        Of other sizes y is expanded to x's, where that is possible; its first dimension is 1 then, or x's.
+        """
         operations = {"add": "add", "mul": "multiply"}
         if name not in operations:
             raise ValueError(f"no operation {name!r} of two values; there are: {', '.join(operations)}")
         if x.shape != y.shape and x.shape[-2:] == (1, 1):
             x, y = y, x
+        scale = len(x.shape) == 4 and y.shape == (*x.shape[:2], 1, 1)
+        if x.shape != y.shape and not scale:
+            y = self._expanded(y, x)
         return self._activated(_Step(operations[name], [x, y], {}, {}), activation, parameter)
+
+    def _expanded(self, y: Value, x: Value) -> Value:
+        """With x's sizes."""
+        missing = len(x.shape) - len(y.shape)
+        if missing < 0:
+            raise ValueError(f"cannot expand {y.shape} to {x.shape}")
+        if missing:
+            y = self.reshape(y, [*[1] * missing, *y.shape])
+        if y.shape == x.shape:
+            return y
+        lead = 0 if y.shape[0] == 1 else -1
+        return self.expand(y, [lead, *(n if s == 1 else -1 for n, s in zip(x.shape[1:], y.shape[1:], strict=True))], x)
 
     def affine(
         self,
@@ -373,9 +416,13 @@ class Builder:
         return self._add(_Step("slice", [x], options | {"start": str(start), "stop": str(stop)}, {}))
 
     # Views: nothing is moved where what reads the value can read it as it lies ----------------------------------------
-    def reshape(self, x: Value, sizes: Sequence[int]) -> Value:
-        """0 keeps the dimension in its place, -1 is what is left; so a program fits other batch sizes, too."""
-        return self._add(_Step("reshape", [x], {"sizes": _list(sizes)}, {}))
+    def reshape(self, x: Value, sizes: Sequence[int], *, channels_last: bool = False) -> Value:
+        """0 keeps the dimension in its place, -1 is what is left; so a program fits other batch sizes, too.
+
+        `channels_last`: of an image, whose channels are innermost where it is copied.
+        """
+        options = {"sizes": _list(sizes)} | ({"order": "channels_last"} if channels_last else {})
+        return self._add(_Step("reshape", [x], options, {}))
 
     def permute(self, x: Value, dims: Sequence[int]) -> Value:
         """As torch.permute."""
@@ -387,9 +434,10 @@ class Builder:
         place = index + x.shape[at] if index < 0 else index
         return self._add(_Step("select", [x], {"dim": str(at), "index": str(place)}, {}))
 
-    def expand(self, x: Value, sizes: Sequence[int]) -> Value:
-        """As torch.Tensor.expand, without new dimensions; -1 keeps one."""
-        return self._add(_Step("expand", [x], {"sizes": _list(sizes)}, {}))
+    def expand(self, x: Value, sizes: Sequence[int], like: Value | None = None) -> Value:
+        """As torch.Tensor.expand, without new dimensions; -1 keeps one, 0 is the size of `like`'s first one."""
+        operands = [x] if like is None else [x, like]
+        return self._add(_Step("expand", operands, {"sizes": _list(sizes)}, {}))
 
     def roll(self, x: Value, shifts: Sequence[int], dims: Sequence[int]) -> Value:
         """As torch.roll."""
@@ -443,7 +491,7 @@ class Builder:
             options = dict(step.options)
             if index in folded:
                 options["order"] = "channels_last"
-            image = self._values[step.operands[0].index] if step.operands[0].index in folded else None
+            image = self._values[step.operands[0].index] if step.operands and step.operands[0].index in folded else None
             chw = None if image is None else self._steps[image.index].operands[0].shape[1:]
             for name, tensor in step.tensors.items():
                 if name == "weight" and step.operation.startswith(("conv2d_", "linear_")):

@@ -136,7 +136,6 @@ class _Saver:
             "program": program.text,
             "constants": [self.tensor(t) for t in program.constants],
             "examples": _encoded(program.examples),
-            "kind": region.kind,
             "algorithms": list(region.algorithms),
         }
 
@@ -322,7 +321,7 @@ class _Loader:
         program = Program(
             region["program"], [self.tensor(t) for t in region["constants"]], self.value(region["examples"])
         )
-        return Region(program, region["kind"], tuple(region["algorithms"]))
+        return Region(program, tuple(region["algorithms"]))
 
     def graph(self, graph: dict[str, Any]) -> Body:
         held = {

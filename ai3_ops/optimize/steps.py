@@ -3,7 +3,7 @@
 Passes turn the nodes of a captured fx graph into calls of these functions, and `lower` turns runs of them into one C++
 program. As every step can be computed here, a graph can be run, in float64 too, before and after every rewrite.
 
-Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensions.
+Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensions, and views values of any rank.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def unary(input: Tensor, name: str, parameter: float | Tensor | None = None, *, 
 def binary(
     input: Tensor, other: Tensor, name: str, *, activation: str = "none", parameter: Tensor | float | None = None
 ) -> Tensor:
-    """Name is "add" or "mul"; `other` may be (N, C, 1, 1) beside an image."""
+    """Name is "add" or "mul"; `other` is broadcast to the input's sizes: (N, C, 1, 1) beside an image, or a table."""
     return UNARY[activation](input + other if name == "add" else input * other, parameter)
 
 
@@ -177,7 +177,40 @@ def flatten(input: Tensor, *, algorithm: str = "default") -> Tensor:
     return _computes("flatten", algorithm, input)(input, 1)
 
 
+# Views: the same elements with other sizes, in another order, or a part of them. Programs move nothing for them where what reads
+# them can read them as they lie. Numbers fit every batch size: -1 is the dimension that has the batch in it.
+def reshape(input: Tensor, sizes: Sequence[int]) -> Tensor:
+    """As torch.reshape."""
+    return input.reshape(*sizes)
+
+
+def permute(input: Tensor, dims: Sequence[int]) -> Tensor:
+    """As torch.permute."""
+    return input.permute(*dims)
+
+
+def cut(input: Tensor, dim: int, start: int, stop: int) -> Tensor:
+    """Elements start to stop of a dimension."""
+    return input.narrow(dim, start, stop - start)
+
+
+def expand(input: Tensor, sizes: Sequence[int], like: Tensor | None = None) -> Tensor:
+    """As torch.Tensor.expand, without new dimensions; a size of 0 is `like`'s first one, the batch."""
+    return input.expand(*(like.shape[0] if size == 0 and like is not None else size for size in sizes))
+
+
+def roll(input: Tensor, shifts: Sequence[int], dims: Sequence[int]) -> Tensor:
+    """As torch.roll."""
+    return torch.roll(input, tuple(shifts), tuple(dims))
+
+
+def join(inputs: Sequence[Tensor], dim: int) -> Tensor:
+    """Along a dimension."""
+    return torch.cat(list(inputs), dim)
+
+
+VIEWS: tuple[Callable[..., Tensor], ...] = (reshape, permute, cut, expand)
 STEPS: tuple[Callable[..., Tensor], ...] = (
     conv2d, linear, max_pool2d, avg_pool2d, adaptive_avg_pool2d, unary, binary, affine, concat, slice_channels, flatten,
-    *Step.by_function,
+    *VIEWS, roll, join, *Step.by_function,
 )  # fmt: skip

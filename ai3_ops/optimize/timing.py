@@ -120,8 +120,10 @@ def latency(node: Node) -> float:
 def _moved(node: Node) -> int | None:
     """Bytes that a step copies which computes nothing; None for others."""
     size = node.meta["dtype"].itemsize
-    if node.target in (steps.slice_channels, steps.flatten):
+    if node.target in (steps.slice_channels, steps.flatten, *steps.VIEWS):
         return 0
+    if node.target in (steps.roll, steps.join):
+        return 2 * size * math.prod(node.meta["shape"])
     if node.target is not steps.concat:
         return None
     # What writes into one concatenation alone writes there at once; anything else is copied there.
@@ -149,7 +151,7 @@ def _bandwidth() -> float:
 
 def _measure(node: Node) -> float:
     """The step alone as a program; of steps that the engine does not have, by PyTorch."""
-    from ai3_ops.optimize.lower import Part, build, kind_of
+    from ai3_ops.optimize.lower import Part, build, fits
 
     network = Network(fx.Graph(), {})
     names: dict[Node, Node] = {}
@@ -171,10 +173,9 @@ def _measure(node: Node) -> float:
     tensors = [torch.randn(n.meta["shape"], dtype=n.meta["dtype"]) for n in inputs]
     tensors = [_channels_last(t) for t in tensors]
     try:
-        kind = kind_of(copied)
-        if kind is None:
+        if not fits(copied):
             raise ValueError
-        region = build(network, Part(kind, (copied,), tuple(inputs), (copied,)))
+        region = build(network, Part((copied,), tuple(inputs), (copied,)))
         return interleaved([lambda: region(*tensors)], rounds=5)[0]
     except (ValueError, RuntimeError):
         network.graph.erase_node(anchor)

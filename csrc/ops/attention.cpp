@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "../algos/attention/problem.h"
+#include "program/step.h"
 #include "tensors.h"
 
 namespace ai3::ops {
@@ -229,6 +230,55 @@ void backward(const Entry& entry, StableIValue* stack) {
   }
   give_gradients(stack, result);
 }
+
+// A line of a program: attention_<algorithm> %query %key %value scale=0.125 is_causal=0; a mask is a fourth value. All are read
+// as they lie, so that parts of one product are no copies; the output is (N, L, H, E) in memory, where heads are joined next.
+struct AttentionStep final : program::Step {
+  AttentionProblem p{};
+  const Entry& entry;
+
+  explicit AttentionStep(program::Reader& r) : entry(*r.entry) {
+    r.traits<AttentionProblem>();
+    const bool masked = r.line.operands.size() == 4;
+    r.needs_operands(masked ? 4 : 3);
+    const program::Value query = r.operand(0), key = r.operand(1), value = r.operand(2);
+    const Sizes &q = query.sizes, &k = key.sizes, &v = value.sizes;
+    r.line.check(q.size() == 4 && k.size() == 4 && v.size() == 4 && q[0] == k[0] && q[0] == v[0] && k[1] == v[1] &&
+                     q[3] == k[3] && k[2] == v[2] && k[1] > 0 && q[1] % k[1] == 0 && query.dtype == key.dtype &&
+                     query.dtype == value.dtype,
+                 "needs query (N, H, L, E), key (N, H, S, E) and value (N, H, S, Ev), got " + to_string(q) + ", " + to_string(k) +
+                     " and " + to_string(v));
+    p.dtype = query.dtype, p.outer = 1, p.batch = q[0], p.heads = q[1], p.kv_heads = k[1], p.queries = q[2], p.keys = k[2];
+    p.size = q[3], p.value_size = v[3], p.scale = r.line.real("scale"), p.causal = r.line.word("is_causal", "0") == "1";
+    p.parameters = r.parameters();
+    read_parameters(entry, p);
+    if (masked) {
+      const program::Value& m = r.any_operand(3);
+      const Sizes scores{p.batch, p.heads, p.queries, p.keys};
+      bool fits = m.sizes.size() <= scores.size() && !p.causal && (m.dtype == DType::boolean || m.dtype == p.dtype);
+      for (size_t d = 1; fits && d <= m.sizes.size(); d++)
+        fits = m.sizes[m.sizes.size() - d] == 1 || m.sizes[m.sizes.size() - d] == scores[scores.size() - d];
+      r.line.check(fits, "needs a mask, and is_causal without one, that broadcasts to " + to_string(scores) + ", got " +
+                             to_string(m.sizes));
+      p.has_mask = true, p.mask_dtype = m.dtype;
+    }
+    set_threads(p);
+    r.output({p.batch, p.heads, p.queries, p.value_size}, p.dtype, {0, 2, 1, 3});
+  }
+  void emit(program::Emitter& e) override {
+    auto at = [&](int v, size_t d) {  // the stride of dimension d, counted from the last one
+      const Sizes& sizes = e.of(v).sizes;
+      return d >= sizes.size() || sizes[sizes.size() - 1 - d] == 1 ? 0 : e.values().position(v).strides[sizes.size() - 1 - d];
+    };
+    auto strides = [&](int v) { return AttentionStrides{0, at(v, 3), at(v, 2), at(v, 1)}; };
+    const int query = e.with_rows(e.operand(0)), key = e.with_rows(e.operand(1)), value = e.with_rows(e.operand(2));
+    const int mask = p.has_mask ? e.operand(3) : -1;
+    p.query_at = strides(query), p.key_at = strides(key), p.value_at = strides(value), p.output_at = strides(e.value);
+    if (p.has_mask) p.mask_at = strides(mask), p.mask_column = at(mask, 0);
+    e.step(entry, p, {.query = e.at(query), .key = e.at(key), .value = e.at(value), .mask = e.at(mask), .output = e.output()});
+  }
+};
+AI3_STEPS(attention, AttentionStep)
 
 // Of algorithms that keep the log-sum-exp for a kernel of the gradients, or choose among those. A user's gets PyTorch's.
 bool has_gradients(const AlgorithmInfo& info) {

@@ -63,6 +63,11 @@ int Emitter::rows(int v, const Sizes& order, bool apart) {
   if (found && (apart || *found == row || count_of(of(v).sizes) <= row)) return v;
   return planner_.dense(v, order, line());
 }
+int Emitter::with_rows(int v) {
+  const Sizes& sizes = of(v).sizes;
+  return sizes.back() == 1 || values().position(v).strides.back() == 1 ? v
+                                                                       : planner_.dense(v, natural_order(sizes.size()), line());
+}
 int64_t Emitter::row(int v, const Sizes& order) const {
   return rows_apart(of(v).sizes, values().position(v).strides, order).value();
 }
@@ -115,6 +120,7 @@ void Planner::add(Draft draft, const Line& text) {
 void Planner::copy(int from, int to, const Line& text) {
   const Value& y = values.at(to);
   if (count_of(y.sizes) == 0) return;
+  text.check(y.dtype != DType::boolean, "needs a copy of booleans");
   const Position x = values.position(from), target = values.position(to);
   std::vector<CopyDim> dims = copy_dims(values.at(from).sizes, x.strides, target.strides);
   // What is contiguous in x stands beside what is in y: squares of both are turned in registers.

@@ -111,6 +111,8 @@ Place Planner::place_of(int v) const {
   if (v < 0) return {};
   const Position p = values.position(v);
   const Value& root = values.at(p.root);
+  if (root.home == Home::constant)
+    return {1 + program().inputs, plan.constants[static_cast<size_t>(root.index)].offset + p.offset * size_of(root.dtype)};
   const int32_t base = root.home == Home::arena   ? 0
                        : root.home == Home::input ? 1 + root.index
                                                   : 2 + program().inputs + root.index;

@@ -16,13 +16,15 @@ using Tensors = std::vector<Tensor>;
 
 DType dtype_of_tensor(const Tensor& t, const std::string& what) {
   if (const auto dtype = known_dtype(t)) return *dtype;
-  refuse_call("needs float64, float32, bfloat16 or float16 tensors, got another dtype as " + what);
+  if (t.scalar_type() == ScalarType::Bool) return DType::boolean;  // a mask
+  refuse_call("needs float64, float32, bfloat16, float16 or bool tensors, got another dtype as " + what);
 }
 ScalarType scalar_type(DType dtype) {
   switch (dtype) {
     case DType::f64: return ScalarType::Double;
     case DType::bf16: return ScalarType::BFloat16;
     case DType::f16: return ScalarType::Half;
+    case DType::boolean: return ScalarType::Bool;
     default: return ScalarType::Float;
   }
 }
@@ -211,7 +213,8 @@ extern "C" AI3_EXPORT const char* ai3_program(const char* text, const int64_t* i
     std::vector<ai3::ops::program::InputLayout> layouts;
     const int64_t *at = inputs, *const end = inputs + count;
     while (end - at >= 3 && end - at - 3 >= at[2] && at[2] >= 0) {
-      if (at[0] < 0 || at[0] > 3) throw std::runtime_error("ai3: unknown dtype " + std::to_string(at[0]));
+      if (at[0] < 0 || (at[0] > 3 && at[0] != static_cast<int64_t>(ai3::DType::boolean)))
+        throw std::runtime_error("ai3: unknown dtype " + std::to_string(at[0]));
       layouts.push_back({static_cast<ai3::DType>(at[0]), {at + 3, at + 3 + at[2]}, at[1]});
       at += 3 + at[2];
     }

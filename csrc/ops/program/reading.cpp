@@ -30,7 +30,12 @@ const StepKind& kind_of(const Line& line, const Entry*& entry) {
 // ---- What a step's constructor asks ----------------------------------------------------------------------------------------
 
 Where Reader::where() const { return planner_.where; }
-const Value& Reader::operand(size_t i) const { return planner_.values.at(line.operands[i]); }
+const Value& Reader::any_operand(size_t i) const { return planner_.values.at(line.operands[i]); }
+const Value& Reader::operand(size_t i) const {
+  const Value& x = any_operand(i);
+  line.check(x.dtype != DType::boolean, "computes no booleans");
+  return x;
+}
 const Value& Reader::named(const char* option) const { return planner_.values.at(line.value(option)); }
 void Reader::needs_operands(size_t count) const {
   line.check(line.operands.size() == count,
@@ -77,6 +82,12 @@ void Reader::output(Sizes sizes, DType dtype, Sizes order) {
   const Value& r = named("residual");
   line.check(r.sizes == y.sizes && r.dtype == y.dtype,
              "needs a residual of the output's sizes " + to_string(y.sizes) + ", got " + to_string(r.sizes));
+}
+void Reader::constant_output(const char* name, Sizes sizes, DType dtype) {
+  elements(name, dtype, count_of(sizes));
+  rows_output(std::move(sizes), dtype);
+  Value& y = planner_.values.all().back();
+  y.home = Home::constant, y.index = line.constant(name);
 }
 
 // ---- The lines -------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ class Reader {
   Parameters parameters() const;  // of the algorithm's own
   Where where() const;
   void needs_operands(size_t count) const;
-  const Value& operand(size_t i) const;
+  const Value& operand(size_t i) const;          // of numbers
+  const Value& any_operand(size_t i) const;      // or a mask of booleans, which steps read as it lies
   const Value& named(const char* option) const;  // an option's value
   // The first operand, the only one, as (N, C, H, W).
   const Value& image() const;
@@ -76,6 +77,8 @@ class Reader {
     const size_t rank = sizes.size();
     output(std::move(sizes), dtype, natural_order(rank));
   }
+  // The line's value is a constant as it lies among the others.
+  void constant_output(const char* name, Sizes sizes, DType dtype);
 
  private:
   friend class Planner;
@@ -95,6 +98,8 @@ class Emitter {
 
   // The value, or a dense copy, as rows of its innermost dimension in this order; `apart`: also those with gaps between them.
   int rows(int v, const Sizes& order, bool apart);
+  // The value, or a dense copy, with neighbours in its last dimension.
+  int with_rows(int v);
   int64_t row(int v, const Sizes& order) const;  // elements from one row to the next
   Strides4 image_strides(int v) const;
   // Whether y may be written over x, which nothing reads any more; then it is.
@@ -108,7 +113,8 @@ class Emitter {
   template <class P>
   void step(const Entry& entry, const P& p, const typename P::Operands& operands) {
     static_assert(kOperandsIn<typename P::Operands> <= kRolesAtMost);
-    auto call = std::make_shared<const Prepared<P>>(prepare(entry, where(), p));
+    auto call = std::make_shared<Prepared<P>>(prepare(entry, where(), p));
+    call->problem = call->own(p);  // a kept call may be of tensors that lie otherwise
     const int64_t workspace = call->workspace;
     add(
         std::move(call),

@@ -27,7 +27,7 @@ std::optional<int64_t> rows_apart(const Sizes& sizes, const Sizes& strides, cons
 // Strides that the same elements have with other sizes, where there are such.
 std::optional<Sizes> reshaped(const Sizes& sizes, const Sizes& strides, const Sizes& to);
 
-enum class Home { arena, input, output };
+enum class Home { arena, input, output, constant };
 
 struct Value {
   Sizes sizes;
@@ -41,7 +41,7 @@ struct Value {
   int64_t offset = 0;
   // Of memory of its own:
   Home home = Home::arena;
-  int index = 0;                  // of the input or output
+  int index = 0;                  // of the input, output or constant
   int first = kNever, last = -1;  // steps that need it
   int64_t place = 0;              // bytes, in the arena
 

@@ -7,13 +7,14 @@
 namespace ai3::ops::program {
 namespace {
 
-// reshape %x sizes=0,-1,64: 0 keeps a dimension, -1 is what is left. A view where the elements lie so; else one copy.
+// reshape %x sizes=0,-1,64: 0 keeps a dimension, -1 is what is left. A view where the elements lie so; else one copy, of an image
+// with order=channels_last in that order.
 struct ReshapeStep : Step {
   Sizes from, to;
 
   explicit ReshapeStep(Reader& r) {
     r.needs_operands(1);
-    const Value& x = r.operand(0);
+    const Value& x = r.any_operand(0);
     from = x.sizes, to = r.line.list("sizes");
     int64_t rest = count_of(from), open = -1;
     for (size_t d = 0; d < to.size(); d++) {
@@ -23,8 +24,10 @@ struct ReshapeStep : Step {
     }
     if (open >= 0) to[static_cast<size_t>(open)] = rest;
     r.line.check(count_of(to) == count_of(from), "needs sizes that hold all elements, got " + to_string(from));
-    const size_t rank = to.size();
-    r.output(to, x.dtype, natural_order(rank));
+    const bool image = r.line.word("order", "contiguous") == "channels_last";
+    r.line.check(!image || to.size() == 4, "needs four sizes for an image");
+    const DType dtype = x.dtype;
+    r.output(to, dtype, image ? image_order() : natural_order(to.size()));
   }
   ReshapeStep() = default;
   void emit(Emitter& e) override { emit_of(e, e.values().position(e.operand(0)), from); }
@@ -68,7 +71,7 @@ struct PermuteStep final : Step {
 
   explicit PermuteStep(Reader& r) {
     r.needs_operands(1);
-    const Value& x = r.operand(0);
+    const Value& x = r.any_operand(0);
     dims = r.line.list("dims");
     Sizes sorted = dims, sizes, order;
     std::sort(sorted.begin(), sorted.end());
@@ -92,7 +95,7 @@ struct SliceStep final : Step {
 
   explicit SliceStep(Reader& r) {
     r.needs_operands(1);
-    const Value& x = r.operand(0);
+    const Value& x = r.any_operand(0);
     const bool named = r.line.has("dim");
     const int64_t at = named ? r.line.number_of("dim") : 1, rank = static_cast<int64_t>(x.sizes.size());
     dim = static_cast<size_t>(at), start = r.line.number_of("start");
@@ -117,7 +120,7 @@ struct SelectStep final : Step {
 
   explicit SelectStep(Reader& r) {
     r.needs_operands(1);
-    const Value& x = r.operand(0);
+    const Value& x = r.any_operand(0);
     const int64_t at = r.line.number_of("dim");
     index = r.line.number_of("index"), dim = static_cast<size_t>(at);
     r.line.check(at >= 0 && dim < x.sizes.size() && x.sizes.size() > 1 && index >= 0 && index < x.sizes[dim],
@@ -136,16 +139,20 @@ struct SelectStep final : Step {
   }
 };
 
-// expand %x sizes=-1,12,64: -1 keeps a dimension; those of one element are read again and again.
+// expand %x sizes=-1,12,64: -1 keeps a dimension; those of one element are read again and again. expand %x %y sizes=0,12,64:
+// 0 is the size of y's first dimension, which may be another one in each call.
 struct ExpandStep final : Step {
   explicit ExpandStep(Reader& r) {
-    r.needs_operands(1);
-    const Value& x = r.operand(0);
+    const bool like = r.line.operands.size() == 2;
+    r.needs_operands(like ? 2 : 1);
+    const Value& x = r.any_operand(0);
     Sizes sizes = r.line.list("sizes");
     r.line.check(sizes.size() == x.sizes.size(), "needs as many sizes as dimensions, got " + to_string(x.sizes));
     for (size_t d = 0; d < sizes.size(); d++) {
+      const bool open = sizes[d] == 0 && like;
+      if (open) sizes[d] = r.any_operand(1).sizes[0];
       if (sizes[d] == -1) sizes[d] = x.sizes[d];
-      r.line.check(sizes[d] > 0 && (sizes[d] == x.sizes[d] || x.sizes[d] == 1), "cannot expand " + to_string(x.sizes));
+      r.line.check((sizes[d] > 0 || open) && (sizes[d] == x.sizes[d] || x.sizes[d] == 1), "cannot expand " + to_string(x.sizes));
     }
     const size_t rank = sizes.size();
     r.output(std::move(sizes), x.dtype, natural_order(rank));
@@ -159,13 +166,26 @@ struct ExpandStep final : Step {
   }
 };
 
+// constant dtype=float32 sizes=1,197,768 value=$3: a table of positions and the like, read where it lies.
+struct ConstantStep final : Step {
+  explicit ConstantStep(Reader& r) {
+    r.needs_operands(0);
+    const std::string& word = r.line.word("dtype");
+    const DType known[] = {DType::f64, DType::f32, DType::bf16, DType::f16, DType::boolean};
+    const auto* found = std::find_if(std::begin(known), std::end(known), [&](DType d) { return word == ai3::name_of(d); });
+    r.line.check(found != std::end(known), "has no such type");
+    r.constant_output("value", r.line.list("sizes"), *found);
+  }
+  void emit(Emitter&) override {}
+};
+
 // roll %x shifts=3,3 dims=1,2: copies of the pieces, to where they come.
 struct RollStep final : Step {
   Sizes shifts, dims;
 
   explicit RollStep(Reader& r) {
     r.needs_operands(1);
-    const Value& x = r.operand(0);
+    const Value& x = r.any_operand(0);
     shifts = r.line.list("shifts"), dims = r.line.list("dims");
     r.line.check(shifts.size() == dims.size(), "needs as many shifts as dims");
     for (size_t i = 0; i < dims.size(); i++) {
@@ -202,6 +222,7 @@ AI3_STEP(slice, SliceStep)
 AI3_STEP(select, SelectStep)
 AI3_STEP(expand, ExpandStep)
 AI3_STEP(roll, RollStep)
+AI3_STEP(constant, ConstantStep)
 
 }  // namespace
 }  // namespace ai3::ops::program

@@ -1,0 +1,190 @@
+"""Transformers through `optimize`: one program, whatever the batch, saved and loaded."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import check, exact
+from torch import nn
+
+import ai3_ops
+from ai3_ops.optimize.lower import Region
+from ai3_ops.optimize.network import difference
+
+
+def seeded(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
+    return model.eval()
+
+
+class Patches(nn.Module):
+    """A vision transformer: patches, a class token, positions, PyTorch's own blocks."""
+
+    def __init__(self, features=16):
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, features, 4, 4), nn.Linear(features, 5)
+        self.token = nn.Parameter(torch.zeros(1, 1, features))
+        self.positions = nn.Parameter(torch.zeros(1, 10, features))
+        self.norm, self.attention = nn.LayerNorm(features), nn.MultiheadAttention(features, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.LayerNorm(features), nn.Linear(features, 40), nn.GELU(), nn.Linear(40, features))
+
+    def forward(self, x):
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.positions
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return self.head((x + self.mlp(x))[:, 0])
+
+
+class Block(nn.Module):
+    """Attention as models write it: `how` the heads are split, and what is masked."""
+
+    def __init__(self, how="unbind", masked="", features=24, heads=3, kv_heads=3):
+        super().__init__()
+        self.how, self.masked, self.heads, self.kv_heads = how, masked, heads, kv_heads
+        size = features // heads
+        self.qkv = nn.Linear(features, (heads + 2 * kv_heads) * size)
+        self.q, self.k, self.v, self.out = (nn.Linear(features, features) for _ in range(4))
+        self.norm, self.up, self.down = nn.LayerNorm(features), nn.Linear(features, 32), nn.Linear(32, features)
+        self.register_buffer("lower", torch.ones(7, 7).tril().bool())
+        self.register_buffer("bias", torch.randn(1, heads, 7, 7, generator=torch.Generator().manual_seed(3)))
+
+    def heads_of(self, x):
+        n, length, features = x.shape
+        size = features // self.heads
+        match self.how:
+            case "unbind":
+                return self.qkv(x).reshape(n, length, 3, self.heads, size).permute(2, 0, 3, 1, 4).unbind(0)
+            case "chunk":
+                return [t.view(n, length, self.heads, size).transpose(1, 2) for t in self.qkv(x).chunk(3, -1)]
+            case "split":
+                widths = [self.heads * size, self.kv_heads * size, self.kv_heads * size]
+                parts = self.qkv(x).split(widths, -1)
+                return [t.unflatten(-1, (-1, size)).transpose(1, 2) for t in parts]
+        return [f(x).view(n, length, self.heads, size).transpose(1, 2) for f in (self.q, self.k, self.v)]
+
+    def forward(self, x):
+        q, k, v = self.heads_of(self.norm(x))
+        mask = {"boolean": self.lower, "bias": self.bias}.get(self.masked)
+        causal, grouped = self.masked == "causal", self.heads != self.kv_heads
+        scale = 0.25 if self.masked == "scale" else None
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=grouped)
+        x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+        return x + self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+def regions(fast):
+    return [module for module in fast._ai3_first.body.modules() if isinstance(module, Region)]
+
+
+def is_one_program(fast):
+    body = fast._ai3_first.body
+    assert isinstance(body, Region), body
+    return body.program
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_vision_transformer_is_one_program(batch):
+    model = seeded(Patches())
+    fast = check(model, torch.randn(batch, 3, 12, 12))
+    is_one_program(fast)
+    for other in (3, 1, 2):
+        x = torch.randn(other, 3, 12, 12)
+        assert difference(fast(x), exact(model, x)) < 1e-5
+
+
+@pytest.mark.parametrize("how", ["unbind", "chunk", "split", "three"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_heads_are_read_where_the_products_wrote_them(how, batch):
+    model = seeded(Block(how))
+    x = torch.randn(batch, 7, 24)
+    program = is_one_program(check(model, x))
+    assert "attention_" in program.text
+    assert not [step for step in program.report(x).steps if step.operation == "copy"]
+
+
+@pytest.mark.parametrize("masked", ["boolean", "bias", "causal", "scale"])
+def test_masks_and_scales_of_attention(masked):
+    model = seeded(Block(masked=masked))
+    fast = check(model, torch.randn(2, 7, 24))
+    is_one_program(fast)
+    x = torch.randn(5, 7, 24)
+    assert difference(fast(x), exact(model, x)) < 1e-5
+
+
+def test_fewer_heads_of_keys():
+    is_one_program(check(seeded(Block("split", kv_heads=1)), torch.randn(2, 7, 24)))
+
+
+class Masked(Block):
+    def forward(self, x, seen):
+        q, k, v = self.heads_of(self.norm(x))
+        y = F.scaled_dot_product_attention(q, k, v, seen[:, None, None])
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_that_are_inputs(dtype):
+    model = seeded(Masked())
+    for batch in (2, 3):
+        seen = torch.arange(7) < torch.tensor([7, 4, 6])[:batch, None]
+        given = torch.where(seen, 0.0, -math.inf) if dtype == torch.float32 else seen
+        fast = check(model, torch.randn(batch, 7, 24), given)
+        assert regions(fast)
+
+
+def test_longer_sequences_are_planned_anew():
+    model = seeded(Block())
+    fast = check(model, torch.randn(1, 7, 24))
+    for length in (9, 7, 4):
+        x = torch.randn(2, length, 24)
+        assert difference(fast(x), exact(model, x)) < 1e-5
+
+
+def test_encoders_of_pytorch():
+    model = nn.TransformerEncoderLayer(24, 3, 40, batch_first=True, norm_first=True, activation="gelu")
+    is_one_program(check(seeded(model), torch.randn(2, 7, 24)))
+
+
+class Windows(nn.Module):
+    """Swin's: rolled, cut into windows, and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block(features=24)
+
+    def forward(self, x):
+        n, h, w, c = x.shape
+        x = torch.roll(x, (-1, -2), (1, 2))
+        x = x.view(n, h // 2, 2, w // 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(-1, 4, c)
+        x = self.block(x)
+        x = x.view(n, h // 2, w // 2, 2, 2, c).permute(0, 1, 3, 2, 4, 5).reshape(n, h, w, c)
+        return torch.roll(x, (1, 2), (1, 2))
+
+
+def test_windows():
+    model = seeded(Windows())
+    fast = check(model, torch.randn(2, 4, 6, 24))
+    is_one_program(fast)
+    x = torch.randn(3, 4, 6, 24)
+    assert difference(fast(x), exact(model, x)) < 1e-5
+
+
+def test_saved_and_loaded(tmp_path):
+    model, x = seeded(Patches()), torch.randn(2, 3, 12, 12)
+    fast = check(model, x)
+    ai3_ops.save(fast, tmp_path / "transformer")
+    loaded = ai3_ops.load(tmp_path / "transformer")
+    for given in (x, torch.randn(3, 3, 12, 12)):
+        assert torch.equal(loaded(given), fast(given))
+
+
+def test_attention_that_selectors_name():
+    fast = check(seeded(Block()), torch.randn(2, 7, 24), selectors={"attention": "math"})
+    assert "attention_math" in is_one_program(fast).text
