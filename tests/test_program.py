@@ -676,7 +676,7 @@ def test_what_the_builder_refuses() -> None:
         (lambda: b.conv2d(x, weight, activation="elu"), "elu needs a slope"),
         (lambda: b.conv2d(x, weight, activation="prelu", parameter=torch.randn(3)), "slope of 4 elements"),
         (lambda: b.binary(x, x, "add", "tanh", 1.0), "needs no parameter"),
-        (lambda: b.binary(x, row, "add"), "expand"),
+        (lambda: b.binary(x, row, "add"), "same sizes"),
         (lambda: b.binary(x, x, "div"), "no operation 'div'"),
         (lambda: b.concat([]), "needs values"),
         (lambda: b.concat([x, row]), "channels alone"),
