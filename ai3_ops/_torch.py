@@ -101,6 +101,7 @@ def outside_of_compilation() -> AbstractContextManager[Any]:
 
 # What watches or changes the operators that a call makes --------------------------------------------------------------
 any_autocast = torch._C._is_any_autocast_enabled
+deterministic = torch._C._get_deterministic_algorithms  # as torch.are_deterministic_algorithms_enabled
 tracing_state = torch._C._get_tracing_state  # None: torch.jit.trace does not run
 any_requires_grad = torch._C._any_requires_grad  # of arguments, tensors or not
 in_transform = torch._C._are_functorch_transforms_active

@@ -212,6 +212,9 @@ def ratio(case: Case, seconds: float) -> tuple[float, float]:
     plain = ai3_ops.unswap(copy.deepcopy(case.layer))
     if isinstance(plain, nn.Conv2d):
         plain.to(memory_format=torch.contiguous_format)
+    for name, parameter in case.layer.named_parameters():  # the same memory, where it has the same order
+        if parameter.stride() == plain.get_parameter(name).stride():
+            setattr(plain, name, parameter)
     x = torch.randn(case.size)
     ours = torch.empty_strided(case.size, case.stride).copy_(x)
     theirs = torch.empty_strided(case.size, case.plain_stride).copy_(x)
@@ -238,8 +241,9 @@ def timed(name: str, seconds: float) -> dict[str, Callable[[], tuple[float, floa
 def document(stored: dict[str, Any]) -> list[str]:
     """The page: each level's rows that lose, and a summary by model."""
     lines = ["# Layers of other people's models", "", *(__doc__ or "").split("\n\n")[2:3], ""]
-    for machine, models in stored.items():
-        lines += [f"## {machine}", ""]
+    for machine, found_there in stored.items():
+        models = found_there["models"]
+        lines += [f"## {machine}", "", found_there["limits"], ""]
         rows = [
             (
                 name,
@@ -280,7 +284,11 @@ def main() -> int:
     console = Console()
     stored = measure.stored(PAGE, {})
     level = _library.registry()["level"]
-    machine = f"{measure.machine(torch.get_num_threads(), measure.Load())['processor']}, {level}"
+    about = measure.machine(torch.get_num_threads(), measure.Load())
+    machine = f"{about['processor']}, {level}"
+    limits = ", ".join(
+        f"{what} {about[what]}" for what in ("multiply-add peak", "read bandwidth", "threads", "versions", "date")
+    )
     for name in arguments.models or (*MODELS, *WHOLE):
         torch.manual_seed(0)
         gc.collect()
@@ -301,7 +309,9 @@ def main() -> int:
                     markup=False,
                     highlight=False,
                 )
-        stored.setdefault(machine, {})[name] = times
+        here = stored.setdefault(machine, {"limits": "", "models": {}})
+        here["limits"] = f"{limits[0].upper()}{limits[1:]}."
+        here["models"][name] = times
         measure.write(PAGE, document(stored), stored)
     return 0
 

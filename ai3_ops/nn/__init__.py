@@ -36,7 +36,7 @@ def _leaf_class(
             return original.forward(self, input)
         if is_sharded(self):
             call.gathered = True
-        return call(*arguments(self, input))
+        return call.of_module(arguments(self, input))
 
     wholes = [f for cls, f in Call.by_name[operation].forwards.items() if issubclass(original, cls)]
 

@@ -86,6 +86,7 @@ class AdaptiveAvgPool2dCall(Call):
     operation = "adaptive_avg_pool2d"
     functions = (F.adaptive_avg_pool2d,)
     function = F.adaptive_avg_pool2d
+    repeats = True
     modules: ClassVar = {nn.AdaptiveAvgPool2d: lambda m, x: (x, m.output_size)}
 
     def arguments(self, input: Tensor, output_size: Any) -> tuple[Any, ...]:

@@ -72,6 +72,7 @@ class AvgPool2dCall(Call):
     operation = "avg_pool2d"
     functions = (F.avg_pool2d,)
     function = F.avg_pool2d
+    repeats = True
     modules: ClassVar = {
         nn.AvgPool2d: lambda m, x: (
             x, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, m.divisor_override

@@ -26,10 +26,12 @@ from ai3_ops.selectors import Algorithm
 # Looked up once: a call asks each of these.
 _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
+_deterministic = _torch.deterministic
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
 SWITCHES = ("deterministic", "allow_tf32")  # keyword arguments that every algorithm of some operations has
 REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
+LEFT, UNKNOWN = "left to PyTorch", "asked each time"  # how a call is made, besides by a plan
 
 
 class Spec(NamedTuple):
@@ -155,6 +157,7 @@ class Call:
     computed: str = ""  # what makes a parameter of a weight that the module computes at every call
     why_left: ClassVar[str] = "some calls had sizes for which PyTorch is faster"
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
+    repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}
     times: tuple[float | None, float | None] = (None, None)  # as a plan has them: microseconds of a call, and PyTorch's
     # Of a convolution in a network that computes in channels_last (`nn.layout`):
@@ -196,7 +199,14 @@ class Call:
         self.refused: dict[Any, str] = {}
         self.watch: Callable[[Call], None] | None = None
         self.plans: dict[Any, CallPlan | None] = {}
-        self.generation = -1  # of the registry, for which the plans and `rule` hold
+        self.ways: dict[Any, CallPlan | str] = {}  # how calls of a module are made that were made before
+        self.left: tuple[Any, ...] = (
+            None,
+            None,
+            None,
+            -1,
+        )  # the last input of a module's call that was left to PyTorch
+        self.generation = -1  # of the registry, for which the plans, the ways and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
         self.gathered = False  # whether FSDP gathers the weight at every call: same memory, same version
         self.holder: Callable[[], nn.Module | None] | None = None  # a call site's module, which may be sharded later
@@ -213,6 +223,8 @@ class Call:
             "refused",
             "watch",
             "plans",
+            "ways",
+            "left",
             "generation",
             "rule",
             "doubt",
@@ -260,7 +272,7 @@ class Call:
         """Computes with `algorithm` from now on; ValueError for names or parameters that do not exist."""
         self.operator, self.options = algorithm.operator(self.operation)
         self.algorithm = algorithm
-        self.generation = -1
+        self.generation, self.left = -1, (None, None, None, -1)
 
     # Support ----------------------------------------------------------------------------------------------------------
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:
@@ -369,6 +381,74 @@ class Call:
     def arguments(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """From the arguments of PyTorch's function to the operator's."""
         raise NotImplementedError
+
+    def of_module(self, args: tuple[Any, ...]) -> Tensor:
+        """As `__call__`, for a module: what was decided about such a call once is not asked again.
+
+        Only while gradients are off; what is not left to PyTorch only where nothing watches or changes what is called. A small
+        layer takes less time than to ask.
+        """
+        input = args[0]
+        if not self.repeats or self.writes_nchw or self.reads_last or type(input) is not Tensor:
+            return self(*args)
+        if _is_compiling() or _grad_enabled() or _any_autocast():
+            return self(*args)
+        shape, stride, dtype, generation = self.left
+        try:
+            same = input.shape == shape and input.stride() == stride and input.dtype is dtype
+        except RuntimeError:  # a nested tensor has none of these
+            return self(*args)
+        if same and generation == registry.generation():
+            self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
+            return type(self).function(*args)
+        if _deterministic() or _transformed(input) or self.operator is None or not self.calls:
+            return self(*args)
+        if registry.generation() != self.generation:
+            self.renew()
+        try:
+            key = self.way_key(args)
+            way = self.ways.get(key)
+        except (AttributeError, TypeError):  # an argument that is no tensor; a list among them
+            return self(*args)
+        if way is None:
+            output = self(*args)
+            if len(self.ways) >= REMEMBERED:
+                self.ways.clear()
+            self.ways[key] = self.way(args)
+            return output
+        if way is LEFT:
+            self.left = input.shape, input.stride(), input.dtype, self.generation
+        elif type(way) is CallPlan:
+            try:
+                inferred = self.infer(way, args)
+            except RuntimeError:  # a refusal, of which `__call__` knows more
+                inferred = None
+            if inferred is not None:
+                self.calls += 1
+                return inferred
+        return self(*args)
+
+    def way_key(self, args: tuple[Any, ...]) -> Any:
+        """What the way of a call depends on, in the state that `of_module` asks for."""
+        input = args[0]
+        return input.shape, input.stride(), input.dtype, args[1:]
+
+    def way(self, args: tuple[Any, ...]) -> CallPlan | str:
+        """How a call of a module is made, where its arguments are the operator's already."""
+        given = self.arguments(*args)
+        same = (a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(given, args, strict=False))
+        if len(given) != len(args) or not all(same):
+            return UNKNOWN
+        if self.refused or self.varies or self.doubt:
+            return UNKNOWN
+        if self.leaves(args):
+            return LEFT
+        return self.plan(args) or UNKNOWN
+
+    def leaves(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` leaves such a call to PyTorch, as `run_or_leave` finds."""
+        rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
+        return rule and not self.gains(args)
 
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
@@ -502,7 +582,7 @@ class Call:
         infos = [a for a in registry.registered() if (a.operation, a.name) == (self.operation, self.algorithm.name)]
         self.rule, self.varies = any(a.rule for a in infos), not all(a.deterministic for a in infos)
         self.doubt, self.mixed = self.approximates(self.algorithm), any(self.algorithm.backward)
-        self.generation, self.plans, self.gradients = registry.generation(), {}, {}
+        self.generation, self.plans, self.ways, self.gradients = registry.generation(), {}, {}, {}
 
     def doubts(self, args: tuple[Any, ...]) -> str:
         """Why the algorithm may not be taken, or its gradients' cannot do this call."""
@@ -703,6 +783,11 @@ class WeightedCall(Call):
         weight = args[1]
         mode = _any_autocast(), torch.are_deterministic_algorithms_enabled()
         return mode, args[0].dtype, weight.shape, weight.stride(), weight.dtype, args[2] is None, args[3:]
+
+    def way_key(self, args: tuple[Any, ...]) -> Any:
+        """Of the weight its format; other sizes or another dtype for such an input are refused, and then asked about."""
+        input = args[0]
+        return input.shape, input.stride(), input.dtype, args[1].stride(), args[2] is None, args[3:]
 
     def leaves_computed(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` leaves a call to PyTorch because its weight, computed for this call, would be packed for it alone.

@@ -348,7 +348,7 @@ class LayerNormStep(Step):
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
-_ELEMENTS, _FEATURES_16_BITS = 2**16, 256
+_ELEMENTS, _FEATURES = {4: 2**18, 8: 2**16, 2: 2**16}, {4: 384, 8: 1, 2: 256}  # by the bytes of a number
 _GAINS = (
     _library.registry()["level"] == "avx512"
 )  # with AVX2 PyTorch takes less (docs/algorithms/layer_norm/default.md)
@@ -359,10 +359,11 @@ class LayerNormCall(Call):
 
     operation = "layer_norm"
     functions = (F.layer_norm, torch.layer_norm)
-    function = F.layer_norm
+    function = torch.layer_norm
+    repeats = True
     modules: ClassVar = {nn.LayerNorm: lambda m, x: (x, m.normalized_shape, *weights_of(m), m.eps)}
     why_left = (
-        "PyTorch is faster for some calls: of few elements, or short rows in 16 bits (docs/algorithms/layer_norm/default.md)"
+        "PyTorch is faster for some calls: of few elements, or short rows (docs/algorithms/layer_norm/default.md)"
         if _GAINS
         else "PyTorch is faster with AVX2 (docs/algorithms/layer_norm/default.md)"
     )
@@ -389,8 +390,10 @@ class LayerNormCall(Call):
         input, shape = args[:2]
         if input.device.type == "cpu" and not _GAINS:
             return False
-        wide = input.dtype.itemsize > 2 or math.prod(shape) >= _FEATURES_16_BITS
-        return input.device.type != "cpu" or (wide and input.numel() >= _ELEMENTS)
+        if input.device.type != "cpu":
+            return True
+        bytes = input.dtype.itemsize
+        return math.prod(shape) >= _FEATURES.get(bytes, 1) and input.numel() >= _ELEMENTS.get(bytes, 1)
 
     @staticmethod
     def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -404,6 +407,12 @@ class LayerNormCall(Call):
         if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in args[2:4]):
             return None
         return plan.operator(args[0], args[2], args[3], plan.numbers)
+
+    def way_key(self, args: tuple[Any, ...]) -> Any:
+        """The weight's and bias's dtypes of these."""
+        input, shape, weight, bias, eps = args
+        of_input = input.shape, input.stride(), input.dtype
+        return of_input, shape, None if weight is None else weight.dtype, None if bias is None else bias.dtype, eps
 
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """All but the tensors, which are not in the plan; a rule looks at whether they are there."""

@@ -273,9 +273,9 @@ Linear.rules = {
 _PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels gain
 # Whether they gain where every call packs the weight: with AVX2 both are equally fast without (docs/decisions/backward.md).
 _GAINS_UNPACKED = _library.registry()["level"] == "avx512"
-# With AVX2 PyTorch's products of short rows are faster, and those of one row, of weights that the caches hold
-# (docs/algorithms/linear/default.md).
-_FEATURES, _WEIGHTS = (1, 1) if _GAINS_UNPACKED else (192, 2**20)
+# PyTorch's products of short rows are faster, and those of one row, of weights that the caches hold; with AVX-512 also those that
+# take no longer than a call does (docs/algorithms/linear/default.md).
+_FEATURES, _OUTPUTS, _WEIGHTS, _LEAST = (32, 1, 100_000, 2**19) if _GAINS_UNPACKED else (192, 192, 2**20, 1)
 
 
 class LinearCall(SwitchedCall):
@@ -284,9 +284,12 @@ class LinearCall(SwitchedCall):
     operation = "linear"
     functions = (F.linear,)
     function = F.linear
+    repeats = True
     modules: ClassVar = {nn.Linear: lambda m, x: (x, *weights_of(m))}
     inside = (nn.MultiheadAttention,)
-    why_left = "PyTorch is faster for some calls: of few features, or of one row (docs/algorithms/linear/default.md)"
+    why_left = (
+        "PyTorch is faster for some calls: of few features, one row or few products (docs/algorithms/linear/default.md)"
+    )
 
     @staticmethod
     @_torch.constant_when_compiled
@@ -312,8 +315,10 @@ class LinearCall(SwitchedCall):
             or weight.ndim != 2
         ):
             return True
-        features = weight.shape[1]
-        return features >= _FEATURES and (input.numel() > features or weight.numel() >= _WEIGHTS)
+        outputs, features = weight.shape
+        if features < _FEATURES or outputs < _OUTPUTS:
+            return False
+        return weight.numel() >= _WEIGHTS or (input.numel() > features and input.numel() * outputs >= _LEAST)
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """Where each call packs."""

@@ -456,6 +456,79 @@ def test_the_reason_is_the_operations_own(layer, size, reason):
     assert "NCHW" not in row.reason
 
 
+@pytest.mark.parametrize(
+    ("layer", "small", "large"),
+    [
+        (nn.Conv2d(24, 16, 1), (1, 24, 1, 1), (1, 24, 20, 20)),
+        (nn.Conv2d(512, 512, 1), (2, 512, 1, 4), (1, 512, 1, 1)),
+        (nn.Linear(24, 24), (4, 24), None),
+        (nn.Linear(256, 256), (1, 256), (64, 256)),
+        (nn.LayerNorm(64), (4, 64), None),
+    ],
+)
+def test_what_is_too_small_for_a_call_is_left(layer, small, large):
+    swapped = ai3_ops.swap(layer.eval(), "default").eval()
+    left = isinstance(layer, nn.Linear | nn.LayerNorm) or small[-1] == 1
+    with torch.inference_mode():
+        for calls in (1, 2, 3):  # asked, remembered, taken from what is remembered
+            x = torch.randn(small)
+            torch.testing.assert_close(swapped(x), layer(x), rtol=1e-4, atol=1e-4)
+            assert (swapped._ai3.calls, swapped._ai3.torch_calls) == (calls, calls * left)
+        for calls in (4, 5, 6) if large else ():
+            x = torch.randn(large)
+            torch.testing.assert_close(swapped(x), layer(x), rtol=1e-4, atol=1e-4)
+            assert (swapped._ai3.calls, swapped._ai3.torch_calls) == (calls, 3 * left)
+
+
+@pytest.mark.parametrize("name", ["conv", "left", "linear", "norm", "pool"])
+def test_what_is_remembered_of_a_call_follows_the_module(name):
+    layers = {
+        "conv": (nn.Conv2d(8, 8, 3), (1, 8, 9, 9)),
+        "left": (nn.Conv2d(8, 8, 1), (1, 8, 1, 1)),
+        "linear": (nn.Linear(256, 512), (8, 256)),
+        "norm": (nn.LayerNorm(64), (8, 64)),
+        "pool": (nn.AvgPool2d(2), (1, 8, 9, 9)),
+    }
+    layer, size = layers[name]
+    layer = layer.eval().requires_grad_(False)
+    swapped = ai3_ops.swap(layer, "default").eval()
+
+    def same(dtype=torch.float32):
+        with torch.no_grad():
+            for _ in range(3):
+                x = torch.randn(size, dtype=dtype)
+                torch.testing.assert_close(swapped(x), layer(x), rtol=1e-4, atol=1e-4)
+
+    same()
+    for module in (layer, swapped):
+        if isinstance(module, nn.Conv2d):
+            module.stride, module.padding = (2, 2), (1, 1)
+        elif isinstance(module, nn.LayerNorm):
+            module.eps = 0.5
+        elif isinstance(module, nn.AvgPool2d):
+            module.kernel_size = 3
+    same()
+    if name != "pool":
+        new = torch.randn_like(layer.weight)
+        for module in (layer, swapped):
+            module.weight = nn.Parameter(new.clone(), False)
+        same()
+        for module in (layer, swapped):
+            module.weight.data = new * 2
+        same()
+        for module in (layer, swapped):
+            module.bias = None
+        same()
+    for module in (layer, swapped):
+        module.double()
+    same(torch.float64)
+    x = torch.randn(size, dtype=torch.float64, requires_grad=True)
+    swapped(x).sum().backward()
+    assert x.grad is not None
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(swapped)(x[None].detach())[0], layer(x), rtol=1e-4, atol=1e-4)
+
+
 @pytest.fixture
 def gaining(monkeypatch):
     """`default` gains in conv1d and layer_norm, as it does with AVX-512."""
@@ -477,7 +550,7 @@ def test_default_conv1d_under_autocast_is_pytorchs(dtype, gaining):
 
 LEFT = {  # a module, an input for which its call is left to PyTorch, and one for which it is not
     "conv1d": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 16), (2, 4, 2**16)),
-    "layer_norm": (lambda: nn.LayerNorm(512), (2, 512), (256, 512)),
+    "layer_norm": (lambda: nn.LayerNorm(512), (2, 512), (512, 512)),
 }
 
 
@@ -532,7 +605,7 @@ def test_compiled_calls_of_constant_sizes_are_left_where_eager_ones_are(operatio
 
 @pytest.mark.parametrize("eps", [np.float64(1e-3), np.float32(1e-3)])
 def test_numpys_numbers_are_numbers(eps, gaining):
-    x = torch.randn(128, 1024)
+    x = torch.randn(2, 128, 1024)
     norm, conv = nn.LayerNorm(1024, eps=eps), nn.Conv1d(128, 64, 3)
     conv.stride = np.int64(2)
     with torch.no_grad():
