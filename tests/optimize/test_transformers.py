@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import check, exact
+from nets import check, exact, optimized
 from torch import nn
 
 import ai3_ops
@@ -188,3 +188,16 @@ def test_saved_and_loaded(tmp_path):
 def test_attention_that_selectors_name():
     fast = check(seeded(Block()), torch.randn(2, 7, 24), selectors={"attention": "math"})
     assert "attention_math" in is_one_program(fast).text
+
+
+def test_bert_is_one_program_behind_its_embeddings():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 32}
+    model = seeded(transformers.BertModel(transformers.BertConfig(vocab_size=50, **sizes)))
+    x = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(2))
+    fast = optimized(model, x)
+    assert len(regions(fast)) == 1
+    for ids in (x, x[:1]):
+        with torch.no_grad():
+            got = fast(ids).last_hidden_state
+        assert difference(got, exact(model, ids).last_hidden_state) < 1e-5
