@@ -85,7 +85,7 @@ class Conv1d(Conv2d):
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
-_PRODUCTS = 2**21
+_PRODUCTS, _LARGE = 2**21, 3 * 2**19  # of a call; elements of an input, beyond which strides gain nothing
 _GAINS = _library.registry()["level"] == "avx512"  # with AVX2 PyTorch's are faster (docs/algorithms/conv1d/default.md)
 
 
@@ -128,6 +128,8 @@ class Conv1dCall(Conv2dCall):
         if args[6] != 1 or weight.shape[2] == 1:
             return False
         step = _number(args[3])
+        if step > 1 and input.numel() >= _LARGE:
+            return False
         return step < 1 or input.numel() // step * weight.shape[0] * weight.shape[2] >= _PRODUCTS
 
     def gains_unpacked(self, args: tuple[Any, ...]) -> bool:

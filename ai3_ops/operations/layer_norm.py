@@ -393,7 +393,8 @@ class LayerNormCall(Call):
         if input.device.type != "cpu":
             return True
         bytes = input.dtype.itemsize
-        return math.prod(shape) >= _FEATURES.get(bytes, 1) and input.numel() >= _ELEMENTS.get(bytes, 1)
+        enough = math.prod(shape) >= _FEATURES.get(bytes, 1) and input.numel() >= _ELEMENTS.get(bytes, 1)
+        return enough and input.is_contiguous()
 
     @staticmethod
     def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

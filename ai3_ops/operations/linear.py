@@ -275,7 +275,7 @@ _PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels 
 _GAINS_UNPACKED = _library.registry()["level"] == "avx512"
 # PyTorch's products of short rows are faster, and those of one row, of weights that the caches hold; with AVX-512 also those that
 # take no longer than a call does (docs/algorithms/linear/default.md).
-_FEATURES, _OUTPUTS, _WEIGHTS, _LEAST = (32, 1, 100_000, 2**19) if _GAINS_UNPACKED else (192, 192, 2**20, 1)
+_FEATURES, _WEIGHTS, _LEAST = (32, 100_000, 2**19) if _GAINS_UNPACKED else (192, 2**20, 1)
 
 
 class LinearCall(SwitchedCall):
@@ -316,7 +316,9 @@ class LinearCall(SwitchedCall):
         ):
             return True
         outputs, features = weight.shape
-        if features < _FEATURES or outputs < _OUTPUTS:
+        if features < _FEATURES or (
+            input.ndim and input.stride(-1) != 1
+        ):  # a transposed input is copied, by PyTorch in less time
             return False
         return weight.numel() >= _WEIGHTS or (input.numel() > features and input.numel() * outputs >= _LEAST)
 
