@@ -512,10 +512,9 @@ def is_wrong_in_training(weight: Tensor, stride: Any, groups: int, dtype: torch.
 # depthwise 0.35 to 0.9 of it.
 _SMALL = 110_000
 _LEAVES_NCHW = _library.registry()["level"] == "avx2"
-# 1x1 on a single pixel (squeeze-excite): below so many weights a call costs more than the products; in NCHW on this many pixels,
-# below so many products (docs/algorithms/conv2d/default.md).
+# 1x1 on a single pixel (squeeze-excite): below so many weights a call costs more than the products
+# (docs/algorithms/conv2d/default.md).
 _OF_ONE_PIXEL = 2**17 if _LEAVES_NCHW else 2**15
-_FEW_PIXELS, _PRODUCTS_OF_FEW = range(16, 65), 2**22
 
 
 def of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
@@ -534,7 +533,7 @@ class Conv2dCall(SwitchedCall):
     function = torch.conv2d
     repeats = True
     modules: ClassVar = {nn.Conv2d: of_module}
-    why_left = "PyTorch is faster for some calls: in NCHW, and 1x1 on few pixels (docs/algorithms/conv2d/default.md)"
+    why_left = "PyTorch is faster for some calls: in NCHW, and 1x1 on one pixel (docs/algorithms/conv2d/default.md)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what gains nothing in NCHW."""
@@ -566,12 +565,8 @@ class Conv2dCall(SwitchedCall):
         problem = self.problem(*(Spec.tensor(a) for a in map(Spec.of, args)))
         weight, preferred = args[1], registry.preferred.get(self.operation)  # the latter is the user's choice
         inputs, outputs = args[0].numel(), math.prod(problem.shape)
-        pixels = outputs // max(1, weight.shape[0])
-        if tuple(weight.shape[2:]) == (1, 1) and args[6] == 1 and preferred is None:
-            if pixels == 1:
-                return weight.numel() >= _OF_ONE_PIXEL
-            if not problem.channels_last and pixels in _FEW_PIXELS and pixels * weight.numel() < _PRODUCTS_OF_FEW:
-                return False
+        if tuple(weight.shape[2:]) == (1, 1) and args[6] == 1 and outputs == weight.shape[0] and preferred is None:
+            return weight.numel() >= _OF_ONE_PIXEL
         if not _LEAVES_NCHW or problem.channels_last or outputs <= _SMALL or 2 * outputs < inputs:
             return True
         chosen = self.resolved("default", args)
