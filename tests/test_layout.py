@@ -395,6 +395,21 @@ def test_unswap_gives_each_weight_the_memory_format_that_it_had(last, whole):
     assert strides(model) == before
 
 
+def test_unswap_keeps_the_memory_format_that_the_user_gave_meanwhile():
+    model = ai3_ops.swap(Branches().eval(), of_plan("channels_last"), inplace=True)
+    assert is_channels_last(model.conv.weight)
+    for moved in (model.float(), model.to("cpu"), copy.deepcopy(model)):
+        assert not is_channels_last(ai3_ops.unswap(copy.deepcopy(moved)).conv.weight)
+    later = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    assert is_channels_last(ai3_ops.unswap(ai3_ops.swap(later)).conv.weight)
+    back = copy.deepcopy(later).to(memory_format=torch.contiguous_format)
+    assert not is_channels_last(ai3_ops.unswap(back).conv.weight)
+    only = copy.deepcopy(model)
+    only.conv.to(memory_format=torch.channels_last)
+    ai3_ops.unswap(only)
+    assert [is_channels_last(m.weight) for m in (only.conv, only.one)] == [True, False]
+
+
 def test_what_fails_leaves_the_memory_formats_of_the_former_swap():
     swapped = ai3_ops.swap(Branches().eval(), of_plan("channels_last"))
     before = strides(swapped)

@@ -46,7 +46,7 @@ def _leaf_class(
 
     if wholes:
         forward = forward_whole
-    forward.__doc__ = original.forward.__doc__
+    forward.__doc__, forward.__qualname__ = original.forward.__doc__, original.forward.__qualname__
     names: dict[str, Any] = {
         "__module__": module,
         "__qualname__": original.__qualname__,

@@ -205,6 +205,22 @@ def former(model: nn.Module, format: str) -> list[nn.Module]:
     return [module for module in model.modules() if vars(module).get(FORMER) == format]
 
 
+def forget_former(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """After `module._apply(fn)`: where that gives tensors a memory format, the one before `convert` is no longer the user's.
+
+    `model.to(memory_format=torch.channels_last)` leaves weights as they are that a swap had put into channels_last, so that only
+    the function itself says that somebody asked for it.
+    """
+    weight = module._parameters.get("weight")
+    if FORMER not in vars(module) or weight is None:
+        return
+    for format in FORMATS.values():
+        probe = torch.empty((2, 2, 2, 2), dtype=weight.dtype, device=weight.device, memory_format=format)
+        if not fn(probe).is_contiguous(memory_format=format):
+            vars(module).pop(FORMER)
+            return
+
+
 class Watch(TorchFunctionMode):
     """Finds the convolutions whose outputs the model views as only NCHW can be viewed; the views succeed meanwhile."""
 

@@ -21,6 +21,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ai3_ops import registry
+from ai3_ops.nn import layout
 from ai3_ops.nn.sites import Found, Site, end_of, find, source_of, undecorated
 from ai3_ops.operations.calls import Call
 
@@ -145,7 +146,9 @@ class Swapped(nn.Module):
         made = self.__dict__.get("_ai3")
         for call in made.calls.values() if isinstance(made, Sites) else [made] if made else []:
             call.forget_packs()
-        return super()._apply(*args, **kwargs)
+        applied = super()._apply(*args, **kwargs)
+        layout.forget_former(self, args[0] if args else kwargs["fn"])
+        return applied
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)

@@ -20,7 +20,7 @@ from ai3_ops._torch import pytree
 from ai3_ops.optimize.state import copied, others, same_random_numbers
 from ai3_ops.selectors import listed
 from ai3_ops.steps import examples
-from ai3_ops.steps.discover import meant, refuse_meta, refuse_optimized
+from ai3_ops.steps.discover import does_not_run, refuse_meta, refuse_optimized
 from ai3_ops.steps.examples import Inputs
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def optimize(
         )
     if isinstance(selectors, Plan):
         selectors.check_machine(stacklevel=3)
-    args, kwargs = _arguments(example_inputs)
+    args, kwargs = examples.arguments(example_inputs)
     with torch.inference_mode(False), torch.no_grad(), same_random_numbers(), _status(progress) as show:
         args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
         original = unswap(copied(model))
@@ -139,6 +139,9 @@ def optimize(
     return whole
 
 
+OVER = "the budget was used up, a larger budget_seconds reaches it"
+
+
 class Left(dict[str, str]):
     """By the names of modules that were not captured, why; and what their calls change."""
 
@@ -161,6 +164,14 @@ class Left(dict[str, str]):
             )
         elif reason := whole._ai3_report.gains_nothing():
             warnings.warn(f"ai3_ops.optimize: the model is as fast as before: {reason}", stacklevel=3)
+        elif late := [name for name, reason in self.items() if reason == OVER]:
+            warnings.warn(
+                f"ai3_ops.optimize: the budget was used up before {listed(late)}, which run as they were: a larger "
+                "budget_seconds reaches them",
+                stacklevel=3,
+            )
+        elif reason := whole._ai3_report.gains_little():
+            warnings.warn(f"ai3_ops.optimize: the model is only {reason}", stacklevel=3)
 
 
 def save(optimized: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -231,10 +242,7 @@ def _run(
     try:
         return Calls(copied(model, sharing=True), args, kwargs, cold)
     except Exception as error:
-        raise RuntimeError(
-            "ai3_ops.optimize: running the model on the example inputs failed"
-            f"{meant(example_inputs)}: {type(error).__name__}: {error}"
-        ) from error
+        raise does_not_run("ai3_ops.optimize", example_inputs, error) from error
 
 
 def _by_parts(
@@ -298,7 +306,7 @@ def _by_parts(
                     replace(path, done[child])
                 continue
             if budget.over:
-                left[path] = "the budget was used up"
+                left[path] = OVER
                 continue
             ran = before.get_submodule(path)
             if ran in calls and any(p.ndim > 1 for p in child.parameters()):
@@ -374,12 +382,6 @@ def _changes(model: nn.Module, inputs: Sequence[Any], expected: Sequence[Any], a
             if theirs.is_floating_point() and (error := difference(ours, theirs)) > (0.2 if approximate else 1e-2):
                 return f"an output differs by {error:.2g} of its largest value"
     return ""
-
-
-def _arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(example_inputs, dict):
-        return (), dict(example_inputs)
-    return (example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)), {}
 
 
 @contextmanager

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ai3_ops._torch import pytree
+from ai3_ops._torch import TorchDispatchMode, pytree
 from ai3_ops.nn.computed import constant
 from ai3_ops.optimize.functional import functionalize
 from ai3_ops.optimize.network import Network, batch_of, difference, flat
-from ai3_ops.optimize.state import changes, copied, others
+from ai3_ops.optimize.state import changes, copied, hooks_of, others
 from ai3_ops.selectors import listed
 from ai3_ops.steps import examples
 from ai3_ops.steps.examples import Inputs
@@ -64,14 +64,36 @@ def capture(
         raise Uncapturable("torch.jit compiled it: give the model as it was before")
     fresh = copied(module, sharing=True) if first is None else first.module
     with constant(fresh):
-        hooked = [name for name, m in fresh.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+        hooked = [name for name, m in fresh.named_modules() if hooks_of(m)]
         if hooked:
             raise Uncapturable(
                 f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
             )
         calls = first or Calls(fresh, args, kwargs, copied(fresh, sharing=True))
         calls.in_turn()
+        if calls.sized_by:  # an export would end there, too, but after a trace of minutes
+            raise Uncapturable(f"sizes inside of it depend on values ({calls.sized_by})")
         return _captured(calls)
+
+
+class _Sizing(TorchDispatchMode):
+    """Notes an operator whose output has as many elements as values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.found and torch.Tag.dynamic_output_shape in func.tags and _by_values(func, args):
+            self.found = func.name().partition(".")[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _by_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call of an operator that may be so is: indexing is by masks alone."""
+    if not func.name().startswith("aten::index"):
+        return True
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
 class Calls:
@@ -83,7 +105,9 @@ class Calls:
         """`cold`: a copy in the state that the module is in, which does not run."""
         self.module, self.args, self.kwargs, self.cold = module, args, kwargs, cold
         self.made: list[tuple[list[Any], list[Any]]] = []  # inputs, which a call may not change, and outputs
-        self.call(args, kwargs)
+        with _Sizing() if cold is not None else contextlib.nullcontext() as sizing:
+            self.call(args, kwargs)
+        self.sized_by = sizing.found if sizing is not None else ""  # an operator whose output's size depends on values
 
     def in_turn(self) -> None:
         """Other inputs, and the example again.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -300,6 +301,28 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> Body:
     legalize_graph(module)
     module.recompile()
     return module
+
+
+def outside(network: Network, regions: Sequence[tuple[Part, Region]], most: int = 3) -> list[str]:
+    """What PyTorch computes, operators with the layers that they are of, those first that touch the most memory."""
+    inside = {node for part, _ in regions for node in part.nodes}
+    touched: dict[str, float] = {}
+    for node in network.graph.nodes:
+        if node.op != "call_function" or node in inside or node.target is operator.getitem or _is_view(node):
+            continue
+        name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+        layers = ", ".join(filter(None, node.meta["layers"]))
+        name += f" ({layers})" if layers else ""
+        values = [v for v in (node, *node.all_input_nodes) if v.meta.get("shape") is not None]
+        touched[name] = touched.get(name, 0) + sum(
+            math.prod(v.meta["shape"]) * v.meta["dtype"].itemsize for v in values
+        )
+    return sorted(touched, key=lambda name: -touched[name])[:most]
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
 def _contiguous_outputs(

@@ -21,7 +21,7 @@ from ai3_ops.optimize.capture import Calls, Uncapturable
 from ai3_ops.optimize.network import difference, flat
 from ai3_ops.optimize.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.optimize.report import OptimizeReport
-from ai3_ops.optimize.state import copied, others
+from ai3_ops.optimize.state import copied, hooks_of, others
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be the first plan's
@@ -57,11 +57,9 @@ class Optimized(nn.Module):
             set()
         )  # the kinds of warnings that were given; of a whole model one, which its parts share
         self.training = False
-        # Of the modules inside: where one gets a hook, the original runs, which calls it.
-        inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
-        hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._ai3_hooks: list[Any] = [own for own in hooks if not own]
-        self._ai3_had_hooks: list[Any] = [(own, len(own)) for own in hooks if own]
+        self._ai3_hooks: list[Any] = []  # of the modules inside, where they have none, or how many they have
+        self._ai3_had_hooks: list[Any] = []
+        self._ai3_known_hooks = self._watch_hooks()
         self._modules.update(original._modules)
         # The original's own, so that it computes with what `functional_call` puts there.
         self._parameters, self._buffers = original._parameters, original._buffers
@@ -151,7 +149,11 @@ class Optimized(nn.Module):
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
         assert self._ai3_first is not None
-        if isinstance(body := self._ai3_first.body, Swapped):  # only the form is another one
+        if (
+            body := self._ai3_first.body
+        ) is None:  # nothing was gained, as was said: no other sizes are tried in a call
+            return None
+        if isinstance(body, Swapped):  # only the form is another one
             return replace(self._ai3_first, body=Swapped(body.module, pytree.tree_structure((args, kwargs))))
         types = iter(self._ai3_types)
         first = [_shown(x, next(types)) if isinstance(x, tuple) else _shown(x) for x in self._ai3_shown]
@@ -319,8 +321,23 @@ class Optimized(nn.Module):
         return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
 
     def _hooked(self) -> bool:
-        """Whether a module inside has a hook that came later."""
-        return any(self._ai3_hooks) or any(len(hooks) > had for hooks, had in self._ai3_had_hooks)
+        """Whether a module inside has a hook that came later: the original runs then, which calls it."""
+        if not any(self._ai3_hooks) and all(len(hooks) <= had for hooks, had in self._ai3_had_hooks):
+            return False
+        before = self._ai3_hooks, self._ai3_had_hooks
+        if self._watch_hooks() <= self._ai3_known_hooks:  # those that came are passive
+            return False
+        self._ai3_hooks, self._ai3_had_hooks = before
+        return True
+
+    def _watch_hooks(self) -> int:
+        """Notes the hooks of the modules inside as they are; how many of them somebody may expect to be called."""
+        original = self._ai3_original[0]
+        inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
+        hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._ai3_hooks = [own for own in hooks if not own]
+        self._ai3_had_hooks = [(own, len(own)) for own in hooks if own]
+        return sum(len(hooks_of(m)) for m in inside)
 
     def _watch(self) -> None:
         """Notes the parameters, buffers and modules inside as they are: where one is replaced, the original computes."""
@@ -357,7 +374,7 @@ class Optimized(nn.Module):
         modules = dict(self._ai3_original[0].named_modules())
         if self._hooked():
             kind, end = "has a hook, which programs would not call", "it is removed"
-            name = next(n for n, m in modules.items() if n and (m._forward_hooks or m._forward_pre_hooks))
+            name = next(n for n, m in modules.items() if n and hooks_of(m))
         else:
             kind, end = "was replaced, which programs do not see", "it is put back"
             known = set(map(id, self._ai3_stored))

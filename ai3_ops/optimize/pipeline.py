@@ -23,7 +23,7 @@ from ai3_ops.explain import explain
 from ai3_ops.optimize import choose, fusion, steps
 from ai3_ops.optimize.canonical import canonicalize
 from ai3_ops.optimize.capture import Calls, capture
-from ai3_ops.optimize.lower import Part, Region, build, example_values, module_of, parts
+from ai3_ops.optimize.lower import Part, Region, build, example_values, module_of, outside, parts
 from ai3_ops.optimize.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.optimize.report import Optimization, Step
 from ai3_ops.optimize.search import search
@@ -197,6 +197,7 @@ def make_plan(
     seconds = time.monotonic() - begun
     resolved = choose.learned(network, resolved)
     report.steps = _steps(network, regions)
+    report.outside = outside(network, regions)
     report.rewrites = network.log
     report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
     report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)

@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ai3_ops.optimize.network import Rewrite
+from ai3_ops.selectors import listed
+
+LITTLE = 1.05  # so many times as fast is worth a sentence about what keeps a model from more
 
 
 def shown_bytes(count: int) -> str:
@@ -45,6 +48,9 @@ class Optimization:
     warned: bool = False  # of why it stays
     before_ms: float | None = None  # time of a call of the module as it was,
     after_ms: float | None = None  # and of the optimized one, measured in turns
+    outside: list[str] = field(
+        default_factory=list
+    )  # what PyTorch computes between the programs, by the bytes that it reads
     error: float | None = None  # of the outputs for the example inputs, against float64
     packed_bytes: int = 0  # of the weights in the programs, packed
     memory_bytes: int = (
@@ -73,6 +79,18 @@ class OptimizeReport:
             f"{'; '.join(filter(None, reasons))}; none of its modules gains alone, either: ai3_ops.swap chooses by layer without "
             "a graph, and a module that is given alone, without what stands in the way, can be optimized"
         )
+
+    def gains_little(self) -> str:
+        """By how little a model gains, and why; "" where that is more, or was not measured."""
+        before, after, outside = self.before_ms, self.after_ms, list[str]()
+        if before is None and len(self.parts) == 1:
+            before, after, outside = self.parts[0].before_ms, self.parts[0].after_ms, self.parts[0].outside
+        if not before or not after or before >= LITTLE * after:
+            return ""
+        named = [f"{name or 'the model itself'} is not captured ({reason})" for name, reason in self.left.items()][:2]
+        named += [f"PyTorch computes {listed(outside)}"] if outside else []
+        why = f": {'; '.join(named)}" if named else ""
+        return f"{before / after:.2f} times as fast as before{why}; ai3_ops.explain lists what computes each step"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain lists and dicts, which can be written as JSON."""

@@ -57,6 +57,16 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
 
 
+# Of libraries: what they hand to their own caller, within one call of the model, is in its graph like all that it returns.
+_PASSIVE = ("transformers.utils.output_capturing",)
+
+
+def hooks_of(module: nn.Module) -> list[Any]:
+    """The forward hooks of a module that somebody may expect to be called."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return [hook for hook in hooks if getattr(hook, "__module__", "") not in _PASSIVE]
+
+
 # What differs ---------------------------------------------------------------------------------------------------------
 # What every nn.Module has: modules are compared one by one, parameters are shared by copies.
 _OF_MODULES = frozenset(vars(nn.Module()).keys() - {"training"})

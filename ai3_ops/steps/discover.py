@@ -26,7 +26,7 @@ from ai3_ops.nn.sites import operations_in
 from ai3_ops.operations.calls import Call, Spec
 from ai3_ops.steps.apply import unswap
 from ai3_ops.steps.describe import Described
-from ai3_ops.steps.examples import Inputs, copied
+from ai3_ops.steps.examples import Inputs, arguments, copied
 
 
 @dataclass
@@ -364,25 +364,14 @@ def run(model: nn.Module, example_inputs: Any) -> Any:
     Afterwards model and example inputs are as before, but for the weights of lazy layers.
     """
     example_inputs = copied(example_inputs)
-    args: tuple[Any, ...] = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    kwargs: dict[str, Any] = {}
-    if isinstance(example_inputs, Inputs):
-        args, kwargs = example_inputs
-    elif isinstance(example_inputs, dict):
-        args, kwargs = (), example_inputs
+    args, kwargs = arguments(example_inputs)
     with _restored(model), torch.random.fork_rng(devices=[]), torch.no_grad(), _eager():
         for module in model.modules():
             module.training = False  # not by eval(), which a module may do more in, such as merging weights
         try:
             return _resharded(model, model(*args, **kwargs))
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            given = ", ".join(
-                [*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())]
-            )
-            raise RuntimeError(
-                f"ai3_ops: running the model on the example inputs ({given}) failed: {what}{meant(example_inputs)}"
-            ) from error
+            raise does_not_run("ai3_ops", example_inputs, error) from error
 
 
 def _resharded(model: nn.Module, output: Any) -> Any:
@@ -392,6 +381,16 @@ def _resharded(model: nn.Module, output: Any) -> Any:
         if reshard is not None:
             reshard()
     return output
+
+
+def does_not_run(function: str, example_inputs: Any, error: Exception) -> RuntimeError:
+    """What is raised where a model fails on the example inputs: their types, the model's error, and what may be meant."""
+    args, kwargs = arguments(example_inputs)
+    given = ", ".join([*(type(a).__name__ for a in args), *(f"{k}={type(v).__name__}" for k, v in kwargs.items())])
+    what = f"{type(error).__name__}: {error}"
+    return RuntimeError(
+        f"{function}: running the model on the example inputs ({given}) failed: {what}{meant(example_inputs)}"
+    )
 
 
 def meant(example_inputs: Any) -> str:

@@ -20,6 +20,15 @@ class Inputs(NamedTuple):
     kwargs: dict[str, Any]
 
 
+def arguments(example: Any) -> Inputs:
+    """Positional and keyword arguments: a tuple has several of these, a dict those, and anything else is one."""
+    if isinstance(example, Inputs):
+        return example
+    if isinstance(example, dict):
+        return Inputs((), dict(example))
+    return Inputs(example if isinstance(example, tuple) else (example,), {})
+
+
 def copied(example: Any) -> Any:
     """The same values in tensors (of the same strides), containers and objects of its own; what cannot be copied as it is."""
     memo: dict[int, Any] = {}

@@ -169,7 +169,9 @@ def test_a_branch_on_the_batch_is_not_frozen(condition, batch):
 def test_inputs_that_make_no_sense(residual):
     with pytest.raises(TypeError, match=r"nn\.Module"):
         ai3_ops.optimize(torch.relu, residual[1])
-    with pytest.raises(RuntimeError, match="running the model on the example inputs failed"):
+    with pytest.raises(
+        RuntimeError, match=r"ai3_ops.optimize: running the model on the example inputs \(Tensor\) failed: "
+    ):
         ai3_ops.optimize(residual[0], torch.randn(1, 3, 6, 6))
 
 

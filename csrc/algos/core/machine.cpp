@@ -13,7 +13,11 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 constexpr int kThreadsAtMost = 1024, kChains = 12;
+#if defined(__x86_64__)
+constexpr int64_t kBytes = int64_t{24} << 20;  // flushed before it is read, so that no cache has it, however large
+#else
 constexpr int64_t kBytes = int64_t{96} << 20;  // beyond the last-level cache of a few cores
+#endif
 
 double now() {
   timespec t;
