@@ -86,7 +86,7 @@ def _names_one(function: FunctionType, methods: frozenset[str], seen: set[Any]) 
     if function.__code__ in seen:
         return False
     seen.add(function.__code__)
-    names = set(_names(function.__code__))
+    names = set(names_in(function.__code__))
     if names & methods:
         return True
     named = [function.__globals__.get(name) for name in names]
@@ -95,11 +95,12 @@ def _names_one(function: FunctionType, methods: frozenset[str], seen: set[Any]) 
     return any(isinstance(f, FunctionType) and _is_own(f.__module__) and _names_one(f, methods, seen) for f in named)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
+    """Those that a function's code looks up, and the functions' inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 def is_costly(module: nn.Module) -> bool:

@@ -9,13 +9,15 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ai3_ops._torch import any_autocast, pytree
+from ai3_ops.nn.layout import names_in
 from ai3_ops.optimize import pipeline
 from ai3_ops.optimize.capture import Calls, Uncapturable
 from ai3_ops.optimize.network import difference, flat
@@ -29,6 +31,10 @@ PLAN_SECONDS = (
     1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
 )
 _FREED = "keep_original=False freed the original weights and modules"
+_BACK = "it is put back"
+_PLAIN = (bool, int, float, str, type(None))
+_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+_is_training = operator.attrgetter("training")
 _planning = threading.RLock()
 
 
@@ -67,6 +73,10 @@ class Optimized(nn.Module):
         self._ai3_stores: list[Any] = []  # where parameters, buffers and modules inside are,
         self._ai3_stored: list[Any] = []  # which they were,
         self._ai3_names: list[str] = []  # and under which names
+        self._ai3_inside: list[nn.Module] = []  # modules that were in evaluation mode,
+        self._ai3_owners: list[nn.Module] = []  # and attributes of plain values, by modules,
+        self._ai3_attributes: list[str] = []  # names
+        self._ai3_values: list[Any] = []  # and what they were
         self._watch()
 
     @classmethod
@@ -144,6 +154,7 @@ class Optimized(nn.Module):
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
             self._ai3_stores, self._ai3_stored, self._ai3_names = [], [], []
+            self._ai3_inside, self._ai3_owners, self._ai3_attributes, self._ai3_values = [], [], [], []
             self._modules, self._parameters, self._buffers = {}, {}, {}
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
@@ -285,7 +296,11 @@ class Optimized(nn.Module):
         if first is None:  # a model of which only submodules could be captured
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
-        if first.body is not None and not torch.compiler.is_compiling() and (self._hooked() or self._replaced()):
+        if (
+            first.body is not None
+            and not torch.compiler.is_compiling()
+            and (self._hooked() or self._replaced() or self._altered())
+        ):
             self._warn_of_changes()
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
@@ -346,6 +361,33 @@ class Optimized(nn.Module):
         self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
         self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
         self._ai3_names = [*chain.from_iterable(self._ai3_stores)]
+        self._ai3_inside = [m for m in inside if not m.training and "training" in _reads(m)]
+        watched = [
+            (m, name, value)
+            for m in inside
+            if not _is_torchs(m)
+            for name, value in vars(m).items()
+            if isinstance(value, _PLAIN) and name in _reads(m) and name != "training" and name[:4] != "_ai3"
+        ]
+        self._ai3_owners = [m for m, _, _ in watched]
+        self._ai3_attributes = [name for _, name, _ in watched]
+        self._ai3_values = [value for _, _, value in watched]
+
+    def _altered(self) -> tuple[str, str, str] | None:
+        """What module inside is in training mode now, or has another plain value as an attribute, as a warning says it."""
+        training = any(map(_is_training, self._ai3_inside))
+        now = map(getattr, self._ai3_owners, self._ai3_attributes, repeat(None))
+        if not training and all(map(operator.is_, now, self._ai3_values)):
+            return None
+        names = {m: name for name, m in self._ai3_original[0].named_modules()}
+        for m in self._ai3_inside:
+            if m.training:
+                return names.get(m) or "the model", "is in training mode", "it is in evaluation mode again"
+        for m, name, value in zip(self._ai3_owners, self._ai3_attributes, self._ai3_values, strict=True):
+            other = getattr(m, name, None)
+            if type(other) is not type(value) or (other != value and other == other):
+                return f"{names[m]}.{name}" if names.get(m) else name, "was changed, which programs do not see", _BACK
+        return None
 
     def _replaced(self) -> bool:
         """Whether one of them is another object now."""
@@ -375,8 +417,10 @@ class Optimized(nn.Module):
         if self._hooked():
             kind, end = "has a hook, which programs would not call", "it is removed"
             name = next(n for n, m in modules.items() if n and hooks_of(m))
+        elif not self._replaced() and (altered := self._altered()):
+            name, kind, end = altered
         else:
-            kind, end = "was replaced, which programs do not see", "it is put back"
+            kind, end = "was replaced, which programs do not see", _BACK
             known = set(map(id, self._ai3_stored))
             names = (
                 f"{name}.{key}" if name else key
@@ -494,6 +538,22 @@ class Optimized(nn.Module):
         if not parts or not parts[0].before_ms or not parts[0].after_ms:
             return "optimized"
         return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _reads(module: nn.Module) -> frozenset[str]:
+    """The names that the methods of a module's classes look up, but those that make it; of PyTorch's own its forward's."""
+    cls = type(module)
+    if cls not in _read:
+        bases = [cls] if _is_torchs(module) else [b for b in cls.__mro__ if not b.__module__.startswith("torch.")]
+        found = [getattr(f, "__func__", f) for b in bases for name, f in vars(b).items() if name != "__init__"]
+        found += [f.fget for b in bases for f in vars(b).values() if isinstance(f, property)]
+        codes = [f.__code__ for f in (cls.forward, *found) if hasattr(f, "__code__")]
+        _read[cls] = frozenset(name for code in codes for name in names_in(code))
+    return _read[cls]
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:

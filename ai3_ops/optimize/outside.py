@@ -6,12 +6,13 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ai3_ops.nn.layout import names_in
 from ai3_ops.optimize.state import _ATOMS, _same_values
 
 _LARGE = 1 << 24  # bytes: of larger tensors the version is looked at, and not a copy
@@ -93,7 +94,7 @@ class Outside:
             if name != "__class__":
                 self._name(f"{name} of {named}", functools.partial(setattr, cell, "cell_contents"), _reader(cell))
         space = function.__globals__
-        for name in _names(function.__code__):
+        for name in names_in(function.__code__):
             if name in space:
                 self._name(name, functools.partial(space.__setitem__, name), functools.partial(space.get, name))
 
@@ -161,14 +162,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return _same_values(a, b)
     return isinstance(a, _ATOMS) and bool(a == b or (a != a and b != b))
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    """Those that a function's code looks up, and the functions' inside of it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _reader(cell: types.CellType) -> Callable[[], Any]:

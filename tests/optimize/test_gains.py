@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import warnings
 
@@ -130,6 +132,37 @@ def test_hooks_that_only_record_what_a_caller_asked_for_are_captured():
     fast._ai3_original[0][2].register_forward_hook(lambda m, args, y: 2 * y)
     with torch.no_grad(), pytest.warns(UserWarning, match="'2' has a hook"):
         torch.testing.assert_close(fast(x), 2 * model(x))
+
+
+class Scales(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.drop, self.factor = nn.Conv2d(3, 8, 3), nn.Dropout(0.5), 2.0
+
+    def forward(self, x):
+        return self.drop(self.conv(x)) * self.factor
+
+
+def test_modes_and_values_of_modules_inside_that_change_between_calls():
+    model, x = nn.Sequential(Scales(), nn.Conv2d(8, 8, 1)).eval(), torch.randn(1, 3, 8, 8)
+    for make in (lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+        fast = make(optimized(model, x, selectors="default"))
+        scales = fast.get_submodule("0")
+        with torch.no_grad():
+            plain = fast(x)
+            scales.drop.train()  # Monte Carlo dropout
+            with pytest.warns(
+                UserWarning, match="'0.drop' is in training mode: the original computes until it is in eval"
+            ):
+                assert not torch.equal(fast(x), fast(x))
+            scales.drop.eval()
+            assert torch.equal(fast(x), plain)
+            scales.factor = 4.0
+            with pytest.warns(UserWarning, match="'0.factor' was changed, which programs do not see: the original"):
+                changed = fast(x)
+            scales.factor = 2.0 * float("1.0")  # equal, and another object
+            assert torch.equal(fast(x), plain)
+        assert not torch.allclose(changed, plain)
 
 
 def test_swap_and_optimize_say_the_same_of_inputs_that_do_not_run():

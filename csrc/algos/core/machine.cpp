@@ -70,7 +70,7 @@ double measure_bytes(int threads) {
     memset(data + begin, 0, static_cast<size_t>(end - begin) * sizeof(float));
   });
   double best = 0;
-  for (int round = 0; round < 3; round++) {
+  for (int round = 0; round < 8; round++) {
     parallel_ranges(threads, count, 1 << 16, [&](int64_t begin, int64_t end, int) { leave_caches(data + begin, end - begin); });
     float sinks[kThreadsAtMost] = {};
     const double start = now();
