@@ -13,11 +13,16 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 constexpr int kThreadsAtMost = 1024, kChains = 12;
+
+// What is read: beyond the last-level cache of a few cores. Where it is flushed before, no cache has it, and it only
+// has to take much longer than threads take to start.
+int64_t bytes_to_read([[maybe_unused]] int threads) {
+  int64_t mebibytes = 96;
 #if defined(__x86_64__)
-constexpr int64_t kBytes = int64_t{24} << 20;  // flushed before it is read, so that no cache has it, however large
-#else
-constexpr int64_t kBytes = int64_t{96} << 20;  // beyond the last-level cache of a few cores
+  if (threads < 12) mebibytes = threads < 3 ? 24 : 8 * threads;
 #endif
+  return mebibytes << 20;
+}
 
 double now() {
   timespec t;
@@ -60,12 +65,13 @@ void leave_caches([[maybe_unused]] const float* data, [[maybe_unused]] int64_t c
 }
 
 double measure_bytes(int threads) {
-  auto* data = static_cast<float*>(aligned_alloc(size_t{2} << 20, kBytes));
+  const int64_t bytes = bytes_to_read(threads);
+  auto* data = static_cast<float*>(aligned_alloc(size_t{2} << 20, bytes));
   if (!data) return 1e10;
 #ifdef MADV_HUGEPAGE
-  madvise(data, kBytes, MADV_HUGEPAGE);  // the first touch of small pages takes longer than all that is measured
+  madvise(data, bytes, MADV_HUGEPAGE);  // the first touch of small pages takes longer than all that is measured
 #endif
-  const int64_t count = kBytes / static_cast<int64_t>(sizeof(float));
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(float));
   parallel_ranges(threads, count, 1 << 16, [&](int64_t begin, int64_t end, int) {
     memset(data + begin, 0, static_cast<size_t>(end - begin) * sizeof(float));
   });
@@ -81,8 +87,8 @@ double measure_bytes(int threads) {
         for (int c = 0; c < 4; c++) sum[c] += load(data + i + c * kWidth);
       sinks[thread] += ((sum[0] + sum[1]) + (sum[2] + sum[3]))[0];
     });
-    const double bytes = static_cast<double>(kBytes) / (now() - start);
-    if (bytes > best && sinks[0] == 0) best = bytes;
+    const double rate = static_cast<double>(bytes) / (now() - start);
+    if (rate > best && sinks[0] == 0) best = rate;
   }
   free(data);
   return best;
