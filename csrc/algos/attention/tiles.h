@@ -1,0 +1,330 @@
+// What kernels of attention are made of that compute tiles of scores: queries of a panel are the lanes of vectors, keys the rows
+// (docs/decisions/attention.md).
+#pragma once
+#include "../core/gemm.h"
+#include "visible.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+constexpr int64_t kKeys = kRows * (128 / kRows);  // of a tile: slabs of the micro-kernel, all whole
+
+// 2^v of v <= 0, or a little more; 0 where that is no normal number. v = n + r, |r| <= 1/2: a polynomial of r, within 1.2e-7,
+// times 2^n, whose bits are those of the sum by which v was rounded.
+AI3_INLINE Vec<float> exp2_below(Vec<float> v) {
+  using Raw = Vec<float>::Raw;
+  const Vec<float> x = at_least(Vec<float>(-127.f), v);
+  const Raw magic = Vec<float>(12582912.f + 127.f).raw, z = x.raw + magic;
+  const Vec<float> r = x.raw - (z - magic);
+  Vec<float> e = 0.0013264727f;
+  for (float c : {0.0096715126f, 0.05550734f, 0.24022242f, 0.69314698f, 1.f}) e = fma(e, r, Vec<float>(c));
+  return e * Vec<float>(detail::bit_cast<Raw>(detail::bit_cast<detail::Words>(z) << 23));
+}
+AI3_INLINE Vec<double> exp2_below(Vec<double> v) {
+  using Raw = Vec<double>::Raw;
+  typedef uint64_t Longs __attribute__((vector_size(AI3_VECTOR_BYTES)));
+  const Vec<double> x = at_least(Vec<double>(-1023.), v);
+  const Raw magic = Vec<double>(6755399441055744. + 1023.).raw, z = x.raw + magic;
+  const Vec<double> r = Vec<double>(0.69314718055994531) * Vec<double>(x.raw - (z - magic));
+  Vec<double> e = 1. / 6227020800;  // the exponential series
+  for (double c : {1. / 479001600, 1. / 39916800, 1. / 3628800, 1. / 362880, 1. / 40320, 1. / 5040, 1. / 720, 1. / 120, 1. / 24,
+                   1. / 6, .5, 1., 1.})
+    e = fma(e, r, Vec<double>(c));
+  return e * Vec<double>(detail::bit_cast<Raw>(detail::bit_cast<Longs>(z) << 52));
+}
+template <class A>
+AI3_INLINE Vec<A> exp_below(Vec<A> v) {
+  return exp2_below(v * Vec<A>(static_cast<A>(1.4426950408889634)));
+}
+
+// ---- Rows and panels --------------------------------------------------------------------------------------------------------
+template <class A>
+AI3_INLINE int64_t padded(int64_t elements) {
+  return round_up(elements, Vec<A>::width);
+}
+// Rows of the accumulator's type.
+template <class A>
+struct RowsAt {
+  const A* data;
+  int64_t stride;
+};
+// Whether rows are read where they are; `whole`: in vectors, of which the last one may not be a part of one.
+template <class T>
+AI3_INLINE bool in_place(int64_t size, bool whole) {
+  return sizeof(T) == sizeof(Acc<T>) && (!whole || size % Vec<Acc<T>>::width == 0);
+}
+template <class T>
+AI3_INLINE RowsAt<Acc<T>> rows_at(const T* from, int64_t stride, int64_t count, int64_t size, bool whole, Acc<T>* buffer) {
+  using A = Acc<T>;
+  if constexpr (sizeof(T) == sizeof(A))
+    if (in_place<T>(size, whole)) return {from, stride};
+  const int64_t ld = padded<A>(size);
+  for (int64_t r = 0; r < count; r++)
+    for (int64_t c = 0; c < size; c += Vec<A>::width)
+      store(buffer + r * ld + c, load_some(from + r * stride + c, smaller(Vec<A>::width, size - c)));
+  return {buffer, ld};
+}
+template <class A>
+bool all_finite(const RowsAt<A>& rows, int64_t count, int64_t size) {
+  using Raw = typename Vec<A>::Raw;
+  Raw sum{};
+  A rest = 0;
+  for (int64_t r = 0; r < count; r++) {
+    const A* row = rows.data + r * rows.stride;
+    int64_t c = 0;
+    for (; c + Vec<A>::width <= size; c += Vec<A>::width) sum += load(row + c).raw * Raw{};
+    for (; c < size; c++) rest += row[c] * A(0);
+  }
+  for (int l = 0; l < Vec<A>::width; l++) rest += sum[l];
+  return rest == 0;
+}
+
+// Up to kPanel rows as a panel, to[element][row], times `factor`; rows that are missing are 0.
+template <class T>
+void pack_rows(const T* from, int64_t stride, int64_t count, int64_t size, double factor, Acc<T>* to) {
+  using A = Acc<T>;
+  constexpr int64_t P = kPanel<A>;
+  if (count < P)
+    for (int64_t i = 0; i < size * P; i++) to[i] = 0;
+  copy_rows(from, int64_t{1}, stride, size, count, to, P);
+  if (factor != 1)
+    for (int64_t i = 0; i < size * P; i += Vec<A>::width) store(to + i, load(to + i) * Vec<A>(static_cast<A>(factor)));
+}
+// to[row][column of the panel] = rows * panel.
+template <class A>
+void multiply_rows(const RowsAt<A>& rows, int64_t count, const A* panel, int64_t size, A* to) {
+  constexpr int64_t P = kPanel<A>;
+  alignas(64) const A zeros[P] = {};
+  for (int64_t r = 0; r < count; r += kRows) {
+    const int64_t n = smaller(kRows, count - r);
+    const char* const next = reinterpret_cast<const char*>(rows.data + smaller(r + kRows, count - 1) * rows.stride);
+    multiply_tile<A, true>(n, StridedRows<A>{rows.data + r * rows.stride, rows.stride}, panel, size,
+                           Tile<A>{zeros, 0, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
+  }
+}
+// sums[query] += weights[key][query] * rows[key], for R queries and two vectors of columns, or one.
+template <class A, bool half, int R = kRows>
+AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, A* sums, int64_t ld) {
+  if constexpr (R > 1)
+    if (queries < R) return add_weighted_tile<A, half, R - 1>(queries, weights, rows, keys, sums, ld);
+  MicroTile<A, R, half> tile;
+  tile.start(sums, ld);
+  const A* row = rows.data;
+  for (int64_t j = 0; j < keys; j++, weights += kPanel<A>, row += rows.stride) {
+    const Vec<A> left = load(row), right = half ? left : load(row + Vec<A>::width);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      const Vec<A> w = weights[r];
+      tile.left[r] = fma(w, left, tile.left[r]);
+      if constexpr (!half) tile.right[r] = fma(w, right, tile.right[r]);
+    }
+  }
+  tile.store(sums, ld);
+}
+template <class A>
+void add_weighted(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, int64_t columns, A* sums) {
+  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+  const int64_t ld = padded<A>(columns), slabs = ceil_div(queries, kRows);
+  for (int64_t c = 0; c < columns; c += P)
+    for (int64_t s = 0; s < slabs; s++) {
+      const Share q = share(queries, slabs, s);
+      const RowsAt<A> from{rows.data + c, rows.stride};
+      if (columns - c <= width)
+        add_weighted_tile<A, true>(q.size(), weights + q.begin, from, keys, sums + q.begin * ld + c, ld);
+      else
+        add_weighted_tile<A, false>(q.size(), weights + q.begin, from, keys, sums + q.begin * ld + c, ld);
+    }
+}
+// The same where rows that some queries do not see are not finite: those are left out.
+template <class A, class Seen>
+void add_weighted_seen(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, int64_t columns, A* sums,
+                       const Seen& seen) {
+  const int64_t ld = padded<A>(columns);
+  for (int64_t q = 0; q < queries; q++)
+    for (int64_t j = 0; j < keys; j++) {
+      if (!seen(q, j)) continue;
+      const A w = weights[j * kPanel<A> + q];
+      for (int64_t c = 0; c < columns; c++) sums[q * ld + c] += w * rows.data[j * rows.stride + c];
+    }
+}
+template <class A>
+AI3_INLINE Vec<A> or_zero(Vec<A> v) {  // -inf as 0
+  return v.raw == Vec<A>(kHidden<A>).raw ? typename Vec<A>::Raw{} : v.raw;
+}
+
+// ---- Scores -----------------------------------------------------------------------------------------------------------------
+// Scores that lie [row][lane]: hidden ones become -inf. `added` lies alike.
+template <class A>
+AI3_INLINE void add_mask(const A* added, int64_t count, A* scores) {
+  for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) {
+    const auto more = load(added + i).raw, sum = load(scores + i).raw + more;
+    store(scores + i, Vec<A>(more == Vec<A>(kHidden<A>).raw ? more : sum));
+  }
+}
+template <class A>
+AI3_INLINE bool any_seen(const A* added, int64_t count) {
+  auto seen = load(added).raw != Vec<A>(kHidden<A>).raw;
+  for (int64_t i = Vec<A>::width; i < count * kPanel<A>; i += Vec<A>::width)
+    seen |= load(added + i).raw != Vec<A>(kHidden<A>).raw;
+  for (int l = 0; l < Vec<A>::width; l++)
+    if (seen[l]) return true;
+  return false;
+}
+// What the mask of a tile adds, to[key][query], hiding the lanes behind the last query; whether it lets any of it be seen.
+template <class A>
+AI3_INLINE bool reads_any(const MaskRows<A>& mask, int64_t query, int64_t queries, int64_t key, int64_t keys, A* to) {
+  if (queries < kPanel<A>)
+    for (int64_t s = 0; s < keys * kPanel<A>; s++) to[s] = kHidden<A>;
+  mask.read_tile(query, queries, key, keys, to, kPanel<A>);
+  return any_seen(to, keys);
+}
+// Lanes outside of seen(row), counted from the panel's first one, become -inf.
+template <class A, class Seen>
+AI3_INLINE void hide_lanes(int64_t rows, A* scores, const Seen& seen) {
+  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+  for (int64_t r = 0; r < rows; r++) {
+    const Range lanes = seen(r);
+    if (lanes.begin <= 0 && lanes.end >= P) continue;
+    for (int64_t c = 0; c < P; c += width)
+      store(scores + r * P + c, select(part_of(lanes, c, width), load(scores + r * P + c), Vec<A>(kHidden<A>)));
+  }
+}
+// Of queries in lanes and keys in rows, and of keys in lanes and queries in rows.
+template <class A>
+AI3_INLINE void hide_keys(const AttentionProblem& p, int64_t query, int64_t key, int64_t keys, A* scores) {
+  hide_lanes(keys, scores, [&](int64_t r) {
+    const Range all = queries_of(p, key + r);
+    return Range{all.begin - query, all.end - query};
+  });
+}
+template <class A>
+AI3_INLINE void hide_lanes_of_keys(const AttentionProblem& p, int64_t query, int64_t queries, int64_t key, A* scores) {
+  hide_lanes(queries, scores, [&](int64_t r) { return Range{first_key(p, query + r) - key, keys_of(p, query + r) - key}; });
+}
+
+// tanh: near 0 its series, elsewhere by exp.
+template <class A>
+AI3_INLINE Vec<A> tanh_of(Vec<A> v) {
+  if constexpr (sizeof(A) == 8) {
+    for (int l = 0; l < Vec<A>::width; l++) v.raw[l] = __builtin_tanh(v[l]);
+    return v;
+  } else {
+    using Raw = typename Vec<A>::Raw;
+    const Vec<A> square = v * v, size(v.raw < Raw{} ? -v.raw : v.raw);
+    Vec<A> series(static_cast<A>(62. / 2835));
+    for (double c : {-17. / 315, 2. / 15, -1. / 3, 1.}) series = fma(series, square, Vec<A>(static_cast<A>(c)));
+    const Raw e = exp_below(Vec<A>(A(-2) * size.raw)).raw, far = (A(1) - e) / (A(1) + e);
+    return size.raw < A(0.25) ? (series * v).raw : v.raw < Raw{} ? -far : far;
+  }
+}
+// Scores that lie [row][lane]; `slopes`, where given, get the derivatives.
+template <class A>
+void cap_scores(double softcap, int64_t count, A* scores, A* slopes = nullptr) {
+  const Vec<A> cap(static_cast<A>(softcap)), inverse(static_cast<A>(1 / softcap)), one(A(1));
+  for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) {
+    const Vec<A> t = tanh_of(load(scores + i) * inverse);
+    store(scores + i, cap * t);
+    if (slopes) store(slopes + i, one - t * t);
+  }
+}
+// Of hidden ones the gradient is 0, and the slope may be anything.
+template <class A>
+AI3_INLINE void apply_slopes(const A* slopes, int64_t count, A* gradients) {
+  for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) {
+    const auto g = load(gradients + i).raw;
+    store(gradients + i, Vec<A>(g == 0 ? g : g * load(slopes + i).raw));
+  }
+}
+
+// What a thread has for itself, in elements; parts are cut off in order.
+template <class A>
+struct Cut {
+  A* next;
+  AI3_INLINE A* take(int64_t count) {
+    A* const part = next;
+    next += round_up(count, 64 / static_cast<int64_t>(sizeof(A)));
+    return part;
+  }
+};
+template <class A>
+AI3_INLINE int64_t cut_size(std::initializer_list<int64_t> counts) {
+  int64_t sum = 0;
+  for (const int64_t* c = counts.begin(); c != counts.end(); c++)
+    sum = checked_add(sum, round_up(*c, 64 / static_cast<int64_t>(sizeof(A))));
+  return sum;
+}
+// Elements of a buffer for rows that are not read in place.
+template <class T>
+AI3_INLINE int64_t buffer_of(int64_t rows, int64_t size, bool whole) {
+  return in_place<T>(size, whole) ? 0 : checked_mul(rows, padded<Acc<T>>(size));
+}
+
+// ---- Softmax ----------------------------------------------------------------------------------------------------------------
+// The softmax of one more tile of scores, [key][query of a panel]: they become exp(score - most), of the largest score so far,
+// and the sums so far are those of that one, as are the weighted sums of values after they are multiplied by `scale`.
+template <class A>
+AI3_INLINE void soften(A* scores, int64_t keys, A* most, A* total, A* scale) {
+  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+  using V = Vec<A>;
+  V largest[2][2] = {{load(most), load(most + width)}, {V(kHidden<A>), V(kHidden<A>)}};
+  int64_t j = 0;
+  for (; j + 2 <= keys; j += 2)
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) largest[i / 2][i % 2] = at_least(largest[i / 2][i % 2], load(scores + j * P + i * width));
+  if (j < keys)
+    for (int i = 0; i < 2; i++) largest[0][i] = at_least(largest[0][i], load(scores + j * P + i * width));
+  V shift[2], sums[2];
+  for (int i = 0; i < 2; i++) {
+    const V now = at_least(largest[0][i], largest[1][i]);
+    shift[i] = or_zero(now);
+    const V factor = exp_below(load(most + i * width) - shift[i]);
+    store(most + i * width, now), store(scale + i * width, factor);
+    sums[i] = load(total + i * width) * factor;
+  }
+  for (j = 0; j < keys; j++)
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; i++) {
+      const V e = exp_below(load(scores + j * P + i * width) - shift[i]);
+      store(scores + j * P + i * width, e);
+      sums[i] += e;
+    }
+  for (int i = 0; i < 2; i++) store(total + i * width, sums[i]);
+}
+template <class A>
+AI3_INLINE void scale_rows(A* sums, int64_t rows, int64_t columns, const A* scale) {
+  const int64_t ld = padded<A>(columns);
+  for (int64_t r = 0; r < rows; r++) {
+    if (scale[r] == A(1)) continue;
+    for (int64_t c = 0; c < ld; c += Vec<A>::width) store(sums + r * ld + c, load(sums + r * ld + c) * Vec<A>(scale[r]));
+  }
+}
+
+// ---- Gradients --------------------------------------------------------------------------------------------------------------
+// Scores, and dO v^T in `products`, [row][lane], become weights exp(score - logsumexp) and the scores' gradients, weight *
+// (product - delta); 0 where a key is hidden. Of a row or of a lane each, as the queries lie.
+template <class A, bool queries_in_lanes>
+AI3_INLINE void differentiate(A* scores, A* products, int64_t rows, const A* logsumexp, const A* delta) {
+  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < P; c += width) {
+      const Vec<A> score = load(scores + r * P + c), of_query = queries_in_lanes ? load(logsumexp + c) : Vec<A>(logsumexp[r]),
+                   less = queries_in_lanes ? load(delta + c) : Vec<A>(delta[r]);
+      const Vec<A> weight = exp_below(score - or_zero(of_query)), gradient = weight * (load(products + r * P + c) - less);
+      const auto hidden = score.raw == Vec<A>(kHidden<A>).raw;
+      const typename Vec<A>::Raw none{};
+      store(scores + r * P + c, Vec<A>(hidden ? none : weight.raw));
+      store(products + r * P + c, Vec<A>(hidden ? none : gradient.raw));
+    }
+}
+// A head's gradient is contiguous rows.
+template <class T>
+AI3_INLINE void store_gradient(const Acc<T>* sums, int64_t rows, int64_t size, double factor, T* to) {
+  using A = Acc<T>;
+  const int64_t ld = padded<A>(size);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < size; c += Vec<A>::width)
+      store_some(to + r * size + c, load(sums + r * ld + c) * Vec<A>(static_cast<A>(factor)), smaller(Vec<A>::width, size - c));
+}
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
