@@ -6,6 +6,7 @@ from ai3_ops import doctor as _doctor
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.check import CheckReport, check
 from ai3_ops.explain import Report, explain
+from ai3_ops.operations.patterns import attention_mask
 from ai3_ops.optimize import load, optimize, save
 from ai3_ops.plan import Plan
 from ai3_ops.register import register
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Report",
     "algorithms",
+    "attention_mask",
     "check",
     "explain",
     "load",

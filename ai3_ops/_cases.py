@@ -74,17 +74,23 @@ def widened(values: list[Tensor | None]) -> list[Tensor | None]:
     return [v.double() if v is not None and v.is_floating_point() else v for v in values]
 
 
-def reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tuple[Tensor, Tensor]:
-    """ATen's answer in float64 on the CPU for the values as `dtype` holds them, and the sum of products' magnitudes."""
+def reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algorithm: str = "") -> tuple[Tensor, Tensor]:
+    """ATen's answer in float64 on the CPU for the values as `dtype` holds them, and the sum of products' magnitudes.
+
+    Of an algorithm with parameters of its own that it is tested with, that of its definition.
+    """
     small = sum(math.prod(shape) for shape in case.shapes if shape is not None) < 100_000
-    return (_kept_reference if small else _reference)(operation, case, dtype, fill)
+    named = algorithm if OPERATIONS[operation].own_options(algorithm) else ""
+    return (_kept_reference if small else _reference)(operation, case, dtype, fill, named)
 
 
-def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str) -> tuple[Tensor, Tensor]:
+def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algorithm: str) -> tuple[Tensor, Tensor]:
     rules = OPERATIONS[operation]
+    definition = rules.definition(algorithm)
     x = [None if v is None else v.contiguous() for v in widened(tensors(case, dtype, "cpu", fill))]
     magnitude = [v.abs() if v is not None and v.is_floating_point() else v for v in x]
-    exact, sums = (rules.aten(*arranged(operation, t, case.arguments)) for t in (x, magnitude))
+    given = (arranged(operation, t, case.arguments) for t in (x, magnitude))
+    exact, sums = (definition(*made, **rules.own_operands(algorithm, made)) for made in given)
     return exact, sums
 
 
@@ -110,7 +116,7 @@ def arranged(operation: str, tensors: Sequence[Any], arguments: Sequence[Any]) -
 @functools.lru_cache(maxsize=64)
 def _parameters(operation: str) -> list[Any]:
     """Those of an operation's schema, which all of its algorithms have."""
-    return next(a.operator for a in registry.registered() if a.operation == operation)._schema.arguments
+    return OPERATIONS[operation].schema.arguments
 
 
 def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: Tensor, magnitude: Tensor) -> Tensor:
@@ -174,16 +180,21 @@ class Call:
 
     def operator(self, *tensors: Tensor | None) -> Tensor:
         """The operator with the case's arguments."""
-        return self.info.operator(*self.arranged(*tensors))
+        return self.info.operator(*self.arranged(*tensors), **self.options(*tensors))
+
+    def options(self, *tensors: Tensor | None) -> dict[str, Any]:
+        """The algorithm's own parameters for these tensors."""
+        made = arranged(self.info.operation, tensors, self.case.arguments)
+        return OPERATIONS[self.info.operation].own_operands(self.info.name, made)
 
     def arranged(self, *tensors: Tensor | None) -> list[Any]:
         """The operator's arguments with these tensors."""
         return arranged(self.info.operation, tensors, operator_arguments(self.info, self.case.arguments))
 
     def aten(self, *tensors: Tensor | None) -> Tensor:
-        """The function that the operation replaces, with the case's arguments."""
+        """The function that the operation replaces, or what the algorithm is defined by, with the case's arguments."""
         made = arranged(self.info.operation, tensors, self.case.arguments)
-        return OPERATIONS[self.info.operation].aten(*made)
+        return OPERATIONS[self.info.operation].definition(self.info.name)(*made, **self.options(*tensors))
 
     def grad(self) -> Tensor:
         """Small integers of the output's sizes."""
@@ -319,7 +330,9 @@ def _problem(operation: str, case: Case, dtype: torch.dtype) -> Problem:
 
 
 def _supported(info: AlgorithmInfo, problem: Problem) -> bool:
-    return registry.supports_problem(info.operation, info.name, problem._replace(device=info.device))[0]
+    own = OPERATIONS[info.operation].own_options(info.name)
+    sizes = problem.sizes | ({"parameters": own} if own else {})
+    return registry.supports_problem(info.operation, info.name, problem._replace(device=info.device, sizes=sizes))[0]
 
 
 @dataclasses.dataclass

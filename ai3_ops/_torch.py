@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, fx, nn
 from torch._C import DispatchKeySet as DispatchKeySet
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.autograd_function import custom_function_call_vmap_helper, enable_single_level_autograd_function
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
@@ -184,6 +184,12 @@ class SingleLevelFunction(_SingleLevelFunction):
             return apply(*args)
         with enable_single_level_autograd_function():
             return apply(*args)
+
+
+def vmapped(rule: Callable[..., Any], call: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
+    """From a kernel for vmap: `rule(info, dims, *tensors, **options)` where a tensor has the level's dimension, else `call`."""
+    interpreter = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(cast(Any, interpreter), rule, call, *tensors, **options)
 
 
 def below_autograd(op: OpOverload, keys: DispatchKeySet, args: Sequence[Any], options: dict[str, Any]) -> Any:

@@ -39,14 +39,15 @@ class Parameter:
     """One parameter of an algorithm's own: a keyword argument of its operators, and of `Algorithm`."""
 
     name: str
-    kind: str  # "int", "float", "bool" or "str"
+    kind: str  # "int", "float", "bool", "str" or "tensor"
     default: Any
     words: tuple[str, ...] = ()  # what a str may be
+    required: bool = False  # a tensor that must be given
 
     @staticmethod
     def of_record(record: dict[str, Any]) -> Parameter:
         """As the registry's JSON has it, the default as C++ keeps it."""
-        parameter = Parameter(record["name"], record["kind"], None, tuple(record["words"]))
+        parameter = Parameter(record["name"], record["kind"], None, tuple(record["words"]), record["required"])
         return dataclasses.replace(parameter, default=parameter.decoded(record["default"]))
 
     def decoded(self, number: int) -> Any:
@@ -55,6 +56,8 @@ class Parameter:
             return struct.unpack("d", struct.pack("q", number))[0]
         if self.kind == "str":
             return self.words[number]
+        if self.kind == "tensor":
+            return None
         return bool(number) if self.kind == "bool" else number
 
     def encoded(self, value: Any) -> int:
@@ -70,7 +73,9 @@ class Parameter:
         return self.words[number] if self.kind == "str" else bool(number) if self.kind == "bool" else number
 
     def number(self, value: Any) -> int | float:
-        """A word's place among those that are allowed, anything else as it is; RuntimeError as `encoded`."""
+        """A word's place among those that are allowed, whether a tensor is there, else as it is; RuntimeError as `encoded`."""
+        if self.kind == "tensor":
+            return int(value is not None and value is not False)
         fits = {
             "int": isinstance(value, numbers.Integral) and not isinstance(value, bool),
             "float": isinstance(value, numbers.Real) and not isinstance(value, bool),

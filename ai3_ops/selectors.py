@@ -55,6 +55,11 @@ class Algorithm:
         self.exclude = tuple(exclude)
         if not parameters:
             return
+        for parameter, value in parameters.items():
+            if isinstance(value, torch.Tensor):
+                raise TypeError(
+                    f"Algorithm({name!r}) takes numbers and words, got a tensor as {parameter}: that is an argument of calls"
+                )
         known = {a.name: str(a.type) for i in registry.registered() if i.name == name for a in _keywords(i.operator)}
         for parameter, value in parameters.items() if known else ():  # one of the user's own may not be registered yet
             if parameter not in known:

@@ -64,10 +64,17 @@ class Layer(nn.Module):
         assert len(self.places) == count
         for i, tensor in enumerate(call.tensors[1:]):
             self.register_parameter(f"tensor_{i + 1}", None if tensor is None else nn.Parameter(tensor))
+        self.options = {}
+        for name, value in call.options(*call.tensors).items():
+            if isinstance(value, Tensor):
+                self.register_buffer(name, value)
+            else:
+                self.options[name] = value
 
     def forward(self, input: Tensor) -> Tensor:
         tensors = [input, *self._parameters.values()]
-        return self.operator(*(tensors[self.places[i]] if i in self.places else a for i, a in enumerate(self.order)))
+        ordered = (tensors[self.places[i]] if i in self.places else a for i, a in enumerate(self.order))
+        return self.operator(*ordered, **self.options, **self._buffers)
 
 
 class EveryOperator(nn.Module):

@@ -35,8 +35,10 @@ def test_every_case_is_one_graph(info):
         for c in calls
     ]
 
+    options = [c.options(*c.tensors) for c in calls]
+
     def run(inputs):
-        return [info.operator(*arguments) for arguments in inputs]
+        return [info.operator(*arguments, **more) for arguments, more in zip(inputs, options, strict=True)]
 
     def grads(outputs):
         leaves = [t for arguments in inputs for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]

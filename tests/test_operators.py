@@ -46,7 +46,17 @@ def _winograd(p):
     ) and (p["dilation_h"] == p["dilation_w"] == 1)
 
 
-MUST_SUPPORT = {("conv2d", "winograd*"): _winograd, ("conv2d", "depthwise"): lambda p: p["groups"] == p["in_channels"]}
+def _of_one_length(p):
+    return p["queries"] == p["keys"] and not p["is_causal"]
+
+
+MUST_SUPPORT = {
+    ("conv2d", "winograd*"): _winograd,
+    ("conv2d", "depthwise"): lambda p: p["groups"] == p["in_channels"],
+    ("attention", "block_sparse"): lambda p: not p["is_causal"],
+    ("attention", "longformer"): lambda p: _of_one_length(p) and not p["has_mask"],
+    ("attention", "bigbird"): _of_one_length,
+}
 
 
 @each_algorithm
@@ -60,7 +70,8 @@ def test_nothing_more_is_refused(info):
             tensors = Call(info, case, DTYPES[dtype]).tensors
             call = arranged(info.operation, tensors, case.arguments)
             sizes = registry.OPERATIONS[info.operation].problem("test", *call).sizes
-            ok, reason = ai3_ops.supports(info.operation, info.name, *call)
+            own = registry.OPERATIONS[info.operation].own_operands(info.name, call)
+            ok, reason = ai3_ops.supports(info.operation, info.name, *call, **own)
             if info.vendor and not ok and dtype in reason:  # a vendor's may lack a dtype on this processor
                 continue
             if info.device == "cuda" and reason.startswith("cuDNN refuses"):

@@ -32,7 +32,7 @@ def test_headers_are_copies_of_the_kernels():
 def test_what_the_package_offers():
     """No name that nothing stands behind: what comes later is not there, not even as a stub."""
     assert all(hasattr(ai3_ops, name) for name in ai3_ops.__all__)
-    later = {"attention_mask", "from_onnx"}
+    later = {"from_onnx"}
     assert not later & set(dir(ai3_ops))
     assert not later & set(ai3_ops.__all__)
     assert ai3_ops.__version__ == metadata.version("ai3_ops")

@@ -82,9 +82,11 @@ def check_backward_opcheck(info: AlgorithmInfo, tally: Tally) -> None:
     found = few_calls(info, 100, fill="integers")
     some = [c for c in found if None not in c.case.shapes and not c.case.layouts and rules.backward_call(c)]
     last = [c for c in found if "channels_last" in c.case.layouts]
-    for call, mask in [(c, m) for c in [*some[:1], *last[:1]] for m in ([True] * 3, [False, True, False])]:
+    flags = len(backward.default._schema.returns)
+    masks = [True] * flags, [False, True, *[False] * (flags - 2)]
+    for call, mask in [(c, m) for c in [*some[:1], *last[:1]] for m in masks]:
         arguments = rules.backward_call(call)
         assert arguments is not None
         leaves = (a.detach().requires_grad_() if isinstance(a, Tensor) else a for a in arguments)
-        opcheck(call, backward.default, *leaves, mask)
+        opcheck(call, backward.default, *leaves, mask, **call.options(*call.tensors))
         tally.passed += 1

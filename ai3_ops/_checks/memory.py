@@ -93,12 +93,12 @@ def check_workspace(info: AlgorithmInfo, tally: Tally) -> None:
     }
     if any(kinds.values()):
         return tally.skip(next(reason for reason, given in kinds.items() if given))
-    rules, name = OPERATIONS[info.operation], f"ai3::{info.operation}_{info.name}"
+    rules = OPERATIONS[info.operation]
     for call in few_calls(info, 4, "float32" if "float32" in info.dtypes else None, large=True):
         inputs = call.tensors
         if not all(t is None or t.is_contiguous() for t in inputs):
             continue
-        p = rules.problem(name, *arranged(info.operation, inputs, call.case.arguments))
+        p = rules.asked(info.name, *arranged(info.operation, inputs, call.case.arguments), **call.options(*inputs))
         stated = registry.workspace_sizes(info.operation, info.name, p.device, p.dtype, **p.sizes)
         _library.release_workspace()
         with torch.inference_mode(), profiled(profile_memory=True) as profile:

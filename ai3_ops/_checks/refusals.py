@@ -9,7 +9,7 @@ import torch
 from ai3_ops import registry
 from ai3_ops._cases import CASES, DTYPES, Call, Tally, arranged, bad_calls, require
 from ai3_ops._checks.calling import raised
-from ai3_ops.registry import AlgorithmInfo
+from ai3_ops.registry import OPERATIONS, AlgorithmInfo
 
 
 def check_support(info: AlgorithmInfo, tally: Tally) -> None:
@@ -20,14 +20,16 @@ def check_support(info: AlgorithmInfo, tally: Tally) -> None:
         if not case.is_of(str(dtype).removeprefix("torch.")):
             continue
         inputs = call.tensors
-        ok, reason = registry.supports(info.operation, info.name, *arranged(info.operation, inputs, case.arguments))
+        options = call.options(*inputs)
+        given = arranged(info.operation, inputs, case.arguments)
+        ok, reason = registry.supports(info.operation, info.name, *given, **options)
         if ok:
             continue
         tally.passed += 1
         require(bool(reason), f"{call}: refused without a reason")
         meta = [None if t is None else t.to("meta") for t in inputs]
         given = arranged(info.operation, meta, case.arguments)
-        anywhere = registry.supports(info.operation, info.name, *given)[0]
+        anywhere = registry.supports(info.operation, info.name, *given, **call.options(*meta))[0]
         for device, moved in ((info.device, inputs), ("meta", meta))[: 1 if anywhere else 2]:
             error = raised(call.operator, *moved)
             require(
@@ -50,7 +52,12 @@ def check_errors(info: AlgorithmInfo, tally: Tally) -> None:
     for what, inputs, arguments in bad_calls(info):
         for device in (info.device, "meta"):
             moved = [None if t is None else t.to(device) for t in inputs]
-            error = raised(info.operator, *arranged(info.operation, moved, arguments))
+            given = arranged(info.operation, moved, arguments)
+            try:
+                options = OPERATIONS[info.operation].own_operands(info.name, given)
+            except (RuntimeError, TypeError):  # of arguments that fit nothing
+                options = {}
+            error = raised(info.operator, *given, **options)
             require(
                 isinstance(error, RuntimeError) and name in str(error),
                 f"{name} on {device}, {what}: needs a RuntimeError that names the operator, got {error!r}",

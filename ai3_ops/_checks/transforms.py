@@ -162,7 +162,7 @@ def _by_pytorch(call: Call, *present: Tensor) -> Tensor:
     left = iter(present)
     given = [None if t is None else next(left) for t in call.tensors]
     made = arranged(call.info.operation, given, call.case.arguments)
-    return OPERATIONS[call.info.operation].pytorch(*made)
+    return OPERATIONS[call.info.operation].derivable(call.info.name)(*made, **call.options(*given))
 
 
 def _scalar(function: Callable[..., Tensor], leaves: list[Tensor]) -> Function:

@@ -57,7 +57,7 @@ def check_sizes(info: AlgorithmInfo, tally: Tally) -> None:
 
 def assert_within(call: Call, output: Tensor) -> None:
     """The output of a call is what it must be."""
-    exact, magnitude = reference(call.info.operation, call.case, call.dtype, call.fill)
+    exact, magnitude = reference(call.info.operation, call.case, call.dtype, call.fill, call.info.name)
     k = terms(call.info.operation, call.case)
     assert_near(call, output, exact, allowed(call.info, k, call.dtype, call.fill, exact, magnitude))
 
@@ -68,7 +68,9 @@ def assert_near(call: Call, output: Tensor, exact: Tensor, bound: Tensor) -> Non
     require(output.dtype == call.dtype, f"{call}: got dtype {output.dtype}")
     # Not on the meta device, where a tensor of one element gets other strides.
     expected = OPERATIONS[call.info.operation].fake(
-        call.info.name, *arranged(call.info.operation, call.tensors, call.case.arguments)
+        call.info.name,
+        *arranged(call.info.operation, call.tensors, call.case.arguments),
+        **call.options(*call.tensors),
     )
     require(expected.shape == output.shape, f"{call}: the fake gave shape {tuple(expected.shape)}")
     require(

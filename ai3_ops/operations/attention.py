@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ai3_ops import registry
 from ai3_ops._torch import OpOverload
-from ai3_ops.operations import base, multihead
+from ai3_ops.operations import base, multihead, patterns
 from ai3_ops.operations.base import Dims, Operation, Problem, check
 from ai3_ops.operations.calls import Call, CallPlan, fast_in
 from ai3_ops.operations.case import BadCall, Case, Draw
@@ -112,6 +113,14 @@ class Attention(Operation):
         }  # fmt: skip
         return Problem(str(query.device), query.dtype, sizes, shape)
 
+    def asked(self, algorithm: str, *args: Any, **kwargs: Any) -> Problem:
+        """Checks tensors among the algorithm's own parameters, too."""
+        problem = super().asked(algorithm, *args, **kwargs)
+        if "parameters" in problem.sizes:
+            own = {p.name: kwargs.get(p.name, p.default) for p in registry.parameters(self.name, algorithm)}
+            patterns.check_own(f"ai3::{self.name}_{algorithm}", args[0], problem.sizes, problem.shape, own)
+        return problem
+
     def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
         """(N, L, H, E) in memory where the query is, as models have it before they split heads and after they join them."""
         query = args[0]
@@ -128,31 +137,55 @@ class Attention(Operation):
         ctx.scale, ctx.grouped = options.get("scale"), options.get("enable_gqa", False)
         ctx.sight = Sight.of(ctx.causal, options)
         kept = output if isinstance(output, tuple) else (None, None)
-        ctx.save_for_backward(query, key, value, mask, *kept)
+        ctx.own, tensors = _own(ctx.algorithm, options)
+        ctx.save_for_backward(query, key, value, mask, *kept, *tensors)
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """By the algorithm's own backward operator; a mask's gradient, and those without one, in PyTorch's functions."""
-        query, key, value, mask, output, logsumexp = ctx.saved_tensors
-        needs, rank = ctx.needs[:4], grad.ndim
+        query, key, value, mask, output, logsumexp, *tensors = ctx.saved_tensors
+        names = [name for name, value in ctx.own.items() if value is _TENSOR]
+        given = dict(zip(names, tensors, strict=True))
+        own = ctx.own | given
+        needs, own_needs, rank = ctx.needs[:4], dict(zip(names, ctx.needs[6:], strict=True)), grad.ndim
         if ctx.operator is None or logsumexp is None or needs[3]:
-            return pytorch_backward(grad, query, key, value, mask, ctx.sight, needs, ctx.scale, ctx.grouped)
+            call = Plain(ctx.algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, own)
+            found = call.backward(grad, needs[3])
+            wanted = [*zip(("query", "key", "value", "attn_mask"), needs, strict=True), *own_needs.items()]
+            back = [found.get(name) if needed else None for name, needed in wanted]
+            return (*back[:4], None, None, *back[4:])
         lead = grad.shape[:-3]
-        wide = [
-            _expanded(t, lead, grad.shape[-3] if rank > 2 and not ctx.grouped else None) for t in (query, key, value)
-        ]
-        options = {"scale": ctx.scale, "enable_gqa": ctx.grouped, **ctx.options}
-        rest = (mask, output, logsumexp, ctx.dropout, ctx.causal, list(needs[:3]))
-        grads = ctx.operator(grad, *wide, *rest, **options)
-        pairs = zip(grads, (query, key, value), needs, strict=False)
-        return tuple(g.sum_to_size(t.shape) if wanted else None for g, t, wanted in pairs)
+
+        def wide(tensor: Tensor, heads: Any) -> Tensor:
+            return _expanded(tensor, lead, heads if rank > 2 else None)
+
+        heads = None if ctx.grouped else grad.shape[-3] if rank > 2 else None
+        all_wide = [wide(t, heads) for t in (query, key, value)]
+        for name, tensor in given.items():
+            if tensor is not None and name in _LIKE:
+                like = all_wide[_LIKE[name]]
+                given[name] = wide(tensor, like.shape[-3] if rank > 2 else None)
+        options = {"scale": ctx.scale, "enable_gqa": ctx.grouped, **ctx.options, **given}
+        asked = [*needs[:3], *own_needs.values()]
+        asked += [False] * (len(ctx.operator._schema.returns) - len(asked))
+        grads = ctx.operator(grad, *all_wide, mask, output, logsumexp, ctx.dropout, ctx.causal, asked, **options)
+        pairs = zip(grads, (query, key, value, *tensors), asked, strict=False)
+        back = [g.sum_to_size(t.shape) if wanted and t is not None else None for g, t, wanted in pairs]
+        return (*back[:3], None, None, None, *back[3:])
 
     def pytorch(self, *args: Any, **options: Any) -> Tensor:
         """In functions that have every derivative, which PyTorch's fused ones do not."""
+        return self.by_definition("", *args, **options)
+
+    def by_definition(self, algorithm: str, *args: Any, **options: Any) -> Tensor:
+        """The same, of an algorithm's pattern."""
         query, key, value, mask, _, causal = self.in_full(f"ai3::{self.name}", args)
         scale, grouped = options.get("scale"), options.get("enable_gqa", False)
-        q, k, v = _widened(query, key, value, grouped)
-        found = _weights(q, k, v, mask, Sight.of(causal, options), _scale_of(query, scale))
-        return (found.weights @ found.value).to(query.dtype)
+        sight = Sight.of(causal, options)
+        return Plain(algorithm, query, key, value, mask, sight, scale, grouped, options).forward()
+
+    def derivable(self, algorithm: str) -> Callable[..., Tensor]:
+        """`by_definition` of that algorithm."""
+        return functools.partial(self.by_definition, algorithm)
 
     def vmap(self, op: Callable[..., Any], size: int, dims: Dims, *args: Any, **options: Any) -> tuple[Any, Any]:
         """One more dimension in front; of five already, one call for each sample."""
@@ -199,6 +232,9 @@ class Attention(Operation):
         Case(((2, 2, 20, 8), (2, 2, 35, 8), (2, 2, 35, 8), (2, 1, 20, 35)), (), (), ("", "", "", "bool")),
         Case(((2, 2, 20, 8), (2, 2, 35, 8), (2, 2, 35, 8), (1, 1, 35)), (), (), ("", "", "", "bool")),
         Case(((2, 1, 1, 16), (2, 1, 40, 16), (2, 1, 40, 16))),
+        Case(((2, 2, 5, 3), (2, 2, 5, 3), (2, 2, 5, 2))),
+        Case(((1, 2, 150, 16), (1, 2, 150, 16), (1, 2, 150, 24))),
+        Case(((3, 41, 8), (3, 41, 8), (3, 41, 8))),
         Case(((1, 2, 0, 4), (1, 2, 5, 4), (1, 2, 5, 4))),
         *(
             Case(((2, 2, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)), (), (layout,) * 3)
@@ -212,6 +248,34 @@ class Attention(Operation):
         Case(((64, 4, 49, 32),) * 3),
     )
 
+    def definition(self, algorithm: str) -> Callable[..., Tensor]:
+        """Of the sparse ones in PyTorch's functions under their patterns."""
+        return super().definition(algorithm) if algorithm not in patterns.SPARSE else self.derivable(algorithm)
+
+    def own_options(self, algorithm: str) -> dict[str, Any]:
+        """Patterns that are seen in small cases."""
+        lists = dict.fromkeys(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), True)
+        return {
+            "block_sparse": {**lists, "block_size": 16},
+            "longformer": {"window": 8, "global_tokens": 2},
+            "bigbird": {"block_size": 4, "random_blocks": 2, "seed": 3},
+        }.get(algorithm, {})
+
+    def own_operands(self, algorithm: str, args: Sequence[Any]) -> dict[str, Any]:
+        """Lists of two partial blocks, one of them twice where there is no other, and of a full one."""
+        options = self.own_options(algorithm)
+        if algorithm != "block_sparse":
+            return options
+        query, key = args[:2]
+        rows, blocks = (-(-_size(t, 1) // options["block_size"]) for t in (query, key))
+        row, each = torch.arange(rows), 2 if blocks else 0
+        near = torch.stack([row % max(blocks, 1), (row + 1) % max(blocks, 1)], -1)
+        lists = {
+            "kv_num_blocks": torch.full((rows,), each), "kv_indices": near,
+            "full_kv_num_blocks": (row % 2).clamp_max(each), "full_kv_indices": (near[:, :1] + 2) % max(blocks, 1),
+        }  # fmt: skip
+        return options | {name: t.to(query.device) for name, t in lists.items()}
+
     def terms(self, case: Case) -> int:
         """Products of a score and of an output."""
         query, key = case.shapes[:2]
@@ -223,7 +287,8 @@ class Attention(Operation):
         """Of cases whose tensors have one batch."""
         query, key, value, mask = [*call.tensors, None][:4]
         forward = getattr(torch.ops.ai3, f"_attention_{call.info.name}_forward").default
-        output, logsumexp = forward(query, key, value, mask, *call.case.arguments)
+        options = call.options(query, key, value, mask)
+        output, logsumexp = forward(query, key, value, mask, *call.case.arguments, **options)
         dropout, causal = call.case.arguments or (0.0, False)
         return [call.grad(), query, key, value, mask, output, logsumexp, dropout, causal]
 
@@ -381,33 +446,141 @@ def _weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sight: Sight,
     return _Weights(shown.softmax(-1).masked_fill(none, 0), k, v, slope, bend)
 
 
-def pytorch_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    sight: Sight,
-    needs: Sequence[bool],
-    scale: float | None,
-    grouped: bool,
-) -> tuple[Tensor | None, ...]:
-    """Gradients of query, key, value and mask, in functions that have every derivative."""
-    q, k, v = _widened(query, key, value, grouped)
-    g, factor = grad.to(q.dtype), _scale_of(query, scale)
-    found = _weights(q, k, v, mask, sight, factor)
-    p, k, v = found[:3]
-    dp = g @ v.mT
-    dt = p * (dp - (p * dp).sum(-1, keepdim=True))
-    ds = found.sloped(dt)
-    grads = [ds @ k * factor, ds.mT @ q * factor, p.mT @ g]
-    back = [
-        _narrowed(t, like, grouped) if n else None
-        for t, like, n in zip(grads, (query, key, value), needs, strict=False)
-    ]
-    if len(needs) > 3:
-        back.append(dt.sum_to_size(mask.shape).to(mask.dtype) if needs[3] and mask is not None else None)
-    return tuple(back)
+class _Marker:
+    """In the place of a tensor, which is kept elsewhere."""
+
+
+_TENSOR = _Marker()
+_LIKE = {"global_query": 0, "global_key": 1, "global_value": 2}  # laid out as query, key and value
+
+
+def _own(algorithm: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor | None]]:
+    """An algorithm's own parameters, and the tensors among them, in the schema's order."""
+    own, tensors = {}, []
+    for p in registry.parameters("attention", algorithm):
+        if p.kind == "tensor":
+            own[p.name] = _TENSOR
+            tensors.append(options.get(p.name))
+        else:
+            own[p.name] = options.get(p.name, p.default)
+    return own, tensors
+
+
+class Plain(NamedTuple):
+    """A call as plain attentions in PyTorch's functions, which have every derivative: of all its rows, or of some each."""
+
+    algorithm: str
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    sight: Sight
+    scale: float | None
+    grouped: bool
+    own: dict[str, Any]
+
+    def parts(self) -> list[patterns.Part]:
+        """What is computed."""
+        heads = max(_size(t, 2) for t in (self.query, self.key, self.value))
+        return patterns.parts(self.algorithm, self.query, self.key, self.mask, heads, self.own)
+
+    def tensors(self, part: patterns.Part) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of a part."""
+        known = self.own | {"query": self.query, "key": self.key, "value": self.value}
+        return known[part.query], known[part.key], known[part.value]
+
+    def forward(self) -> Tensor:
+        """The output."""
+        outputs = []
+        for part in self.parts():
+            query, key, value = self.tensors(part)
+            q, k, v = _widened(query, key, value, self.grouped)
+            found = _weights(q, k, v, part.mask, self.sight, _scale_of(query, self.scale))
+            outputs.append(_rows(found.weights @ found.value, part.rows))
+        return sum(outputs[1:], outputs[0]).to(self.query.dtype)
+
+    def backward(self, grad: Tensor, of_mask: bool = False) -> dict[str, Tensor]:
+        """Gradients by the names of the tensors, and where asked for that of the mask."""
+        sums: dict[str, Tensor] = {}
+        for part in self.parts():
+            query, key, value = self.tensors(part)
+            q, k, v = _widened(query, key, value, self.grouped)
+            g, factor = _rows(grad.to(q.dtype), part.rows), _scale_of(query, self.scale)
+            found = _weights(q, k, v, part.mask, self.sight, factor)
+            p, k, v = found[:3]
+            dp = g @ v.mT
+            dt = p * (dp - (p * dp).sum(-1, keepdim=True))
+            ds = found.sloped(dt)
+            grads = ((part.query, ds @ k * factor), (part.key, ds.mT @ q * factor), (part.value, p.mT @ g))
+            self.add(sums, grads)
+            if of_mask and self.mask is not None:
+                moved = dt if part.share is None else dt * part.share
+                sums["attn_mask"] = moved.sum_to_size(self.mask.shape)
+        return self.narrowed(sums)
+
+    def second(self, grad: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gradients of grad and of the tensors, `given` those of the tensors' gradients.
+
+        Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = U dT, dT = P (dP - D), dP = G V^T, D the rows' sums of P dP. U is
+        the slope of capped scores, or 1. With a, b, c the gradients of those three: f is that of dS, e of dT, x of dP, w of P,
+        r of the scores.
+        """
+        sums: dict[str, Tensor] = {}
+        of_grad = []
+        for part in self.parts():
+            query, key, value = self.tensors(part)
+            q, k, v = _widened(query, key, value, self.grouped)
+            g, s = _rows(grad.to(q.dtype), part.rows), _scale_of(query, self.scale)
+            a, b, c = (
+                None if t is None else t.to(q.dtype) for t in (given.get(n) for n in (part.query, part.key, part.value))
+            )
+            if self.grouped and key.shape[-3]:
+                times = q.shape[-3] // key.shape[-3]
+                b, c = (None if t is None else t.repeat_interleave(times, -3) for t in (b, c))
+            found = _weights(q, k, v, part.mask, self.sight, s)
+            p, k, v = found[:3]
+            dp = g @ v.mT
+            d = _row_sums(p * dp)
+            dt = p * (dp - d)
+            ds, f = found.sloped(dt), torch.zeros_like(p)
+            f = f if a is None else f + a @ k.mT * s
+            f = f if b is None else f + q @ b.mT * s
+            e = found.sloped(f)
+            sum_e = _row_sums(p * e)
+            x, w = p * (e - sum_e), e * (dp - d) - sum_e * dp
+            w = w if c is None else w + g @ c.mT
+            r = found.sloped(p * (w - _row_sums(p * w)))
+            r = r if found.bend is None else r + f * dt * found.bend
+            to_g, to_v = x @ v, x.mT @ g
+            to_q, to_k = r @ k * s, r.mT @ q * s
+            to_g = to_g if c is None else to_g + p @ c
+            to_q = to_q if b is None else to_q + ds @ b * s
+            to_k = to_k if a is None else to_k + ds.mT @ a * s
+            of_grad.append(_rows(to_g, part.rows))
+            self.add(sums, ((part.query, to_q), (part.key, to_k), (part.value, to_v)))
+        return sum(of_grad[1:], of_grad[0]).to(grad.dtype), self.narrowed(sums)
+
+    def add(self, sums: dict[str, Tensor], more: Iterable[tuple[str, Tensor]]) -> None:
+        """Where parts have tensors in common."""
+        for name, gradient in more:
+            sums[name] = sums[name] + gradient if name in sums else gradient
+
+    def narrowed(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the tensors' sizes and dtypes."""
+        known = self.own | {"query": self.query, "key": self.key, "value": self.value, "attn_mask": self.mask}
+        return {
+            n: g.to(known[n].dtype) if n == "attn_mask" else _narrowed(g, known[n], self.grouped)
+            for n, g in sums.items()
+        }
+
+
+def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
+    """Zeros but in those rows."""
+    return tensor if rows is None else torch.where(rows, tensor, 0)
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    return tensor.sum(-1, keepdim=True)
 
 
 # Operators of gradients -----------------------------------------------------------------------------------------------
@@ -433,7 +606,7 @@ def register_forward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         return rules.backward(ctx, grads[0])
 
     def pytorch(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        output = rules.pytorch(*args, **options)
+        output = rules.by_definition(algorithm, *args, **options)
         return output, output[..., 0].detach()
 
     base.register_fake(op, fake)
@@ -444,6 +617,7 @@ def register_forward(rules: Attention, op: OpOverload, algorithm: str) -> None:
 
 def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
     """ai3::_attention_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
+    own, count = base.own_tensors(op), len(op._schema.returns)
 
     def fake(
         grad: Tensor,
@@ -459,12 +633,14 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         **options: Any,
     ) -> tuple[Tensor, ...]:
         label = f"ai3::attention_{algorithm}"
-        shape = rules.problem(label, query, key, value, mask, dropout, causal, **options).shape  # whatever parameters
+        shape = rules.asked(algorithm, query, key, value, mask, dropout, causal, **options).shape
         fits = grad.shape == output.shape == shape
         what = f"got {tuple(output.shape)} and {tuple(grad.shape)}"
         check(fits, label, f"needs output and grad_output of sizes {tuple(shape)}, {what}")
-        pairs = zip((query, key, value), wanted, strict=True)
-        return tuple(t.new_empty(t.shape if w else 0) for t, w in pairs)
+        inputs = [query, key, value, *(options.get(name) for name in own)]
+        inputs += [None] * (count - len(inputs))
+        pairs = zip(inputs, wanted, strict=True)
+        return tuple(query.new_empty(t.shape if w and t is not None and t.is_floating_point() else 0) for t, w in pairs)
 
     def pytorch(
         grad: Tensor,
@@ -479,63 +655,35 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         wanted: list[bool],
         scale: float | None = None,
         enable_gqa: bool = False,
-        **own: Any,
+        **options: Any,
     ) -> tuple[Tensor | None, ...]:
-        sight = Sight.of(causal, own)
-        return pytorch_backward(grad, query, key, value, mask, sight, wanted[:3], scale, enable_gqa)
+        call = Plain(algorithm, query, key, value, mask, Sight.of(causal, options), scale, enable_gqa, options)
+        found = call.backward(grad)
+        names = ["query", "key", "value", *own]
+        pairs = zip(names, wanted, strict=False)
+        results = [found.get(name) if w else None for name, w in pairs]
+        return (*results, *[None] * (count - len(results)))
+
+    def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        """Not output and log-sum-exp: the second derivatives are those of query, key and value alone."""
+        grad, query, key, value, mask, _, _, _, causal, ctx.wanted = inputs
+        ctx.scale, ctx.grouped, ctx.sight = options["scale"], options["enable_gqa"], Sight.of(causal, options)
+        ctx.own, tensors = _own(algorithm, options)
+        ctx.save_for_backward(grad, query, key, value, mask, *tensors)
+
+    def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, query, key, value, mask, *tensors = ctx.saved_tensors
+        all_own = ctx.own | dict(zip(own, tensors, strict=True))
+        call = Plain(algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, all_own)
+        names = ["query", "key", "value", *own]
+        given = {n: t if w else None for n, t, w in zip(names, grads, ctx.wanted, strict=False)}
+        of_grad, found = call.second(grad, given)
+        return (of_grad, *(found.get(n) for n in names[:3]), *[None] * 6, *(found.get(n) for n in own))
 
     base.register_fake(op, fake)
-    base.register_autograd(op, double_backward, save_backward, pytorch)
+    base.register_autograd(op, double_backward, save, pytorch)
     base.register_vmap(op, vmap_backward)
     base.register_flops(op, lambda grad, *shapes, **_: 2 * rules.flops(*shapes))
-
-
-def save_backward(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-    """Not output and log-sum-exp: the second derivatives are those of query, key and value alone."""
-    grad, query, key, value, mask, _, _, _, causal, ctx.mask = inputs
-    ctx.scale, ctx.grouped, ctx.sight = options["scale"], options["enable_gqa"], Sight.of(causal, options)
-    ctx.save_for_backward(grad, query, key, value, mask)
-
-
-def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = U dT, dT = P (dP - D), dP = G V^T, D the rows' sums of P dP.
-
-    U is the slope of capped scores, or 1. With a, b, c the gradients of those three: f is that of dS, e of dT, x of dP, w of P,
-    r of the scores.
-    """
-    grad, query, key, value, mask = ctx.saved_tensors
-    q, k, v = _widened(query, key, value, ctx.grouped)
-    g, s = grad.to(q.dtype), _scale_of(query, ctx.scale)
-
-    def rows(t: Tensor) -> Tensor:
-        return t.sum(-1, keepdim=True)
-
-    given = [t if wanted else None for t, wanted in zip(grads, ctx.mask, strict=True)]
-    a, b, c = (None if t is None else t.to(q.dtype) for t in given)
-    if ctx.grouped and key.shape[-3]:
-        times = q.shape[-3] // key.shape[-3]
-        b, c = (None if t is None else t.repeat_interleave(times, -3) for t in (b, c))
-    found = _weights(q, k, v, mask, ctx.sight, s)
-    p, k, v = found[:3]
-    dp = g @ v.mT
-    d = rows(p * dp)
-    dt = p * (dp - d)
-    ds, f = found.sloped(dt), torch.zeros_like(p)
-    f = f if a is None else f + a @ k.mT * s
-    f = f if b is None else f + q @ b.mT * s
-    e = found.sloped(f)
-    sum_e = rows(p * e)
-    x, w = p * (e - sum_e), e * (dp - d) - sum_e * dp
-    w = w if c is None else w + g @ c.mT
-    r = found.sloped(p * (w - rows(p * w)))
-    r = r if found.bend is None else r + f * dt * found.bend
-    to_g, to_v = x @ v, x.mT @ g
-    to_q, to_k = r @ k * s, r.mT @ q * s
-    to_g = to_g if c is None else to_g + p @ c
-    to_q = to_q if b is None else to_q + ds @ b * s
-    to_k = to_k if a is None else to_k + ds.mT @ a * s
-    back = [_narrowed(t, like, ctx.grouped) for t, like in ((to_q, query), (to_k, key), (to_v, value))]
-    return to_g.to(grad.dtype), *back
 
 
 def vmap_backward(
@@ -545,7 +693,7 @@ def vmap_backward(
     pairs = enumerate(zip(args, dims, strict=False))
     tensors = {i: a.movedim(d, 0) for i, (a, d) in pairs if isinstance(d, int)}
     results = [op(*(tensors[j][i] if j in tensors else a for j, a in enumerate(args)), **options) for i in range(size)]
-    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0, 0, 0)
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
 
 
 Attention.rules = {"forward": register_forward, "backward": register_backward}

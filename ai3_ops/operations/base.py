@@ -186,6 +186,7 @@ class Operation(Tested):
     def asked(self, algorithm: str, *args: Any, **kwargs: Any) -> Problem:
         """`problem` of a call of an algorithm, with its own parameters and PyTorch's switches; RuntimeError as that."""
         own = {p.name: kwargs.pop(p.name) for p in registry.parameters(self.name, algorithm) if p.name in kwargs}
+        own = {name: True if isinstance(value, Tensor) else value for name, value in own.items()}  # whether it is there
         problem = self.problem(f"ai3::{self.name}_{algorithm}", *args, **kwargs)
         more: dict[str, Any] = {"parameters": own} if own else {}
         if kwargs.get("allow_tf32"):
@@ -284,10 +285,11 @@ class Operation(Tested):
         """`save`, and which operator computes the gradients with which options."""
         backward = operator_named(f"_{self.name}_{algorithm}_backward")
         known = () if backward is None else {a.name for a in backward._schema.arguments}
+        tensors = own_tensors(backward) if backward else []  # which `save` keeps, as it does those of the operation
 
         def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
-            ctx.operator = backward
-            ctx.options = {name: value for name, value in options.items() if name in known}
+            ctx.operator, ctx.algorithm = backward, algorithm
+            ctx.options = {n: value for n, value in options.items() if n in known and n not in tensors}
             if "deterministic" in ctx.options:
                 ctx.options["deterministic"] |= torch.are_deterministic_algorithms_enabled()
             self.save(ctx, inputs, options, output)
@@ -298,6 +300,10 @@ class Operation(Tested):
         """What PyTorch computes for the operator's arguments."""
         return type(self).aten(*self.in_full(f"ai3::{self.name}", args))
 
+    def derivable(self, algorithm: str) -> Callable[..., Tensor]:
+        """`pytorch` of what an algorithm computes, where that depends on it."""
+        return self.pytorch
+
     def register_forward(self, op: OpOverload, algorithm: str) -> None:
         """The rules of an operator that computes the output; of "mixed" ones, `forward` names the algorithm."""
 
@@ -307,7 +313,7 @@ class Operation(Tested):
         register_fake(op, fake)
         recording = operator_named(f"_{self.name}_{algorithm}_forward")
         recorder = Recorder(recording, self.draw) if recording else None
-        register_autograd(op, self.backward, self.saver(algorithm), self.pytorch, recorder)
+        register_autograd(op, self.backward, self.saver(algorithm), self.derivable(algorithm), recorder)
         _torch.add_tags(op, self.tags)
         call = without_slot(op) if algorithm == "mixed" else op
         register_vmap(op, lambda _, *args, **options: self.vmap(call, *args, **options))
@@ -351,6 +357,7 @@ def register_autograd(
 ) -> None:
     """`save(ctx, inputs, options, output)` and `backward(ctx, *grads)`, which may leave out trailing gradients.
 
+    Tensors among the arguments that are given by name are in `options`; their gradients follow those of all others.
     Tangents are those of `pytorch(*args, **options)`, what PyTorch computes for such a call; without it forward mode is refused.
     With a `recorder`, `save` gets the tuple of all that its operator returns.
 
@@ -362,16 +369,22 @@ def register_autograd(
     count = sum(not a.kwarg_only for a in arguments)
     defaults = [a.default_value for a in arguments]
     names = [a.name for a in arguments[count:]]
+    own = own_tensors(op)
+    inputs_in_all = count + len(own)
 
     computing = recorder.operator if recorder else op
+
+    def named(args: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(own, args[count:], strict=True)) if own else {}
 
     class Rule(_torch.SingleLevelFunction):
         @staticmethod
         def forward(step: _Step, *args: Any) -> Any:
+            options = step.options | named(args) if own else step.options
             if step.modes is None:
-                return below_autograd(computing, step.keys, args, step.options)
+                return below_autograd(computing, step.keys, args[:count], options)
             with _torch.derivatives(step.modes):
-                return below_autograd(computing, step.keys, args, step.options)
+                return below_autograd(computing, step.keys, args[:count], options)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -383,13 +396,14 @@ def register_autograd(
                 ctx.tangents = (*tangents, *[None] * (len(outputs) - len(tangents)))
             if recorder:
                 ctx.mark_non_differentiable(*output[1:])
-            options = dict(zip(names, defaults[count:], strict=True)) | step.options
-            save(ctx, tuple(args), options, output)
+            options = dict(zip(names, defaults[count:], strict=True)) | step.options | named(args)
+            save(ctx, tuple(args[:count]), options, output)
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
             ctx.needs = ctx.needs_input_grad[1:]
-            return (None, *backward(ctx, *grads[:1] if recorder else grads), *[None] * count)[: count + 1]
+            found = backward(ctx, *grads[:1] if recorder else grads)
+            return (None, *found, *[None] * inputs_in_all)[: inputs_in_all + 1]
 
         @staticmethod
         def jvp(ctx: Any, *_: Any) -> Any:
@@ -399,14 +413,17 @@ def register_autograd(
         tangents = None
         if recorder:
             options |= recorder.draw(args, options)
-        if _torch.in_forward_mode() and any(_torch.tangent_of(a) is not None for a in args):
+        given = [options.get(name) for name in own]
+        if _torch.in_forward_mode() and any(_torch.tangent_of(a) is not None for a in (*args, *given)):
             tangents = tangents_of(args, options)
-        elif not (torch.is_grad_enabled() and _torch.any_requires_grad(*args)):
+        elif not (torch.is_grad_enabled() and _torch.any_requires_grad(*args, *given)):
             if options.keys() - {*names}:
                 return below_autograd(computing, keys, args, options)[0]
             return below_autograd(op, keys, args, options)
         modes = _torch.derivative_modes() if _torch.in_transform() else None
-        result = Rule.apply_here(_Step(keys, options, tangents, modes), *args, *defaults[len(args) : count])
+        if own:
+            options = {name: value for name, value in options.items() if name not in own}
+        result = Rule.apply_here(_Step(keys, options, tangents, modes), *args, *defaults[len(args) : count], *given)
         return result[0] if recorder else result
 
     def tangents_of(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Tensor | None, ...]:
@@ -442,12 +459,46 @@ def register_writes(op: OpOverload) -> None:
 
 
 def register_vmap(op: OpOverload, rule: Callable[..., Any]) -> None:
-    """`rule(op, size, dims, *args, **options)` gives the result and the place of its new dimension."""
+    """`rule(op, size, dims, *args, **options)` gives the result and the place of its new dimension.
+
+    Where a tensor among the arguments that are given by name has one, there is one call for each sample.
+    """
 
     def batch(info: Any, dims: Any, *args: Any, **options: Any) -> Any:
         return rule(op, info.batch_size, dims, *args, **options)
 
-    torch.library.register_vmap(op.name(), batch, lib=LIBRARY)
+    own = own_tensors(op)
+    if not own:
+        torch.library.register_vmap(op.name(), batch, lib=LIBRARY)
+        return
+
+    def kernel(keys: DispatchKeySet, *args: Any, **options: Any) -> Any:
+        names, count = [name for name in own if name in options], len(args)
+
+        def call(*given: Any, **rest: Any) -> Any:
+            return op(*given[:count], **rest, **dict(zip(names, given[count:], strict=True)))
+
+        def batch_all(info: Any, dims: Any, *given: Any, **rest: Any) -> Any:
+            if all(d is None for d in dims[count:]):
+                return batch(info, dims[:count], *given[:count], **rest, **dict(zip(names, given[count:], strict=True)))
+            results = [
+                call(*(g if d is None else g.select(d, i) for g, d in zip(given, dims, strict=True)), **rest)
+                for i in range(info.batch_size)
+            ]
+            if isinstance(results[0], tuple):
+                stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+                return stacked, (0,) * len(stacked)
+            return torch.stack(results), 0
+
+        tensors = (options.pop(name) for name in names)
+        return _torch.vmapped(batch_all, call, *args, *tensors, **options)
+
+    LIBRARY.impl(op, kernel, "FuncTorchBatched", with_keyset=True)
+
+
+def own_tensors(op: OpOverload) -> list[str]:
+    """The names of the tensors among the arguments that are given by name."""
+    return [a.name for a in op._schema.arguments if a.kwarg_only and "Tensor" in str(a.type)]
 
 
 def autocast(value: Any, device: str) -> Any:
@@ -474,7 +525,8 @@ def cast_before(op: Callable[..., Any]) -> Callable[..., Any]:
     """The autocast rule that casts all tensors and calls the operator."""
 
     def rule(device: str, *args: Any, **options: Any) -> Any:
-        return op(*(autocast(value, device) for value in args), **options)
+        named = {name: autocast(value, device) for name, value in options.items()}
+        return op(*(autocast(value, device) for value in args), **named)
 
     return rule
 

@@ -75,11 +75,24 @@ def image(x: Tensor) -> str:
 class Tested:
     """What an operation's class says of the tests and benchmarks of its algorithms."""
 
+    aten: ClassVar[Callable[..., Tensor]]  # the function that it replaces
     cases: ClassVar[Sequence[Case]] = ()  # every branch of the methods, at the smallest sizes that reach it
     layers: ClassVar[Sequence[Case]] = ()  # of networks
     # What the output's rounding is: of sums of products (exact on integers), of means (also of the division), or there is none.
     rounding: ClassVar[str] = "none"
     signed_zeros: ClassVar[bool] = True  # of zeros come zeros of the same signs as ATen's
+
+    def definition(self, algorithm: str) -> Callable[..., Tensor]:
+        """What an algorithm computes, in PyTorch's functions: where it approximates, by its own definition."""
+        return type(self).aten
+
+    def own_options(self, algorithm: str) -> dict[str, Any]:
+        """Of an algorithm's own parameters those with which it is tested; True in the place of a tensor."""
+        return {}
+
+    def own_operands(self, algorithm: str, args: Sequence[Any]) -> dict[str, Any]:
+        """The same for these arguments, with the tensors."""
+        return self.own_options(algorithm)
 
     def backward_call(self, call: Any) -> list[Any] | None:
         """Arguments of the backward operator, its mask excepted, for a case of `_cases.Call`; None for a case that has none."""

@@ -16,6 +16,7 @@ struct Call {
   std::optional<double> scale;
   bool grouped = false;
   std::optional<Parameters> parameters = std::nullopt;  // of the algorithm's own
+  Arguments::Own own = {};                              // tensors among them
 };
 constexpr int64_t kRank = 5;
 
@@ -57,6 +58,110 @@ void read_parameters(const Entry& entry, AttentionProblem& p) {
     if (name == "causal_lower_right") p.lower_right = p.parameters.flag(i);
     if (name == "softcap") p.softcap = p.parameters.real(i);
   }
+}
+
+// ---- Tensors of algorithms' own
+enum class Kind { values, flags, indices };
+struct Expected {
+  Kind kind;
+  Sizes sizes;  // -1: any. Those before the last `fixed` ones may be 1 or missing
+  size_t fixed;
+};
+int64_t whole_named(const Entry& entry, const AttentionProblem& p, const char* name, int64_t otherwise) {
+  for (int i = 0; i < static_cast<int>(entry.parameters.size()); i++)
+    if (entry.parameters[static_cast<size_t>(i)].name == name) return p.parameters.whole(i);
+  return otherwise;
+}
+// By the names that the project's algorithms give them; a user's may be anything.
+std::optional<Expected> expected(const Entry& entry, const AttentionProblem& p, const std::string& name) {
+  const int64_t block = std::max<int64_t>(1, whole_named(entry, p, "block_size", 1)), rows = ceil_div(p.queries, block);
+  const bool full = name.rfind("full_", 0) == 0;
+  const std::string list = full ? name.substr(5) : name;
+  if (name == "global_query") return Expected{Kind::values, {p.outer, p.batch, p.heads, p.queries, p.size}, 2};
+  if (name == "global_key") return Expected{Kind::values, {p.outer, p.batch, p.kv_heads, p.keys, p.size}, 2};
+  if (name == "global_value") return Expected{Kind::values, {p.outer, p.batch, p.kv_heads, p.keys, p.value_size}, 2};
+  if (name == "global_mask" || name == "key_padding") return Expected{Kind::flags, {p.outer, p.batch, p.keys}, 1};
+  if (list == "kv_num_blocks") return Expected{Kind::indices, {p.outer, p.batch, p.heads, rows}, 1};
+  if (list == "kv_indices") return Expected{Kind::indices, {p.outer, p.batch, p.heads, rows, -1}, 2};
+  if (name == "random_indices")
+    return Expected{Kind::indices, {p.heads, std::max<int64_t>(0, rows - 2), whole_named(entry, p, "random_blocks", -1)}, 2};
+  return std::nullopt;
+}
+const Tensor* own_named(const Entry& entry, const Call& c, const std::string& name) {
+  for (size_t i = 0; i < entry.parameters.size(); i++)
+    if (entry.parameters[i].name == name && c.own[i]) return &*c.own[i];
+  return nullptr;
+}
+// So that a kernel reads no memory that it must not: of each row of indices as many as are counted, or all.
+void check_indices(const Entry& entry, const Tensor& indices, const Tensor* counts, int64_t blocks) {
+  if (!indices.is_cpu()) return;
+  const int64_t each = size_at(indices, 0), rows = each > 0 ? indices.numel() / each : counts ? counts->numel() : 0;
+  const auto* const all = static_cast<const int64_t*>(indices.const_data_ptr());
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t count = counts ? static_cast<const int64_t*>(counts->const_data_ptr())[r] : each;
+    check(count >= 0 && count <= each, entry, "needs counts of blocks from 0 to ", each, ", got ", count);
+    for (int64_t i = 0; i < count; i++)
+      check(all[r * each + i] >= 0 && all[r * each + i] < blocks, entry, "needs indices of blocks from 0 to ", blocks - 1,
+            ", got ", all[r * each + i]);
+  }
+}
+// Checks them, and makes them what kernels read: indices of 64 bits and contiguous, rows of values contiguous.
+void prepare_own(const Entry& entry, Call& c, const AttentionProblem& p) {
+  if (whole_named(entry, p, "block_size", 1) < 1) return;  // which the algorithm refuses
+  for (size_t i = 0; i < entry.parameters.size(); i++) {
+    if (!c.own[i]) continue;
+    Tensor& t = *c.own[i];
+    const std::string& name = entry.parameters[i].name;
+    check(t.defined() && t.device() == c.query.device(), entry, "needs query and ", name, " on one device");
+    const auto wanted = expected(entry, p, name);
+    if (!wanted) continue;
+    const Sizes& sizes = wanted->sizes;
+    bool fits = t.dim() <= static_cast<int64_t>(sizes.size()) && t.dim() >= static_cast<int64_t>(wanted->fixed);
+    for (int64_t d = 0; fits && d < t.dim(); d++) {
+      const int64_t want = sizes[sizes.size() - 1 - static_cast<size_t>(d)], got = size_at(t, d);
+      fits = want < 0 || got == want || (got == 1 && d >= static_cast<int64_t>(wanted->fixed));
+    }
+    check(fits, entry, "needs ", name, " that broadcasts to ", sizes, ", got ", t);
+    const ScalarType type = t.scalar_type();
+    const char* const got = torch::headeronly::toString(type);
+    if (wanted->kind == Kind::values) {
+      check(type == c.query.scalar_type(), entry, "needs ", name, " of the query's dtype, got ", got);
+      t = with_rows(t);
+    } else if (wanted->kind == Kind::flags) {
+      check(type == ScalarType::Bool, entry, "needs ", name, " of bool, got ", got);
+    } else {
+      check(type == ScalarType::Long || type == ScalarType::Int, entry, "needs ", name, " of int32 or int64, got ", got);
+      if (type != ScalarType::Long) t = torch::stable::to(t, ScalarType::Long);
+      if (!is_contiguous(t)) t = torch::stable::contiguous(t);
+    }
+  }
+  const int64_t block = whole_named(entry, p, "block_size", 0);
+  if (block < 1) return;
+  for (const std::string list : {"kv_", "full_kv_"}) {
+    const Tensor *const counts = own_named(entry, c, list + "num_blocks"), *const indices = own_named(entry, c, list + "indices");
+    if (!counts || !indices) continue;
+    Sizes rows = sizes_of(*indices);
+    rows.pop_back();
+    check(rows == sizes_of(*counts), entry, "needs ", list, "indices with one more dimension than ", list, "num_blocks, got ",
+          *indices, " and ", *counts);
+    check_indices(entry, *indices, counts, ceil_div(p.keys, block));
+  }
+  if (const Tensor* random = own_named(entry, c, "random_indices"))
+    check_indices(entry, *random, nullptr, ceil_div(p.keys, block));
+}
+Operand operand_of(const Tensor& t) {
+  Operand o = t.const_data_ptr();
+  o.sizes = t.sizes().data(), o.strides = t.strides().data(), o.rank = static_cast<int32_t>(t.dim());
+  const ScalarType type = t.scalar_type();
+  o.dtype = type == ScalarType::Bool   ? DType::boolean
+            : type == ScalarType::Long ? DType::i64
+                                       : known_dtype(t).value_or(DType::i32);
+  return o;
+}
+template <class Operands>
+void set_own(Operands& m, const Call& c) {
+  for (size_t i = 0; i < c.own.size(); i++)
+    if (c.own[i]) m.own[i] = operand_of(*c.own[i]);
 }
 
 // Checks the arguments as torch.nn.functional.scaled_dot_product_attention does. Strides are set by `lay`.
@@ -144,7 +249,8 @@ Call take_call(const Entry& entry, Arguments& in) {
   Call c;
   c.query = in.take<Tensor>(), c.key = in.take<Tensor>(), c.value = in.take<Tensor>(), c.mask = in.take<std::optional<Tensor>>();
   c.dropout = in.take<double>(), c.causal = in.take<bool>();
-  c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>(), c.parameters = in.take_parameters(entry);
+  c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>();
+  c.parameters = in.take_parameters(entry, &c.own);
   return c;
 }
 
@@ -153,6 +259,7 @@ void forward(const Entry& entry, StableIValue* stack) {
   Arguments in(stack);
   Call c = take_call(entry, in);
   AttentionProblem p = problem(entry, c);
+  prepare_own(entry, c, p);
   Tensor output = empty_output(p, c);
   std::optional<Tensor> logsumexp;
   if (records) logsumexp = empty_logsumexp(output, c);
@@ -161,19 +268,22 @@ void forward(const Entry& entry, StableIValue* stack) {
   if (runs) {
     c.query = with_rows(c.query), c.key = with_rows(c.key), c.value = with_rows(c.value);
     lay(p, c, output);
-    run_kernel(call, p,
-               {.query = c.query.const_data_ptr(),
-                .key = c.key.const_data_ptr(),
-                .value = c.value.const_data_ptr(),
-                .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
-                .output = output.mutable_data_ptr(),
-                .logsumexp = records ? logsumexp->mutable_data_ptr() : nullptr},
-               c.query);
+    AttentionOperands operands{.query = c.query.const_data_ptr(),
+                               .key = c.key.const_data_ptr(),
+                               .value = c.value.const_data_ptr(),
+                               .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
+                               .output = output.mutable_data_ptr(),
+                               .logsumexp = records ? logsumexp->mutable_data_ptr() : nullptr};
+    set_own(operands, c);
+    run_kernel(call, p, operands, c.query);
   }
   give(stack, 0, output);
   if (records) give(stack, 1, *logsumexp);
 }
 
+// `gradients` counts those of query, key, value and, in the schema's order, of the tensors of an algorithm's own, which have none
+// where they are no values.
+template <size_t gradients>
 void backward(const Entry& entry, StableIValue* stack) {
   Arguments in(stack);
   Tensor grad = in.take<Tensor>();
@@ -183,9 +293,11 @@ void backward(const Entry& entry, StableIValue* stack) {
   const Tensor logsumexp = in.take<Tensor>();
   c.dropout = in.take<double>(), c.causal = in.take<bool>();
   const auto wanted = in.take<std::vector<bool>>();
-  c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>(), c.parameters = in.take_parameters(entry);
-  check(wanted.size() == 3, entry, "needs 3 flags in output_mask, got ", wanted.size());
+  c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>();
+  c.parameters = in.take_parameters(entry, &c.own);
+  check(wanted.size() == gradients, entry, "needs ", gradients, " flags in output_mask, got ", wanted.size());
   AttentionProblem p = problem(entry, c);
+  prepare_own(entry, c, p);
   check_same(entry, c.query, grad, "grad_output"), check_same(entry, c.query, output, "output");
   const Tensor like = empty_output(p, c), sums = empty_logsumexp(like, c);  // of their sizes
   check(sizes_of(grad) == sizes_of(like) && sizes_of(output) == sizes_of(like), entry, "needs output and grad_output of sizes ",
@@ -205,7 +317,19 @@ void backward(const Entry& entry, StableIValue* stack) {
     chosen = Chosen<AttentionProblem>(entry_named(*entry.operation, chosen.algorithm->traits.gradients(p).input),
                                       device_of(entry, c.query), p);
   auto gradient = [&](size_t i, const Tensor& of) { return empty(wanted[i] ? sizes_of(of) : Sizes{0}, of.scalar_type(), of); };
-  Gradients result{gradient(0, c.query), gradient(1, c.key), gradient(2, c.value)};
+  std::vector<Tensor> result{gradient(0, c.query), gradient(1, c.key), gradient(2, c.value)};
+  std::array<Tensor*, Parameters::kAtMost> of_own{};
+  result.reserve(gradients);
+  for (size_t i = 0; i < entry.parameters.size() && result.size() < gradients; i++) {
+    if (!is_tensor(entry.parameters[i])) continue;
+    const Tensor* const t = c.own[i] && known_dtype(*c.own[i]) && wanted[result.size()] ? &*c.own[i] : nullptr;
+    if (const auto size = expected(entry, p, entry.parameters[i].name); t && size)
+      check(t->numel() == checked_numel(entry, size->sizes, 1), entry, "needs ", entry.parameters[i].name,
+            " of the output's batch for its gradient, got ", *t);
+    result.push_back(empty(t ? sizes_of(*t) : Sizes{0}, c.query.scalar_type(), c.query));
+    if (t) of_own[i] = &result.back();
+  }
+  while (result.size() < gradients) result.push_back(empty({0}, c.query.scalar_type(), c.query));
   if (like.numel() > 0 && p.keys > 0) {
     c.query = with_rows(c.query), c.key = with_rows(c.key), c.value = with_rows(c.value);
     if (!same_strides(grad, output) || (size_at(grad, 0) > 1 && stride_at(grad, 0) != 1))
@@ -213,22 +337,24 @@ void backward(const Entry& entry, StableIValue* stack) {
     const Tensor per_query = as_contiguous(logsumexp);
     lay(p, c, output);
     auto written = [&](size_t i) { return wanted[i] ? result[i].mutable_data_ptr() : nullptr; };
-    run_backward(chosen, p,
-                 {.grad_output = grad.const_data_ptr(),
-                  .query = c.query.const_data_ptr(),
-                  .key = c.key.const_data_ptr(),
-                  .value = c.value.const_data_ptr(),
-                  .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
-                  .output = output.const_data_ptr(),
-                  .logsumexp = per_query.const_data_ptr(),
-                  .grad_query = written(0),
-                  .grad_key = written(1),
-                  .grad_value = written(2)},
-                 c.query);
+    AttentionGradients operands{.grad_output = grad.const_data_ptr(),
+                                .query = c.query.const_data_ptr(),
+                                .key = c.key.const_data_ptr(),
+                                .value = c.value.const_data_ptr(),
+                                .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
+                                .output = output.const_data_ptr(),
+                                .logsumexp = per_query.const_data_ptr(),
+                                .grad_query = written(0),
+                                .grad_key = written(1),
+                                .grad_value = written(2)};
+    set_own(operands, c);
+    for (size_t i = 0; i < of_own.size(); i++)
+      if (of_own[i]) operands.grad_own[i] = of_own[i]->mutable_data_ptr();
+    run_backward(chosen, p, operands, c.query);
   } else {
     for (Tensor& t : result) torch::stable::zero_(t);
   }
-  give_gradients(stack, result);
+  for (size_t i = 0; i < gradients; i++) give(stack, static_cast<int>(i), result[i]);
 }
 
 // A line of a program: attention_<algorithm> %query %key %value scale=0.125 is_causal=0; a mask is a fourth value. All are read
@@ -286,6 +412,14 @@ bool has_gradients(const AlgorithmInfo& info) {
   return traits.gradients || traits.choose;
 }
 
+// Whether tensors are among the parameters of its own.
+bool has_tensors(const AlgorithmInfo& info) {
+  const char* const text = reinterpret_cast<const Algorithm<AttentionProblem>&>(info).traits.parameters;
+  return text && std::strstr(text, "Tensor");
+}
+bool has_three_gradients(const AlgorithmInfo& info) { return has_gradients(info) && !has_tensors(info); }
+bool has_more_gradients(const AlgorithmInfo& info) { return has_gradients(info) && has_tensors(info); }
+
 #define AI3_ATTENTION_ARGUMENTS                                                                                            \
   "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? " \
   "scale=None, bool enable_gqa=False)"
@@ -295,7 +429,12 @@ constexpr OperatorKind kinds[] = {
     {"_attention_", "_backward",
      "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, Tensor logsumexp, float "
      "dropout_p, bool is_causal, bool[3] output_mask, *, float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor, Tensor)",
-     backward, has_gradients},
+     backward<3>, has_three_gradients},
+    {"_attention_", "_backward",
+     "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, Tensor logsumexp, float "
+     "dropout_p, bool is_causal, bool[8] output_mask, *, float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor, Tensor, "
+     "Tensor, Tensor, Tensor, Tensor, Tensor)",
+     backward<8>, has_more_gradients},
 };
 AI3_OPERATION(attention, "batch heads kv_heads queries keys size value_size has_mask is_causal has_dropout", kinds,
               std::size(kinds), nullptr, 0, AI3_QUERIES(AttentionProblem, problem_from))

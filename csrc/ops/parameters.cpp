@@ -30,6 +30,8 @@ Number number_of(const std::string& text, const std::string& of) {
 
 Parameter parsed(const std::string& text) {
   const size_t space = text.find(' '), equals = text.find('=');
+  if (text.rfind("Tensor ", 0) == 0 && equals == std::string::npos)
+    return {Parameter::Kind::tensor, trimmed(text.substr(space)), text, {}, 0};
   if (space == std::string::npos || equals == std::string::npos || equals < space)
     fail(text, "needs a type, a name and a default");
   const std::string type = text.substr(0, space), otherwise = text.substr(equals + 1);
@@ -44,13 +46,16 @@ Parameter parsed(const std::string& text) {
     p.kind = Parameter::Kind::flag;
     if (otherwise != "True" && otherwise != "False") fail(text, "needs True or False as its default");
     p.otherwise = otherwise == "True";
+  } else if (type == "Tensor?") {
+    p.kind = Parameter::Kind::optional_tensor;
+    if (otherwise != "None") fail(text, "needs None as its default");
   } else if (type.rfind("str(", 0) == 0 && type.back() == ')') {
     p.kind = Parameter::Kind::word;
     p.words = split(type.substr(4, type.size() - 5), '|');
     p.schema = "str " + p.name + "=\"" + otherwise + "\"";
     p.otherwise = word_of(p, otherwise);
   } else {
-    fail(text, "needs one of the types int, float, bool, str(<word>|<word>...)");
+    fail(text, "needs one of the types int, float, bool, str(<word>|<word>...), Tensor, Tensor?");
   }
   return p;
 }

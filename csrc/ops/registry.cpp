@@ -288,13 +288,13 @@ struct Asked {
 };
 std::string quoted(const std::string& text) { return "\"" + text + "\""; }  // of names, which need no escapes
 std::string describe_parameters(const Entry& e) {
-  static const char* const kinds[] = {"int", "float", "bool", "str"};
+  static const char* const kinds[] = {"int", "float", "bool", "str", "tensor", "tensor"};
   std::string json = ",\"parameters\":[";
   for (const Parameter& p : e.parameters) {
     json += std::string(json.back() == '[' ? "" : ",") + "{\"name\":" + quoted(p.name) + ",\"kind\":\"" +
             kinds[static_cast<int>(p.kind)] + "\",\"default\":" + std::to_string(p.otherwise) + ",\"words\":[";
     for (const std::string& word : p.words) json.append(json.back() == '[' ? "" : ",").append(quoted(word));
-    json += "]}";
+    json += std::string("],\"required\":") + (p.kind == Parameter::Kind::tensor ? "true}" : "false}");
   }
   return json + "]";
 }

@@ -106,12 +106,13 @@ inline constexpr int kKindsAtMost = 9;
 
 // One parameter of an algorithm's own, as its record states it.
 struct Parameter {
-  enum class Kind { whole, real, flag, word };
+  enum class Kind { whole, real, flag, word, tensor, optional_tensor };
   Kind kind;
   std::string name, schema;        // "window", "int window=512"
   std::vector<std::string> words;  // of a word, those that are allowed
   int64_t otherwise;               // as in Parameters
 };
+AI3_INLINE bool is_tensor(const Parameter& p) { return p.kind >= Parameter::Kind::tensor; }
 // Reads Traits::parameters; throws where they are not written as those are. Null has none.
 std::vector<Parameter> parameters_of(const char* text);
 // The place of a word among those that the parameter allows, or an error that names them.
@@ -263,7 +264,7 @@ template <class P>
   bool first = true;
   for (const Entry* e : entries(*entry.operation)) {
     Reason ignored;
-    if (e == &entry || !select(*e, device, p, ignored)) continue;
+    if (e == &entry || !select(*e, device, with_parameters(p, e->defaults), ignored)) continue;
     message += (first ? "" : ", ") + e->name;
     first = false;
   }
@@ -334,7 +335,11 @@ std::string describe(const AlgorithmInfo& info) {
 }
 template <class P>
 const char* own_parameters(const AlgorithmInfo& info) {
-  return reinterpret_cast<const Algorithm<P>&>(info).traits.parameters;
+  const char* const text = reinterpret_cast<const Algorithm<P>&>(info).traits.parameters;
+  if constexpr (!requires(const typename P::Operands& m) { m.own; })
+    if (text && std::strstr(text, "Tensor"))
+      throw std::runtime_error(std::string("ai3: algorithms of ") + info.operation + " have no tensors among their parameters");
+  return text;
 }
 // The functions of an Operation over its problem struct, given `P problem_from(const Query&)`.
 template <class P, P (*problem_from)(const Query&)>

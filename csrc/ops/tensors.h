@@ -64,8 +64,9 @@ class Arguments {
     for (int64_t& value : list) value = take<int64_t>();
     return list;
   }
-  // The algorithm's own parameters, which come last.
-  Parameters take_parameters(const Entry& entry) {
+  // The algorithm's own parameters, which come last; tensors among them go to `tensors`, at their places.
+  using Own = std::array<std::optional<Tensor>, Parameters::kAtMost>;
+  Parameters take_parameters(const Entry& entry, Own* tensors = nullptr) {
     Parameters all;
     for (size_t i = 0; i < entry.parameters.size(); i++) {
       const Parameter& p = entry.parameters[i];
@@ -75,6 +76,8 @@ class Arguments {
         case Parameter::Kind::flag: to = take<bool>(); break;
         case Parameter::Kind::real: to = std::bit_cast<int64_t>(take<double>()); break;
         case Parameter::Kind::word: to = inference_ ? take<int64_t>() : word_of(p, take<std::string>()); break;
+        case Parameter::Kind::tensor: to = 1, tensors->at(i) = take<Tensor>(); break;
+        case Parameter::Kind::optional_tensor: to = (tensors->at(i) = take<std::optional<Tensor>>()).has_value(); break;
       }
     }
     return all;

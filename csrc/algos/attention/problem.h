@@ -7,7 +7,8 @@ namespace ai3 {
 
 struct AttentionOperands {
   Operand query = {}, key = {}, value = {}, mask = {};
-  Operand output = {}, logsumexp = {};  // of each query's scaled scores, in the accumulator's type; -inf of none
+  Operand output = {}, logsumexp = {};    // of each query's scaled scores, in the accumulator's type; -inf of none
+  Operand own[Parameters::kAtMost] = {};  // tensors among the algorithm's own parameters, at their places, with sizes and strides
   template <class T, class Body>
   AI3_INLINE void plain(const Body& body) const {
     body(query.read<T>(), key.read<T>(), value.read<T>(), mask.read<void>(), output.write<T>());
@@ -15,7 +16,8 @@ struct AttentionOperands {
 };
 struct AttentionGradients {
   Operand grad_output = {}, query = {}, key = {}, value = {}, mask = {}, output = {}, logsumexp = {};
-  Operand grad_query = {}, grad_key = {}, grad_value = {};  // contiguous
+  Operand grad_query = {}, grad_key = {}, grad_value = {};                    // contiguous
+  Operand own[Parameters::kAtMost] = {}, grad_own[Parameters::kAtMost] = {};  // as in AttentionOperands, and contiguous
 };
 
 // How a tensor lies: from one outer batch, batch, head and row to the next. Elements of a row are contiguous but for a mask's.
