@@ -79,8 +79,8 @@ void check_counts(const Schema& schema, size_t own, uint64_t arguments, uint64_t
                            std::to_string(schema.results) + " results, was called with " + std::to_string(arguments) + " and " +
                            std::to_string(results) + "; its schema is " + schema.text);
 }
-template <int i>
-void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
+// What those of the pools do; a copy in each of them would take the compiler a quarter of a minute.
+[[gnu::noinline]] void call_slot(int i, StableIValue* stack, uint64_t arguments, uint64_t results) {
   const Entry& entry = *slots[i / kKindsAtMost];
   const OperatorKind& kind = entry.operation->kinds[i % kKindsAtMost];
   try {
@@ -90,8 +90,7 @@ void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
     rethrow(std::string(entry.operation->name) + "_" + entry.name);
   }
 }
-template <int i>
-void boxed_shared(StableIValue* stack, uint64_t arguments, uint64_t results) {
+[[gnu::noinline]] void call_shared_slot(int i, StableIValue* stack, uint64_t arguments, uint64_t results) {
   try {
     check_counts(shared_slots[i]->schema, 0, arguments, results);
     shared_slots[i]->call(stack);
@@ -99,6 +98,14 @@ void boxed_shared(StableIValue* stack, uint64_t arguments, uint64_t results) {
     const std::string schema = shared_slots[i]->schema.text;
     rethrow(schema.substr(0, schema.find('(')));
   }
+}
+template <int i>
+void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  call_slot(i, stack, arguments, results);
+}
+template <int i>
+void boxed_shared(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  call_shared_slot(i, stack, arguments, results);
 }
 constexpr auto pool = []<int... i>(std::integer_sequence<int, i...>) { return std::array<Boxed, sizeof...(i)>{boxed<i>...}; }
 (std::make_integer_sequence<int, kSlots * kKindsAtMost>());
