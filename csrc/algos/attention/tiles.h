@@ -1,7 +1,7 @@
 // What kernels of attention are made of that compute tiles of scores: queries of a panel are the lanes of vectors, keys the rows
 // (docs/decisions/attention.md).
 #pragma once
-#include "../core/gemm.h"
+#include "../core/instances.h"
 #include "visible.h"
 
 namespace ai3::inline AI3_LEVEL {

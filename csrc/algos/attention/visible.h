@@ -1,7 +1,7 @@
 // Which keys a query sees, and what its mask adds to their scores.
 #pragma once
+#include "../core/instances.h"
 #include "../core/lanes.h"
-#include "../core/rows.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {

@@ -1,7 +1,7 @@
 // The register tile of direct convolution: a few neighbouring output pixels of a row by one or two vectors of output channels,
 // which stay in registers over all kernel positions and input channels.
 #pragma once
-#include "../core/gemm.h"
+#include "../core/instances.h"
 #include "../core/prologue.h"
 #include "../core/streaming.h"
 #include "joined_groups.h"

@@ -8,7 +8,7 @@
 // Where the pixels of all images are fewer than a block, the weights are what weighs: columns then stand in the weights' own
 // order, so that dW is written, and W read, as it lies.
 #pragma once
-#include "../core/rows.h"
+#include "../core/instances.h"
 #include "backward.h"
 #include "patches.h"
 #include "problem.h"

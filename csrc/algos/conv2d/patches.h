@@ -3,8 +3,8 @@
 //   y in NHWC (y_stride.c == 1): rows are the pixels of all images, columns the group's output channels;
 //   y in NCHW: rows are the output channels, columns the pixels of one image, in panels that never cross images.
 #pragma once
-#include "../core/gemm.h"
 #include "../core/grid.h"
+#include "../core/instances.h"
 #include "../core/prologue.h"
 #include "problem.h"
 

@@ -3,7 +3,6 @@
 #include "gemm.h"
 
 namespace ai3::inline AI3_LEVEL {
-namespace {
 
 // `pixels` x `channels` elements into rows `ld` apart; from's channels or, failing that, its pixels had better be contiguous.
 template <class T>
@@ -41,5 +40,4 @@ void copy_rows(const T* from, int64_t pixel_stride, int64_t channel_stride, int6
   }
 }
 
-}  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -2,8 +2,8 @@
 #pragma once
 #include <type_traits>
 
-#include "../core/gemm.h"
 #include "../core/grid.h"
+#include "../core/instances.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
