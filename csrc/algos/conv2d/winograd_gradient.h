@@ -6,29 +6,24 @@
 #include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {
-namespace {
 
-// Columns of a matrix as rows, times some columns of another one.
+// One position: sums[filters][channels] (=, +=) z^T v over n tiles, whose rows are as long as those of the sums, in whole panels
+// of channels.
 template <class A>
-struct Columns {
-  const A* data;
-  int64_t stride;
-  const A* other;
-  int64_t other_stride;
-  AI3_INLINE Columns from(int64_t row) const { return {data + row, stride, other, other_stride}; }
-  template <int R, bool half>
-  AI3_INLINE void multiply(MicroTile<A, R, half>& tile, const A*, int64_t k, Next) const {
-    for (int64_t i = 0; i < k; i++) {
-      const Vec<A> b0 = load(other + i * other_stride), b1 = half ? b0 : load(other + i * other_stride + Vec<A>::width);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++) {
-        const Vec<A> a = data[i * stride + r];
-        tile.left[r] = fma(a, b0, tile.left[r]);
-        if constexpr (!half) tile.right[r] = fma(a, b1, tile.right[r]);
-      }
-    }
-  }
-};
+void add_products_of_tiles(const A* z, int64_t filters, const A* v, int64_t channels, A* sums, int64_t n, int64_t used_filters,
+                           int64_t used_channels, bool add);
+
+// The transforms of a tile of dY and of sums, for sums of type A.
+template <class Form, class A>
+[[gnu::noinline]] void spread_tile(const Vec<A> (&tile)[Form::kOutputsH][Form::kOutputsW], A* z, int64_t stride) {
+  Form::spread(tile, Positions<A>{z, stride});
+}
+template <class Form, class A>
+[[gnu::noinline]] void gather_taps(const A* sums, int64_t stride, A* taps) {
+  Form::gather(Positions<const A>{sums, stride}, [&](int64_t tap, Vec<A> value) { store(taps + tap * Vec<A>::width, value); });
+}
+
+namespace {
 
 // A task owns dW of some filters by some channels of a group. Its sums and a block of transformed tiles stay in the L2 cache. The
 // block does not depend on the threads, so that neither do the sums.
@@ -75,7 +70,8 @@ struct WinogradWeightGradient {
           transform_gradient(gy + filter * p.y_stride.c, z + t * filters, first + t, ks, bias);
         }
         for (int64_t position = 0; position < kPositions; position++)
-          multiply(z + position * stride_y, v + position * domain.stride, u + position * stride_w, n, ks, cs, first > 0);
+          add_products_of_tiles(z + position * stride_y, filters, v + position * domain.stride, channels, u + position * stride_w,
+                                n, ks, cs, first > 0);
       }
       for (int64_t f = 0; f < ks; f++) {
         if (bias) narrow(bias[f], db[filter + f]);
@@ -100,26 +96,14 @@ struct WinogradWeightGradient {
           sum += tile[i][j];
         }
       if (bias) store(bias + f, load(bias + f) + sum);
-      Form::spread(tile, Positions<A>{z + f, stride_y});
+      spread_tile<Form, A>(tile, z + f, stride_y);
     }
-  }
-  // One position: sums (=, +=) z^T v over n tiles.
-  void multiply(const A* z, const A* v, A* u, int64_t n, int64_t ks, int64_t cs, bool add) const {
-    const int64_t slabs = ceil_div(ks, kRows);
-    for (int64_t c = 0; c < cs; c += P)
-      for (int64_t s = 0; s < slabs; s++) {
-        const Share r = share(ks, slabs, s);
-        Output<A> out{u + r.begin * channels + c, channels};
-        out.add = add;
-        multiply_slab<A>(Columns<A>{z + r.begin, filters, v + c, channels}, r.end - r.begin, static_cast<const A*>(nullptr), P, n,
-                         out, {reinterpret_cast<const char*>(z), 0});
-      }
   }
   // One filter's sums into its weights.
   void transform_sums(const A* u, int64_t cs, T* dw) const {
     for (int64_t c = 0; c < cs; c += kWidth) {
       alignas(64) A taps[kTaps * kWidth];
-      Form::gather(Positions<const A>{u + c, stride_w}, [&](int64_t tap, V value) { store(taps + tap * kWidth, value); });
+      gather_taps<Form, A>(u + c, stride_w, taps);
       for (int64_t lane = 0; lane < smaller(kWidth, cs - c); lane++)
         for (int64_t tap = 0; tap < kTaps; tap++) narrow(taps[tap * kWidth + lane], dw[(c + lane) * kTaps + tap]);
     }
