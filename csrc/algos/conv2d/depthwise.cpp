@@ -17,6 +17,11 @@ constexpr int kFewPixels = 4;  // of a tile for the rest of a row
 constexpr int kHeight = AI3_VECTOR_BYTES == 64 ? 2 : 1;  // its rows: 14 sums, 14 weights of a 7x7 kernel, one input
 constexpr int kVectors = 4;                              // NCHW: vectors of a row's segment
 constexpr int64_t kCached = 16 << 20;                    // bytes of input and output that caches may hold from call to call
+// Types with a form for each activation, and with tiles of kHeight rows; the others are rare.
+template <class T>
+constexpr bool kIsCommon = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
+template <class T>
+constexpr int kHeightOf = kIsCommon<T> ? kHeight : 1;
 
 bool supports(const Conv2dProblem& p, Reason& reason) {
   if (p.groups == p.in_channels || p.groups < 0 || p.in_channels < 0) return true;
@@ -110,18 +115,19 @@ Fused fused_of(const Call<T>& call) {
   }
 }
 
-// NHWC: `height` rows of output, columns [tile, tiles_end), channels [begin, end): tiles of height x pixels outputs by a vector
-// of channels stay in registers over the window. Where the kernel's columns and their stride are known, each input vector is
-// loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any dilation.
+// NHWC: `count` rows of output, `height` at most, columns [tile, tiles_end), channels [begin, end): tiles of height x pixels
+// outputs by a vector of channels stay in registers over the window. Where the kernel's columns and their stride are known, each
+// input vector is loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any
+// dilation. The last vector of channels has less lanes or, in forms of one activation, reaches back over the one before it.
 template <class T, int height, int pixels, int columns, int stride, Fused fused>
-void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row, int64_t tile,
+void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row, int64_t count, int64_t tile,
              int64_t tiles_end) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width, reach = (pixels - 1) * stride + columns;
   const Conv2dProblem& p = call.p;
   const int64_t x_column = p.x_stride.w, top = row * p.stride_h - p.pad_h;
   const int64_t w_row = p.kernel_width * p.in_channels, multiplier = fused == Fused::any ? call.multiplier : 1;
-  const Range rows = inside(top, p.dilation_h, p.in_height, (height - 1) * p.stride_h + p.kernel_height);
+  const Range rows = inside(top, p.dilation_h, p.in_height, (count - 1) * p.stride_h + p.kernel_height);
   const A* panel = call.w + m * p.kernel_height * w_row;
   const Vec<A> most = p.activation == Activation::relu6 ? A(6) : static_cast<A>(__builtin_inf());  // of Fused::bounded
   for (; tile < tiles_end; tile += pixels) {
@@ -190,7 +196,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
         if constexpr (height == 1) {
           input_row.template operator()<0, 1>(r);
         } else {
-          const bool upper = r < p.kernel_height, lower = r >= p.stride_h;
+          const bool upper = r<p.kernel_height, lower = count> 1 && r >= p.stride_h;
           if (upper && lower)
             input_row.template operator()<0, 2>(r);
           else if (upper)
@@ -207,12 +213,15 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
           if constexpr (fused == Fused::silu) return activate_inline(Activation::silu, v);
           return v;
         };
-#pragma GCC unroll 2
-        for (int h = 0; h < height; h++)
+        auto put = [&](int h) {
 #pragma GCC unroll 8
           for (int j = 0; j < pixels; j++)
             whole ? store(call.y + place(h, j), finished(sum[h][j]))
                   : store_partial(call.y + place(h, j), finished(sum[h][j]), lanes);
+        };
+        put(0);
+        if constexpr (height > 1)
+          if (count > 1) put(1);
         return;
       }
       // One loop over a copy in memory: code for each sum in its register would be long, and calls spill those that are left.
@@ -222,7 +231,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
 #pragma GCC unroll 8
         for (int j = 0; j < pixels; j++) sums[h * pixels + j] = sum[h][j];
 #pragma GCC unroll 1
-      for (int i = 0; i < height * pixels; i++) {
+      for (int i = 0; i < count * pixels; i++) {
         const int h = i / pixels, j = i % pixels;
         if (call.called) [[unlikely]]
           call.put_called(place(h, j), multiplier, lanes, sums[i], c * multiplier + m, multiplier);
@@ -233,20 +242,29 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
       }
     };
     int64_t c = begin;
-    for (; c + width <= end; c += width) vector.template operator()<true>(c, width);
-    if (c < end) vector.template operator()<false>(c, end - c);
+    if constexpr (columns > 0 && fused != Fused::any) {
+      for (;; c = end - width) {  // an inner loop of equal steps: otherwise every address would be computed anew
+        for (; c + width <= end; c += width) vector.template operator()<true>(c, width);
+        if (c == end) break;
+      }
+    } else {
+      for (; c + width <= end; c += width) vector.template operator()<true>(c, width);
+      if (c < end) vector.template operator()<false>(c, end - c);
+    }
   }
 }
 
 template <class T>
 using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0, Fused::any>);
-// The form with known columns and stride, if there is one.
+// The form with known columns and stride, if there is one. Of 7 columns it has none of its own for what costs little beside so
+// many taps.
 template <class T, int height, int pixels, Fused fused>
 RowsOf<T> form_for(const Conv2dProblem& p) {
   auto of_stride = [&]<int stride>() -> RowsOf<T> {
     if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride, fused>;
     if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride, fused>;
-    if (p.kernel_width == 7) return rows_of<T, height, pixels, 7, stride, fused>;
+    constexpr bool rare = fused == Fused::hardswish || fused == Fused::silu;
+    if (p.kernel_width == 7) return rows_of < T, height, pixels, 7, stride, rare ? Fused::any : fused > ;
     return nullptr;
   };
   const bool wide = p.pad_w >= p.kernel_width;
@@ -307,42 +325,44 @@ void rows_of_planes(const Call<T>& call, int64_t begin, int64_t end) {
   }
 }
 
-// Few rows are cut into blocks of channels, so that threads get equal shares.
+// Few rows are cut into blocks of channels, so that threads get equal shares. None has less than a vector of them, if there are
+// as many.
 struct ChannelBlocks {
   int64_t channels, width, vectors, count;
   ChannelBlocks(int64_t c, int64_t vector_width, int threads, int64_t rows)
       : channels(c),
         width(vector_width),
-        vectors(ceil_div(c, width)),
+        vectors(larger(1, c / width)),
         count(larger(1, smaller(vectors, ceil_div(16 * threads, larger(1, rows))))) {}
   Range operator[](int64_t i) const {
-    return {vectors * i / count * width, smaller(channels, vectors * (i + 1) / count * width)};
+    return {vectors * i / count * width, i + 1 == count ? channels : vectors * (i + 1) / count * width};
   }
 };
 
 // NHWC: which code computes rows of output, and how many at once.
 template <class T>
 struct RowForms {
-  RowsOf<T> band, row, rest;
-  int64_t height;   // rows of a band
-  int64_t columns;  // those of tiles of kPixels; `rest` computes the others
+  RowsOf<T> band, rest;
+  int64_t height;     // rows of a band
+  int64_t columns;    // those of tiles of kPixels; `rest` computes the others
+  bool reaches_back;  // over channels: the forms need a vector of them
 
   explicit RowForms(const Call<T>& call) {
     const Conv2dProblem& p = call.p;
-    const Fused fused = fused_of(call);
+    const Fused fused = p.in_channels < Vec<Acc<T>>::width ? Fused::any : fused_of(call);
     auto form = [&]<int rows, int pixels>() {
       if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
-      // Few pixels have no code of their own for activations, nor have the other types: both are rare.
-      if constexpr (pixels == kPixels && (std::is_same_v<T, float> || std::is_same_v<T, bfloat16>)) {
+      // Few pixels have no code of their own for activations.
+      if constexpr (pixels == kPixels && kIsCommon<T>) {
         if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
         if (fused == Fused::hardswish) return form_for<T, rows, pixels, Fused::hardswish>(p);
         if (fused == Fused::silu) return form_for<T, rows, pixels, Fused::silu>(p);
       }
       return form_for<T, rows, pixels, Fused::any>(p);
     };
-    band = form.template operator()<kHeight, kPixels>(), row = form.template operator()<1, kPixels>();
-    rest = form.template operator()<1, kFewPixels>();
-    height = band ? kHeight : 1;
+    band = form.template operator()<kHeightOf<T>, kPixels>(), rest = form.template operator()<1, kFewPixels>();
+    height = band ? kHeightOf<T> : 1;
+    reaches_back = band && fused != Fused::any;
     const int64_t over = p.out_width % kPixels;
     // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
     const bool apart = call.residual == call.y;
@@ -350,7 +370,7 @@ struct RowForms {
     columns = reach_back ? p.out_width : p.out_width - over;
     const bool nothing = fused == Fused::nothing;
     if (!band) {
-      band = row = nothing ? rows_of<T, 1, kPixels, 0, 0, Fused::nothing> : rows_of<T, 1, kPixels, 0, 0, Fused::any>;
+      band = nothing ? rows_of<T, 1, kPixels, 0, 0, Fused::nothing> : rows_of<T, 1, kPixels, 0, 0, Fused::any>;
       rest = nullptr;
     }
     if (!rest || apart) rest = nothing ? rows_of<T, 1, 1, 0, 0, Fused::nothing> : rows_of<T, 1, 1, 0, 0, Fused::any>;
@@ -358,16 +378,11 @@ struct RowForms {
   // At most `height` rows from `first` on, for channels [begin, end) of an image.
   AI3_INLINE void operator()(const Call<T>& call, int64_t image, int64_t begin, int64_t end, int64_t first, int64_t last) const {
     const int64_t width = call.p.out_width;
-    for (int64_t f = 0; f < call.multiplier; f++)
-      if (first + height <= last) {
-        band(call, image, f, begin, end, first, 0, columns);
-        for (int64_t h = 0; h < height; h++) rest(call, image, f, begin, end, first + h, columns, width);
-      } else {
-        for (int64_t h = first; h < last; h++) {
-          row(call, image, f, begin, end, h, 0, columns);
-          rest(call, image, f, begin, end, h, columns, width);
-        }
-      }
+    const int64_t rows = smaller(height, last - first);
+    for (int64_t f = 0; f < call.multiplier; f++) {
+      band(call, image, f, begin, end, first, rows, 0, columns);
+      for (int64_t h = first; h < first + rows; h++) rest(call, image, f, begin, end, h, 1, columns, width);
+    }
   }
 };
 
@@ -413,7 +428,8 @@ struct Bands {
     parallel_ranges(p.threads, p.batch * blocks * count, ceil_div(1 << 16, work), [&](int64_t begin, int64_t end, int thread) {
       for (int64_t i = begin; i < end; i++) {
         const int64_t band = i % count, block = i / count % blocks, n = i / count / blocks;
-        const int64_t c = block * width, lanes = smaller(width, p.in_channels - c);
+        const int64_t c = forms.reaches_back ? smaller(block * width, p.in_channels - width) : block * width,
+                      lanes = smaller(width, p.in_channels - c), known = block * width - c;  // lanes of the block before
         const int64_t first = band * rows, last = smaller(p.out_height, first + rows);
         const int64_t top = larger(0, first * p.stride_h - p.pad_h),
                       bottom = smaller(p.in_height, (last - 1) * p.stride_h - p.pad_h + reach());
@@ -427,18 +443,18 @@ struct Bands {
           for (int64_t k = 0; k < lanes * multiplier; k += width)
             each_piece(first, last, p.out_width, p.y_stride.h, [&](int64_t row, int64_t elements) {
               copy(n * p.y_stride.n + (c * multiplier + k) * p.y_stride.c + row * p.y_stride.h,
-                   smaller(width, lanes * multiplier - k), elements, y + (row - first) * p.out_width * pixel + k);
+                   Range{known, smaller(width, lanes * multiplier - k)}, elements, y + (row - first) * p.out_width * pixel + k);
             });
         };
         if (call.residual)
-          each_output([&](int64_t at, int64_t planes, int64_t elements, T* to) {
-            to_lanes(call.residual + at, p.y_stride.c, planes, elements, to, pixel);
+          each_output([&](int64_t at, Range planes, int64_t elements, T* to) {
+            to_lanes(call.residual + at, p.y_stride.c, planes.end, elements, to, pixel);
           });
         Call<T> local = sample;
         local.x = x - top * q.x_stride.h - c, local.y = y - first * q.y_stride.h - c * multiplier;
         if (call.residual) local.residual = local.y;
         for (int64_t row = first; row < last; row += forms.height) forms(local, 0, c, c + lanes, row, last);
-        each_output([&](int64_t at, int64_t planes, int64_t elements, const T* from) {
+        each_output([&](int64_t at, Range planes, int64_t elements, const T* from) {
           to_planes(from, pixel, planes, elements, call.y + at, p.y_stride.c);
         });
       }
@@ -452,7 +468,7 @@ struct Bands {
     for (int64_t i = first; i < last; i++) copy(i, row);
   }
   // Elements of `lanes` planes, `plane` apart, to the lanes of vectors that are `step` apart.
-  static void to_lanes(const T* from, int64_t plane, int64_t lanes, int64_t elements, T* to, int64_t step) {
+  [[gnu::noinline]] static void to_lanes(const T* from, int64_t plane, int64_t lanes, int64_t elements, T* to, int64_t step) {
     for (int64_t e = 0; e < elements; e += width) {
       const int64_t n = smaller(width, elements - e);
       Vec<Acc<T>> v[width];
@@ -464,8 +480,8 @@ struct Bands {
         if (i < n) store(to + (e + i) * step, v[i]);
     }
   }
-  // And back, of the first `lanes` lanes.
-  static void to_planes(const T* from, int64_t step, int64_t lanes, int64_t elements, T* to, int64_t plane) {
+  // And back, of some lanes.
+  [[gnu::noinline]] static void to_planes(const T* from, int64_t step, Range lanes, int64_t elements, T* to, int64_t plane) {
     for (int64_t e = 0; e < elements; e += width) {
       const int64_t n = smaller(width, elements - e);
       Vec<Acc<T>> v[width];
@@ -474,7 +490,7 @@ struct Bands {
       transpose(v);
 #pragma GCC unroll 16
       for (int i = 0; i < width; i++)
-        if (i < lanes) store_some(to + i * plane + e, v[i], n);
+        if (i >= lanes.begin && i < lanes.end) store_some(to + i * plane + e, v[i], n);
     }
   }
 };
@@ -708,16 +724,17 @@ struct WeightGradient {
   void add_up(const T* gy, const T* x, Range slice, Range channels, bool with_bias, A* sums) const {
     const int64_t row_bytes = (p.in_width + p.out_width) * p.in_channels * static_cast<int64_t>(sizeof(T));
     const int64_t band = larger(1, (256 << 10) / larger(1, row_bytes));
-    const auto row_form = p.kernel_width == 3   ? weight_gradient_rows<T, 1, 3>
-                          : p.kernel_width == 5 ? weight_gradient_rows<T, 1, 5>
-                          : p.kernel_width == 7 ? weight_gradient_rows<T, 1, 7>
-                                                : weight_gradient_rows<T, 1, 0>;
-    // All taps of a window that fit the registers.
-    constexpr int most = AI3_VECTOR_BYTES == 64 ? 5 : 3;
-    const bool square = p.kernel_height == p.kernel_width;
-    const auto window_form = square && p.kernel_width == 3      ? weight_gradient_rows<T, 3, 3>
-                             : square && p.kernel_width == most ? weight_gradient_rows<T, most, most>
-                                                                : nullptr;
+    auto row_form = weight_gradient_rows<T, 1, 0>, window_form = static_cast<decltype(row_form)>(nullptr);
+    if constexpr (kIsCommon<T>) {
+      // All taps of a window that fit the registers.
+      constexpr int most = AI3_VECTOR_BYTES == 64 ? 5 : 3;
+      const bool square = p.kernel_height == p.kernel_width;
+      if (p.kernel_width == 3) row_form = weight_gradient_rows<T, 1, 3>;
+      if (p.kernel_width == 5) row_form = weight_gradient_rows<T, 1, 5>;
+      if (p.kernel_width == 7) row_form = weight_gradient_rows<T, 1, 7>;
+      if (square && p.kernel_width == most) window_form = weight_gradient_rows<T, most, most>;
+      if (square && p.kernel_width == 3) window_form = weight_gradient_rows<T, 3, 3>;
+    }
     for (int64_t first = slice.begin; first < slice.end; first += band)
       for (int64_t m = 0; m < multiplier; m++)
         for (int64_t c = channels.begin; c < channels.end; c += width) {
