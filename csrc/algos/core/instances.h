@@ -6,18 +6,18 @@
 #include "rows.h"
 
 // For the number of rows of each micro-kernel.
+#define AI3_ROWS_TO_4_(X, ...) X(1, __VA_ARGS__) X(2, __VA_ARGS__) X(3, __VA_ARGS__) X(4, __VA_ARGS__)
+#define AI3_ROWS_TO_6_(X, ...) AI3_ROWS_TO_4_(X, __VA_ARGS__) X(5, __VA_ARGS__) X(6, __VA_ARGS__)
+#define AI3_ROWS_TO_10_(X, ...) \
+  AI3_ROWS_TO_6_(X, __VA_ARGS__) X(7, __VA_ARGS__) X(8, __VA_ARGS__) X(9, __VA_ARGS__) X(10, __VA_ARGS__)
+#define AI3_ROWS_TO_14_(X, ...) \
+  AI3_ROWS_TO_10_(X, __VA_ARGS__) X(11, __VA_ARGS__) X(12, __VA_ARGS__) X(13, __VA_ARGS__) X(14, __VA_ARGS__)
 #if AI3_VECTOR_BYTES == 64
-#define AI3_EACH_ROW_COUNT_(X, ...)                                                                                              \
-  X(1, __VA_ARGS__)                                                                                                              \
-  X(2, __VA_ARGS__)                                                                                                              \
-  X(3, __VA_ARGS__)                                                                                                              \
-  X(4, __VA_ARGS__) X(5, __VA_ARGS__) X(6, __VA_ARGS__) X(7, __VA_ARGS__) X(8, __VA_ARGS__) X(9, __VA_ARGS__) X(10, __VA_ARGS__) \
-      X(11, __VA_ARGS__) X(12, __VA_ARGS__) X(13, __VA_ARGS__) X(14, __VA_ARGS__)
+#define AI3_EACH_ROW_COUNT_ AI3_ROWS_TO_14_
 #elif AI3_VECTOR_BYTES == 32
-#define AI3_EACH_ROW_COUNT_(X, ...) \
-  X(1, __VA_ARGS__) X(2, __VA_ARGS__) X(3, __VA_ARGS__) X(4, __VA_ARGS__) X(5, __VA_ARGS__) X(6, __VA_ARGS__)
+#define AI3_EACH_ROW_COUNT_ AI3_ROWS_TO_6_
 #else
-#define AI3_EACH_ROW_COUNT_(X, ...) X(1, __VA_ARGS__) X(2, __VA_ARGS__) X(3, __VA_ARGS__) X(4, __VA_ARGS__)
+#define AI3_EACH_ROW_COUNT_ AI3_ROWS_TO_4_
 #endif
 
 // `EXTERN` is nothing in instances.cpp.
