@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
+from torch.nn.functional import _get_softmax_dim as implicit_softmax_dim  # type: ignore[attr-defined]  # noqa: F401
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 

@@ -624,6 +624,10 @@ class Call:
         """What a plan depends on besides the input."""
         return args[1:]
 
+    def numbers(self, args: tuple[Any, ...]) -> list[Any]:
+        """All that the operator for inference gets besides tensors and the algorithm's own parameters."""
+        return CallPlan.numbers_of(self.operator, args) + self.sizes(args)
+
     def sizes(self, args: tuple[Any, ...]) -> list[int]:
         """Further numbers."""
         return []
@@ -641,7 +645,7 @@ class Call:
             return None
         try:
             values = [p.number(given.get(p.name, p.default)) for p in own]
-            return CallPlan(infer, CallPlan.text(CallPlan.numbers_of(self.operator, args) + self.sizes(args) + values))
+            return CallPlan(infer, CallPlan.text(self.numbers(args) + values))
         except RuntimeError:  # the operator says why
             return None
 

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem
 from ai3_ops.operations.calls import Call
-from ai3_ops.operations.case import STRANGE, BadCall, Case
+from ai3_ops.operations.elementwise import Elementwise
 
 
-class Relu(Operation):
+class Relu(Elementwise):
     """Rules of `ai3::relu_<algorithm>`, as torch.relu."""
 
     name = "relu"
     aten = staticmethod(torch.relu)
-
-    def problem(self, label: str, input: Tensor, **_: Any) -> Problem:
-        """Any shape; RuntimeError for other dtypes than the four."""
-        base.check_dtype(label, input)
-        return Problem(str(input.device), input.dtype, {"count": input.numel()}, tuple(input.shape))
-
-    def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
-        """Keeps the order of dimensions in memory, as ATen's elementwise functions do."""
-        self.checked(algorithm, *args, **kwargs)
-        return torch.empty_like(args[0])
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
         """The output says where the input was positive."""
@@ -39,22 +26,6 @@ class Relu(Operation):
         """ATen's."""
         return (torch.ops.aten.threshold_backward(grad, *ctx.saved_tensors, 0),)
 
-    def vmap(
-        self, op: Callable[..., Tensor], size: int, dims: Dims, input: Tensor, *args: Any, **options: Any
-    ) -> tuple[Tensor, int]:
-        """Elementwise."""
-        assert dims[0] is not None
-        return op(input, *args, **options), dims[0]
-
-    cases = (
-        *(Case((shape,)) for shape in ((), (5,), (0, 3), (2, 3, 9, 8), (131,))),
-        *(Case(((2, 3, 9, 8),), layouts=(layout,)) for layout in STRANGE),
-    )
-    layers = (
-        Case(((1, 64, 112, 112),)),
-        Case(((8, 256, 28, 28),), (), ("channels_last",)),
-    )
-
     def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
         """As `Tested.line`."""
         return f"relu count={x.numel()}"
@@ -62,10 +33,6 @@ class Relu(Operation):
     def module_of(self, sizes: dict[str, Any]) -> nn.Module:
         """As `Tested.module_of`."""
         return nn.ReLU()
-
-    def bad_calls(self, new: Callable[..., Tensor], other: Any) -> Iterator[BadCall]:
-        """As `Tested.bad_calls`."""
-        yield "integer input", [new(3).int()], []
 
 
 class ReluCall(Call):

@@ -154,7 +154,8 @@ inline std::vector<ai3::Pool2dProblem> all(ai3::Pool2dProblem*, const std::strin
 
 inline std::vector<ai3::ElementwiseProblem> all(ai3::ElementwiseProblem*, const std::string&) {
   std::vector<ai3::ElementwiseProblem> result;
-  for (int64_t count : {1, 5, 16, 100, 1000}) result.push_back(ai3::contiguous_elements(ai3::DType::f32, 1, count));
+  for (int64_t count : {1, 5, 16, 100, 1000})
+    for (int32_t form : {0, 1}) result.push_back(ai3::contiguous_elements(ai3::DType::f32, 1, count, form));
   return result;
 }
 

@@ -175,10 +175,15 @@ inline Reference reference(const std::string& operation, const ai3::Pool2dProble
 
 inline Reference reference(const std::string& operation, const ai3::ElementwiseProblem& p, const double* x, const double*,
                            const double*, const double*, const double*) {
+  using enum ai3::Activation;
+  const ai3::Activation function = operation == "relu"   ? relu
+                                   : operation == "silu" ? silu
+                                   : operation == "gelu" ? (p.form == 1 ? gelu_tanh : gelu)
+                                                         : none;
   Reference result{std::vector<double>(p.count), std::vector<double>(p.count)};
   for (int64_t i = 0; i < p.count; i++) {
-    result.y[i] = operation == "relu" ? std::fmax(x[i], 0) : x[i];
-    result.magnitude[i] = std::fabs(x[i]);
+    result.y[i] = activate(function, x[i], 0);
+    result.magnitude[i] = std::fabs(x[i]), result.largest = std::fmax(result.largest, std::fabs(result.y[i]));
   }
   return result;
 }

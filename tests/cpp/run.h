@@ -11,6 +11,9 @@
 #include "reference.h"
 #include "support.h"
 
+// After what they add to (tests/cpp/CMakeLists.txt writes it).
+#include "operations.h"
+
 namespace ai3 {
 
 // Whether the kernels of a level were compiled for a dtype.
@@ -213,18 +216,10 @@ void each_kernel(const Body& body) {
   for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++) {
     if (!usable((*a)->level)) continue;
     const std::string operation = (*a)->operation;
-    if (operation == "conv2d" || operation == "conv1d")  // which runs conv2d's kernels
-      visit(**a, static_cast<Conv2dProblem*>(nullptr));
-    else if (operation == "linear")
-      visit(**a, static_cast<LinearProblem*>(nullptr));
-    else if (operation == "attention")
-      visit(**a, static_cast<AttentionProblem*>(nullptr));
-    else if (operation == "layer_norm")
-      visit(**a, static_cast<LayerNormProblem*>(nullptr));
-    else if (operation == "relu" || operation == "flatten")
-      visit(**a, static_cast<ElementwiseProblem*>(nullptr));
-    else
-      visit(**a, static_cast<Pool2dProblem*>(nullptr));
+#define AI3_VISIT(name) \
+  if (operation == #name) visit(**a, static_cast<problem_of::name*>(nullptr));
+    AI3_OPERATIONS(AI3_VISIT)
+#undef AI3_VISIT
   }
 }
 template <class P>

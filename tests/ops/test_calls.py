@@ -45,6 +45,9 @@ MODULES = {
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, stride=2), (2, 4, 11)),
     "layer_norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
     "attention": (SelfAttention, (2, 3, 6, 4)),
+    "softmax": (lambda: nn.Softmax(1), (2, 3, 5)),
+    "gelu": (lambda: nn.GELU("tanh"), (3, 5)),
+    "silu": (nn.SiLU, (3, 5)),
 }
 
 

@@ -13,14 +13,15 @@ struct ElementwiseProblem {
   int64_t count;
   int64_t row, x_row, y_row;  // all `count` where everything is contiguous
   Parameters parameters = {};
+  int32_t form = 0;  // of operations that have several functions, as gelu: 0 by erf, 1 by tanh
 };
 AI3_INLINE bool sizes_known(const ElementwiseProblem& p) { return p.count >= 0; }
 AI3_INLINE auto value_of(const ElementwiseProblem& p) {
-  const auto& [dtype, threads, count, row, x_row, y_row, parameters] = p;
-  return as_numbers(dtype, threads, count, row, x_row, y_row, parameters);
+  const auto& [dtype, threads, count, row, x_row, y_row, parameters, form] = p;
+  return as_numbers(dtype, threads, count, row, x_row, y_row, parameters, form);
 }
-AI3_INLINE ElementwiseProblem contiguous_elements(DType dtype, int32_t threads, int64_t count) {
-  return {dtype, threads, count, count, count, count, {}};
+AI3_INLINE ElementwiseProblem contiguous_elements(DType dtype, int32_t threads, int64_t count, int32_t form = 0) {
+  return {dtype, threads, count, count, count, count, {}, form};
 }
 
 }  // namespace ai3
