@@ -1,6 +1,7 @@
 // What kernels of attention are made of that compute tiles of scores: queries of a panel are the lanes of vectors, keys the rows
 // (docs/decisions/attention.md).
 #pragma once
+#include "../core/exp.h"
 #include "../core/instances.h"
 #include "visible.h"
 
@@ -8,34 +9,6 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 constexpr int64_t kKeys = kRows * (128 / kRows);  // of a tile: slabs of the micro-kernel, all whole
-
-// 2^v of v <= 0, or a little more; 0 where that is no normal number. v = n + r, |r| <= 1/2: a polynomial of r, within 1.2e-7,
-// times 2^n, whose bits are those of the sum by which v was rounded.
-AI3_INLINE Vec<float> exp2_below(Vec<float> v) {
-  using Raw = Vec<float>::Raw;
-  const Vec<float> x = at_least(Vec<float>(-127.f), v);
-  const Raw magic = Vec<float>(12582912.f + 127.f).raw, z = x.raw + magic;
-  const Vec<float> r = x.raw - (z - magic);
-  Vec<float> e = 0.0013264727f;
-  for (float c : {0.0096715126f, 0.05550734f, 0.24022242f, 0.69314698f, 1.f}) e = fma(e, r, Vec<float>(c));
-  return e * Vec<float>(detail::bit_cast<Raw>(detail::bit_cast<detail::Words>(z) << 23));
-}
-AI3_INLINE Vec<double> exp2_below(Vec<double> v) {
-  using Raw = Vec<double>::Raw;
-  typedef uint64_t Longs __attribute__((vector_size(AI3_VECTOR_BYTES)));
-  const Vec<double> x = at_least(Vec<double>(-1023.), v);
-  const Raw magic = Vec<double>(6755399441055744. + 1023.).raw, z = x.raw + magic;
-  const Vec<double> r = Vec<double>(0.69314718055994531) * Vec<double>(x.raw - (z - magic));
-  Vec<double> e = 1. / 6227020800;  // the exponential series
-  for (double c : {1. / 479001600, 1. / 39916800, 1. / 3628800, 1. / 362880, 1. / 40320, 1. / 5040, 1. / 720, 1. / 120, 1. / 24,
-                   1. / 6, .5, 1., 1.})
-    e = fma(e, r, Vec<double>(c));
-  return e * Vec<double>(detail::bit_cast<Raw>(detail::bit_cast<Longs>(z) << 52));
-}
-template <class A>
-AI3_INLINE Vec<A> exp_below(Vec<A> v) {
-  return exp2_below(v * Vec<A>(static_cast<A>(1.4426950408889634)));
-}
 
 // ---- Rows and panels --------------------------------------------------------------------------------------------------------
 template <class A>
