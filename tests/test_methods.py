@@ -73,9 +73,9 @@ def test_own_methods_call_none_of_pytorch_s_operators(info):
     """For pools, relu and linear too, whose results alone could be ATen's."""
     calls = few_calls(info, 9, "float32" if "float32" in info.dtypes else None, large=True)
     call = next(c for c in calls if not c.case.layouts)  # a layout that a method does not read is copied for it
-    inputs = call.tensors
+    arguments, options = call.arranged(*call.tensors), call.options(*call.tensors)
     with torch.inference_mode(), profiled() as profile:
-        call.operator(*inputs)
+        call.info.operator(*arguments, **options)
     called = {event.name for event in profile.events()} - ALLOCATES - VIEWS
     if info.vendor:
         assert any(name.startswith(VENDORS[info.operation, info.name]) for name in called), called

@@ -18,10 +18,14 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
   // The form depends on the window; on the input's size, too, but only in what is fastest.
   const std::array window{p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups};
   const PackKey key{c.algorithm, hash_of(window), c.input.scalar_type()};
-  const std::optional<Tensor> reordered = kept(c.slot, key, c.weight, products_of(c), [&](const Tensor& w) {
+  // With one input channel and one output column, a stride along the row and AVX-512 it reads past the input, too, where the
+  // weight is reordered (docs/pytorch.md): there the weight is given as it is.
+  const bool reads_past = p.in_channels == 1 && p.out_width == 1 && p.stride_w > 1;
+  auto reorder = [&](const Tensor& w) {
     return call_aten("mkldnn::_reorder_convolution_weight", "", w, c.padding, c.stride, c.dilation, c.groups,
                      std::optional<Sizes>(sizes_of(x)));
-  });
+  };
+  const std::optional<Tensor> reordered = reads_past ? std::nullopt : kept(c.slot, key, c.weight, products_of(c), reorder);
   const Tensor y = reordered ? call_aten("mkldnn::_convolution_pointwise", "", x, *reordered, c.bias, c.padding, c.stride,
                                          c.dilation, c.groups, std::string("none"), Sizes{}, std::optional<std::string>(""))
                              : call_aten("aten::mkldnn_convolution", "", x, operand(c.weight), c.bias, c.padding, c.stride,
