@@ -124,6 +124,8 @@ class Kernel : public testing::Test {
               if (HasFatalFailure()) return;
             }
       }
+    // block_sparse needs lists of blocks, bigbird the size of one: tests of the operators give them.
+    if (!done && t.parameters) GTEST_SKIP() << "supports none of the problems without parameters of its own";
     EXPECT_GT(done, 0) << "supports none of the problems";
   }
 
