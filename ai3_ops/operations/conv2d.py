@@ -515,6 +515,7 @@ _LEAVES_NCHW = _library.registry()["level"] == "avx2"
 # 1x1 on a single pixel (squeeze-excite): below so many weights a call costs more than the products
 # (docs/algorithms/conv2d/default.md).
 _OF_ONE_PIXEL = 2**17 if _LEAVES_NCHW else 2**15
+_LANES_16_BITS = 16  # of `depthwise` with AVX-512, which computes in float32
 
 
 def of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
@@ -533,7 +534,10 @@ class Conv2dCall(SwitchedCall):
     function = torch.conv2d
     repeats = True
     modules: ClassVar = {nn.Conv2d: of_module}
-    why_left = "PyTorch is faster for some calls: in NCHW, and 1x1 on one pixel (docs/algorithms/conv2d/default.md)"
+    why_left = (
+        "PyTorch is faster for some calls: in NCHW, 1x1 on one pixel, and depthwise of few channels in 16 bits "
+        "(docs/algorithms/conv2d/default.md)"
+    )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what gains nothing in NCHW."""
@@ -541,11 +545,17 @@ class Conv2dCall(SwitchedCall):
         return output.contiguous() if self.writes_nchw else output
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """In float32: large outputs take long to be written in NCHW; of few products the call itself takes as long."""
+        """In float32: large outputs take long to be written in NCHW; of few products the call itself takes as long.
+
+        In 16 bits, where oneDNN has kernels for them: depthwise with fewer channels than a vector has lanes.
+        """
         input, weight = args[:2]
-        if input.dtype != torch.float32 or not input.is_cpu:
+        if not input.is_cpu or torch.compiler.is_compiling():
             return True
-        if torch.compiler.is_compiling() or _torch.any_autocast():
+        if input.dtype != torch.float32:
+            lanes = input.ndim == 4 and args[6] == input.shape[1] < _LANES_16_BITS
+            return not (lanes and input.dtype.itemsize == 2 and fast_in(input.dtype))
+        if _torch.any_autocast():
             return True
         if input.ndim != 4 or weight.ndim != 4 or type(weight) not in (Tensor, nn.Parameter):
             return True

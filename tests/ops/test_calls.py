@@ -25,6 +25,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 import ai3_ops
 from ai3_ops import _library
 from ai3_ops._checks.calling import profiled
+from ai3_ops.operations.calls import fast_in
 
 ops = torch.ops.ai3
 
@@ -832,3 +833,15 @@ def test_processes_forked_while_others_call_do_not_wait_for_them():
         stop.set()
         for thread in threads:
             thread.join()
+
+
+def test_depthwise_of_few_channels_in_16_bits_is_left_where_onednn_multiplies_pairs():
+    for channels in (3, 16):
+        module = nn.Conv2d(channels, channels, 3, groups=channels).bfloat16().eval()
+        x = torch.randn(1, channels, 8, 8).bfloat16()
+        swapped = ai3_ops.swap(module, "default", x)
+        with torch.no_grad():
+            torch.testing.assert_close(swapped(x), module(x), rtol=5e-2, atol=5e-2)
+        left = channels < 16 and fast_in(torch.bfloat16)
+        given = (x, module.weight, module.bias, module.stride, module.padding, module.dilation, module.groups)
+        assert swapped._ai3.gains(given) != left
