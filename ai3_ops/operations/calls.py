@@ -32,6 +32,7 @@ _TANGENTS = "does not support forward-mode differentiation"
 SWITCHES = ("deterministic", "allow_tf32")  # keyword arguments that every algorithm of some operations has
 REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 LEFT, UNKNOWN = "left to PyTorch", "asked each time"  # how a call is made, besides by a plan
+_NONE_LEFT = (None, None, None, -1)  # shape, strides, dtype of an input, and the registry's generation
 
 
 class Spec(NamedTuple):
@@ -200,12 +201,7 @@ class Call:
         self.watch: Callable[[Call], None] | None = None
         self.plans: dict[Any, CallPlan | None] = {}
         self.ways: dict[Any, CallPlan | str] = {}  # how calls of a module are made that were made before
-        self.left: tuple[Any, ...] = (
-            None,
-            None,
-            None,
-            -1,
-        )  # the last input of a module's call that was left to PyTorch
+        self.left: tuple[Any, ...] = _NONE_LEFT  # the last input of a module's call that was left to PyTorch
         self.generation = -1  # of the registry, for which the plans, the ways and `rule` hold
         self.rule = False  # whether the algorithm names another one for each problem
         self.gathered = False  # whether FSDP gathers the weight at every call: same memory, same version
@@ -272,7 +268,7 @@ class Call:
         """Computes with `algorithm` from now on; ValueError for names or parameters that do not exist."""
         self.operator, self.options = algorithm.operator(self.operation)
         self.algorithm = algorithm
-        self.generation, self.left = -1, (None, None, None, -1)
+        self.generation, self.left = -1, _NONE_LEFT
 
     # Support ----------------------------------------------------------------------------------------------------------
     def refusal(self, algorithm: Algorithm, problem: Problem) -> str:

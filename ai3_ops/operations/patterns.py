@@ -70,8 +70,10 @@ def _bigbird_counts(
     near = (row[:, None] - row).abs() <= 1
     ends = (row == 0) | (row == blocks - 1)
     seen = (near | ends | ends[:, None]).to(like.dtype).expand(heads, blocks, blocks)
-    if blocks < 3 or not count or (plan == "hf_eval" and keys <= (5 + 2 * count) * block):
-        return torch.ones_like(seen) if plan == "hf_eval" and keys <= (5 + 2 * count) * block else seen
+    if plan == "hf_eval" and keys <= (5 + 2 * count) * block:  # too short to be sparse: transformers computes all
+        return torch.ones_like(seen)
+    if blocks < 3 or not count:
+        return seen
     if given is not None:
         index = given.long().expand(heads, blocks - 2, count)
     elif plan == "hf_eval":

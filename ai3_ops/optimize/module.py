@@ -160,9 +160,8 @@ class Optimized(nn.Module):
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
         assert self._ai3_first is not None
-        if (
-            body := self._ai3_first.body
-        ) is None:  # nothing was gained, as was said: no other sizes are tried in a call
+        body = self._ai3_first.body
+        if body is None:  # nothing was gained, as was said: no other sizes are tried in a call
             return None
         if isinstance(body, Swapped):  # only the form is another one
             return replace(self._ai3_first, body=Swapped(body.module, pytree.tree_structure((args, kwargs))))
