@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from ai3_ops import doctor as _doctor
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
-from ai3_ops.check import CheckReport, check
-from ai3_ops.explain import Report, explain
+from ai3_ops.checking.check import CheckReport, check
+from ai3_ops.cli import doctor as _doctor
+from ai3_ops.explaining.explain import Report, explain
 from ai3_ops.operations.patterns import attention_mask
-from ai3_ops.optimize import load, optimize, save
-from ai3_ops.plan import Plan
-from ai3_ops.register import register
+from ai3_ops.optimizing.optimize import load, optimize, save
+from ai3_ops.registering.register import register
+from ai3_ops.registering.transformers import register_transformers
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
-from ai3_ops.selectors import Algorithm, prefer
-from ai3_ops.swap import swap, unswap
-from ai3_ops.transformers import register_transformers
-from ai3_ops.tune import tune
+from ai3_ops.selecting.plan import Plan
+from ai3_ops.selecting.selectors import Algorithm, prefer
+from ai3_ops.swapping.swap import swap, unswap
+from ai3_ops.tuning.tune import tune
 
 __version__ = _doctor.version()
 

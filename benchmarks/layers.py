@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ai3_ops import bench
+from ai3_ops.cli import bench
 
 SLOW = 3.0  # times the fastest: measured well only below it
 TURNS = 3  # of a whole network

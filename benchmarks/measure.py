@@ -31,10 +31,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops import _library, doctor, registry
-from ai3_ops._steady import Steady
+from ai3_ops import _library, registry
+from ai3_ops.calls.call import Call
+from ai3_ops.cli import doctor
+from ai3_ops.measuring.steady import Steady
 from ai3_ops.nn import leaf_class
-from ai3_ops.operations.calls import Call
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ROOT / "benchmarks" / "shapes"
@@ -256,7 +257,7 @@ def of_limit(layer: Layer, seconds: float, work: int = 1) -> float:
 def turns(functions: Sequence[Function], seconds: float = 1.0) -> list[list[float]]:
     """Seconds of each in each of its turns, which change direction, for about `seconds` altogether.
 
-    A round begins when the processors are steady (`ai3_ops._steady`), and is taken again, once, where they were not at its end.
+    A round begins when the processors are steady (`Steady`), and is taken again, once, where they were not at its end.
     """
     steady = _steady()
     steady.wait()

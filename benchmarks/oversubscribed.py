@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from ai3_ops import _models, bench
+from ai3_ops.cli import bench, models
 from benchmarks import measure
 
 PAGE = measure.ROOT / "docs" / "benchmarks" / "oversubscribed.md"
@@ -30,7 +30,7 @@ MODELS = ("alexnet", "squeezenet1_1", "googlenet", "densenet121", "vgg16", "mobi
 def medians(name: str, threads: int, turns: int) -> dict[str, float]:
     """Milliseconds of each engine."""
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        found = bench.measure(_models.named(name), ENGINES, threads, turns, bar)
+        found = bench.measure(models.named(name), ENGINES, threads, turns, bar)
     for engine, one in found.items():
         if one.absent:
             raise RuntimeError(f"{name} with {threads} threads: {engine} has no times: {one.absent}")

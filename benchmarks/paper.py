@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops import _models, bench
-from ai3_ops.optimize import pipeline
+from ai3_ops.cli import bench
+from ai3_ops.cli import models as networks
+from ai3_ops.optimizing import pipeline
 
 PAGE = measure.ROOT / "docs" / "benchmarks" / "paper.md"
 PYTORCH = "torch"
@@ -75,8 +76,8 @@ def _whole(model: nn.Module, x: Tensor, chosen: dict[str, str]) -> nn.Module:
 
 def network(name: str, batch: int, seconds: float) -> dict[str, Any]:
     """Milliseconds of a whole network by algorithm, and how many of its calls of conv2d each computed."""
-    named = _models.named(name, batch=batch)
-    _models.settle(named.model, named.inputs)
+    named = networks.named(name, batch=batch)
+    networks.settle(named.model, named.inputs)
     made = {PYTORCH: named.model}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of calls that an algorithm leaves to PyTorch; they are counted below

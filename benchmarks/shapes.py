@@ -17,7 +17,7 @@ import torchvision
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ai3_ops.operations.calls import Call
+from ai3_ops.calls.call import Call
 from ai3_ops.registry import OPERATIONS
 
 HERE = Path(__file__).resolve().parent / "shapes"

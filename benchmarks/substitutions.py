@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 
-from ai3_ops import _models, bench
-from ai3_ops.optimize import choose, fusion, pipeline, search
-from ai3_ops.optimize.canonical import canonicalize
-from ai3_ops.optimize.capture import capture
-from ai3_ops.optimize.network import Network
-from ai3_ops.optimize.report import Optimization
-from ai3_ops.optimize.substitutions import SUBSTITUTIONS, Substitution
-from ai3_ops.optimize.timing import COSTS, paired
+from ai3_ops.cli import bench, models
+from ai3_ops.explaining.report import Optimization
+from ai3_ops.graph import fusion
+from ai3_ops.graph.canonical import canonicalize
+from ai3_ops.graph.capture import capture
+from ai3_ops.graph.network import Network
+from ai3_ops.graph.substitutions import SUBSTITUTIONS, Substitution
+from ai3_ops.optimizing import choose, pipeline, search
+from ai3_ops.programs.timing import COSTS, paired
 from benchmarks import measure
 
 PAGE = measure.ROOT / "docs" / "benchmarks" / "substitutions.md"
@@ -47,8 +48,8 @@ PUBLISHED = {
 
 def compare(name: str, cost: str) -> dict[str, Any]:
     """Of one network: milliseconds without, and for all substitutions and each alone how often and what it gained."""
-    named = _models.named(name)
-    _models.settle(named.model, named.inputs)
+    named = models.named(name)
+    models.settle(named.model, named.inputs)
     settings = pipeline.Settings()
     with torch.no_grad():
         plain = capture(named.model, (named.inputs,), {})

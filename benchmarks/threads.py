@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ai3_ops import bench
+from ai3_ops.cli import bench
 from benchmarks import measure
 from benchmarks.measure import Layer
 

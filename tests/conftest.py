@@ -26,7 +26,7 @@ def _fixed_state():
 def built_in_only(monkeypatch):
     """Without the algorithms that tests before this one registered, some of which fail or are slow on purpose."""
     of_text = registry._of_text
-    built_in = sys.modules["ai3_ops.register"]._BUILT_IN
+    built_in = sys.modules["ai3_ops.registering.register"]._BUILT_IN
     before = {(a.operation, a.name) for a in registry.registered()} - built_in
 
     def known(text):

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops import _checks, registry
+from ai3_ops import registry
+from ai3_ops.checking.checks import CHECKS
 
 LAYERS = Path(__file__).parent / "layers.txt"
 FORMATS = {"NCHW": torch.contiguous_format, "NHWC": torch.channels_last}
@@ -116,7 +117,7 @@ def main(each: int) -> None:
         checks += ["values"] if info.name == "onednn" else []
         for name in checks:
             print(f"check_{name} of {info.operation} {info.name}", flush=True)
-            count += _checks.CHECKS[name](info).passed
+            count += CHECKS[name](info).passed
     print(f"passed {count}", flush=True)
 
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from tester import ALGORITHMS, DEVICES
 from torch import Tensor, nn
 
-from ai3_ops import Algorithm, _cases, _library, explain, registry, swap
-from ai3_ops._cases import DTYPES, Call
+from ai3_ops import Algorithm, _library, explain, registry, swap
+from ai3_ops.checking import cases
+from ai3_ops.checking.cases import DTYPES, Call
 from ai3_ops.registry import AlgorithmInfo
 
 EVERY = {
@@ -43,7 +44,7 @@ def batched_call(info: AlgorithmInfo, dtype: str) -> Call | None:
 
     None where this machine supports none, as oneDNN on processors without instructions for float16.
     """
-    some = [c for c in _cases.calls(info, dtypes=(dtype,)) if all(s is not None and 0 not in s for s in c.case.shapes)]
+    some = [c for c in cases.calls(info, dtypes=(dtype,)) if all(s is not None and 0 not in s for s in c.case.shapes)]
     if not some:
         return None
     # What also takes unbatched inputs has them one rank lower.
@@ -58,8 +59,8 @@ class Layer(nn.Module):
         super().__init__()
         self.operator = call.info.operator
         count, names = len(call.tensors), [f"tensor_{i}" for i in range(len(call.tensors))]
-        arguments = _cases.operator_arguments(call.info, call.case.arguments)
-        self.order = _cases.arranged(call.info.operation, names, arguments)
+        arguments = cases.operator_arguments(call.info, call.case.arguments)
+        self.order = cases.arranged(call.info.operation, names, arguments)
         self.places = {i: names.index(a) for i, a in enumerate(self.order) if isinstance(a, str)}
         assert len(self.places) == count
         for i, tensor in enumerate(call.tensors[1:]):

@@ -9,7 +9,7 @@ from modules import EveryOperator, each_device, each_dtype, swapped_net
 from torch.export import Dim
 
 import ai3_ops
-from ai3_ops import _models, bench
+from ai3_ops.cli import bench, models
 
 PACKAGE = pathlib.Path(ai3_ops.__file__).parent
 TORCH = pathlib.Path(torch.__file__).parent
@@ -72,8 +72,8 @@ def without_python(runner, path, inputs, expected, folder):
 @pytest.mark.full
 @pytest.mark.parametrize("name", bench.MODELS)
 def test_networks_without_python(name, runner, tmp_path):
-    named = _models.named(name)
-    _models.settle(named.model, named.inputs)
+    named = models.named(name)
+    models.settle(named.model, named.inputs)
     swapped = ai3_ops.swap(named.model, {"*": "default"})
     with torch.no_grad():
         expected = named.model(named.inputs)

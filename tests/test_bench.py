@@ -12,9 +12,10 @@ from rich.progress import Progress
 from torch import nn
 
 import ai3_ops
-from ai3_ops import _models, _peers, _steady, bench, doctor
-from ai3_ops.__main__ import main, selectors
-from ai3_ops.bench import Engine, Result
+from ai3_ops.cli import bench, doctor, models, peers
+from ai3_ops.cli.bench import Engine, Result
+from ai3_ops.cli.main import main, selectors
+from ai3_ops.measuring import steady as steady_module
 
 needs_numpy = pytest.mark.skipif(find_spec("numpy") is None, reason="needs NumPy, as the engines do")
 FACTORY = """
@@ -43,10 +44,10 @@ SMALL = "factories_of_test_bench:small"
 
 
 def test_models_by_name():
-    made = _models.named(SMALL)
+    made = models.named(SMALL)
     assert made.inputs.shape == (2, 3, 8, 8)
     assert not made.model.training
-    assert _models.named("factories_of_test_bench:bare", batch=2, size=16).inputs.shape == (2, 3, 16, 16)
+    assert models.named("factories_of_test_bench:bare", batch=2, size=16).inputs.shape == (2, 3, 16, 16)
     for name, error, words in (
         (
             "factories_of_test_bench:number",
@@ -57,14 +58,14 @@ def test_models_by_name():
         ("no_such_module_of_test_bench:f", ImportError, "no_such_module_of_test_bench"),
     ):
         with pytest.raises(error, match=words):
-            _models.named(name)
+            models.named(name)
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="needs timm")
 def test_models_of_timm():
-    assert _models.named("test_resnet").origin.startswith("timm")
+    assert models.named("test_resnet").origin.startswith("timm")
     with pytest.raises(ValueError, match=r"nor has timm; did you mean.*'test_resnet'"):
-        _models.named("test_resnett")
+        models.named("test_resnett")
 
 
 def test_settled_networks_keep_the_size_of_their_numbers():
@@ -72,7 +73,7 @@ def test_settled_networks_keep_the_size_of_their_numbers():
     x = torch.randn(4, 8, 16, 16)
     with torch.no_grad():
         assert model(x).std() < 0.1
-        _models.settle(model, x)
+        models.settle(model, x)
         assert 0.5 < model(x).std() < 2
     assert not any(m.training for m in model.modules())
     assert {m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm2d)} == {0.1}
@@ -82,13 +83,13 @@ def test_settled_networks_keep_the_size_of_their_numbers():
 def test_each_engine_in_its_process(monkeypatch):
     monkeypatch.setitem(bench.PACKAGES, "ncnn", ("no_such_module_of_test_bench", "a-package"))
     engines = ["eager", "channels_last", "swap default", "ncnn"]
-    found = bench.measure(_models.named(SMALL), engines, 1, 2, Progress(disable=True))
+    found = bench.measure(models.named(SMALL), engines, 1, 2, Progress(disable=True))
     assert list(found) == engines
     assert found["ncnn"].absent == "not installed: pip install a-package"
     for name in engines[:3]:
         engine = found[name]
         assert not engine.absent, engine.absent
-        assert engine.calls >= 2 * _peers.TURN_CALLS
+        assert engine.calls >= 2 * peers.TURN_CALLS
         assert 0 < engine.median_ms <= engine.p99_ms
         assert engine.images_per_second > 0
         assert 0 < engine.error < 1e-5
@@ -194,11 +195,11 @@ def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_tune_and_explain_on_the_command_line(tmp_path, monkeypatch, capsys):
-    from ai3_ops import _timing
-    from ai3_ops._timing import Measured
+    from ai3_ops.measuring import timing
+    from ai3_ops.measuring.timing import Measured
 
     monkeypatch.setattr(
-        _timing,
+        timing,
         "measure",
         lambda layer, layout, names, *_: {
             n: Measured(1.0 if n == "im2col" else 9.0, 0.1, 1e-6, *layer.memory(n, layout)) for n in names
@@ -224,12 +225,12 @@ def test_tune_and_explain_on_the_command_line(tmp_path, monkeypatch, capsys):
 
 
 def test_ctrl_c_on_the_command_line_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
-    from ai3_ops import _timing
+    from ai3_ops.measuring import timing
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_timing, "measure", stop)
+    monkeypatch.setattr(timing, "measure", stop)
     plan = tmp_path / "plan.json"
     assert main(["tune", SMALL, "--output", str(plan)]) == 130
     assert {layer.reason for layer in ai3_ops.Plan.load(plan).layers.values()} == {"not measured"}
@@ -242,15 +243,15 @@ def test_a_table_for_the_terminal(capsys):
 
 
 def test_turns_wait_while_processors_are_slower_than_at_best(monkeypatch):
-    steady = _steady.Steady()
+    steady = steady_module.Steady()
     assert 0 < steady.best < 1
-    monkeypatch.setattr(_steady.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(steady_module.time, "sleep", lambda seconds: None)
     times = iter([1.5, 1.3, 1.1])
     monkeypatch.setattr(steady, "_seconds", lambda: next(times))
     steady.best = 1.0
     assert steady.wait()
     assert next(times, None) is None
-    monkeypatch.setattr(_steady, "WAIT", 0.0)
+    monkeypatch.setattr(steady_module, "WAIT", 0.0)
     monkeypatch.setattr(steady, "_seconds", lambda: 9.0)
     assert not steady.now()
     assert not steady.wait()

@@ -19,7 +19,7 @@ measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are n
 from tester import ALGORITHMS  # noqa: E402
 
 from ai3_ops import registry  # noqa: E402
-from ai3_ops._cases import Call, Case, allowed, tensors, terms  # noqa: E402
+from ai3_ops.checking.cases import Call, Case, allowed, tensors, terms  # noqa: E402
 from benchmarks.measure import Layer  # noqa: E402
 
 OWN = [a for a in ALGORITHMS if not (a.vendor or a.rule)]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ai3_ops import demo, doctor, registry
-from ai3_ops.__main__ import main, selectors
-from ai3_ops.optimize import pipeline
+from ai3_ops import registry
+from ai3_ops.cli import demo, doctor
+from ai3_ops.cli.main import main, selectors
+from ai3_ops.optimizing import pipeline
 
 ROOT = Path(__file__).resolve().parent.parent
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")

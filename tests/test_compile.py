@@ -9,7 +9,8 @@ from tester import each_algorithm
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ai3_ops import _cases, swap
+from ai3_ops import swap
+from ai3_ops.checking import cases
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +28,7 @@ def dtype_of(info):
 @each_algorithm
 def test_every_case_is_one_graph(info):
     """All cases of an algorithm in one function: shapes, layouts, absent biases; outputs and gradients are eager's."""
-    calls = [
-        c for c in _cases.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)
-    ]
+    calls = [c for c in cases.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)]
     inputs = [
         c.arranged(*(t.requires_grad_() if t is not None and t.is_floating_point() else t for t in c.tensors))
         for c in calls

@@ -19,8 +19,8 @@ from rich.console import Console  # noqa: E402
 from torchvision import models  # noqa: E402
 
 import ai3_ops  # noqa: E402
-from ai3_ops import demo  # noqa: E402
-from ai3_ops.__main__ import main  # noqa: E402
+from ai3_ops.cli import demo  # noqa: E402
+from ai3_ops.cli.main import main  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("built_in_only")
 

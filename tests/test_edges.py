@@ -139,7 +139,7 @@ def test_parameters_of_a_class_of_their_own_are_tensors():
 def test_tf32_is_read_however_it_was_set(setting, conv2d, linear):
     """Reading the old switches raises once the new ones are set."""
     code = (
-        f"import torch\n{setting}\nfrom ai3_ops.operations.calls import Call\n"
+        f"import torch\n{setting}\nfrom ai3_ops.calls.call import Call\n"
         "print(Call.by_name['conv2d'].allow_tf32(), Call.by_name['linear'].allow_tf32())\n"
         "f = torch.compile(lambda x: x + Call.by_name['conv2d'].allow_tf32(), fullgraph=True, backend='eager')\n"
         "print(bool(f(torch.zeros(1))))\n"
@@ -306,7 +306,7 @@ def test_private_interfaces_stand_in_one_file_a_language():
         "torch._guards", "torch.utils._pytree", "torch._C.f", "torch._C",
     ]  # fmt: skip
     package = Path(ai3_ops.__file__).parent
-    others = {package / name for name in ("_torch.py", "_peers.py")}  # a peer's compiler is set up as its users do
+    others = {package / name for name in ("_torch.py", "cli/peers.py")}  # a peer's compiler is set up as its users do
     found = {str(path): [*private_names(path.read_text())] for path in {*package.rglob("*.py")} - others}
     assert {path: names for path, names in found.items() if names} == {}
     sources = [path for folder in ("csrc/ops", "csrc/cuda") for path in Path(ROOT, folder).rglob("*.*")]

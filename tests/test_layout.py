@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import ai3_ops
-from ai3_ops import Plan, _cache, _library
-from ai3_ops._checks.calling import profiled
+from ai3_ops import Plan, _library
+from ai3_ops.checking.calling import profiled
+from ai3_ops.measuring import records
 from ai3_ops.nn import layout
 from ai3_ops.operations.base import is_channels_last
 from ai3_ops.operations.conv2d import is_wrong_in_training
-from ai3_ops.plan import PlannedLayer
+from ai3_ops.selecting.plan import PlannedLayer
 
 
 def flat(x):
@@ -277,7 +278,7 @@ def test_what_counts_as_the_same_output(one, other, expected):
 def of_plan(form):
     """A plan for a model whose one layer is `conv`."""
     entry = PlannedLayer("conv2d", "direct", form, None, None, None, None, "", [], {})
-    return Plan({"conv": entry}, _cache.machine(), {})
+    return Plan({"conv": entry}, records.machine(), {})
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

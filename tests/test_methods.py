@@ -14,8 +14,8 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import _flags, _library, registry
-from ai3_ops._cases import Call, conv, few_calls
-from ai3_ops._checks.calling import profiled
+from ai3_ops.checking.calling import profiled
+from ai3_ops.checking.cases import Call, conv, few_calls
 
 F32 = torch.float32
 

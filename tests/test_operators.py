@@ -12,9 +12,9 @@ from tester import ALGORITHMS, STRATEGIES, each_algorithm
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops._cases import CASES, DTYPES, Call, arranged
-from ai3_ops._checks import CHECKS
-from ai3_ops._checks.values import assert_within
+from ai3_ops.checking.cases import CASES, DTYPES, Call, arranged
+from ai3_ops.checking.checks import CHECKS
+from ai3_ops.checking.values import assert_within
 
 
 @pytest.mark.parametrize("check", CHECKS)

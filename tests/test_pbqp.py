@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ai3_ops._pbqp import solve
+from ai3_ops.tuning.pbqp import solve
 
 
 def total(nodes, edges, chosen):

@@ -1,4 +1,4 @@
-"""Programs (ai3_ops.optimize.program) against PyTorch in float64."""
+"""Programs (ai3_ops.programs.program) against PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from ai3_ops import _library
 from ai3_ops.operations.step import Step
 from ai3_ops.operations.weighted import SLOPED
-from ai3_ops.optimize.program import ACTIVATIONS, Builder, Program, Value
+from ai3_ops.programs.program import ACTIVATIONS, Builder, Program, Value
 from tests import tester  # settings of hypothesis
 
 assert tester

@@ -19,13 +19,13 @@ import torch
 import ai3_ops
 from ai3_ops import register as register_function
 from ai3_ops import registry
-from ai3_ops._cases import CASES, Call, conv
-from ai3_ops._checks import CHECKS
-from ai3_ops.optimize.program import Builder
+from ai3_ops.checking.cases import CASES, Call, conv
+from ai3_ops.checking.checks import CHECKS
+from ai3_ops.programs.program import Builder
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/your-own-algorithm.md"
-module = sys.modules["ai3_ops.register"]
+module = sys.modules["ai3_ops.registering.register"]
 
 # y = factor * conv2d for 1x1 kernels, to tell versions of one header from each other.
 SCALED = """
@@ -626,7 +626,7 @@ def test_check_finds_what_is_wrong_on_large_maps_alone(header):
 
 def test_check_passes_a_correct_algorithm_of_one_dtype_and_few_shapes(header, monkeypatch):
     """What does not concern it is skipped with its reason, not passed."""
-    monkeypatch.setattr("ai3_ops._checks.values.REALISTIC_SECONDS", 3.0)
+    monkeypatch.setattr("ai3_ops.checking.values.REALISTIC_SECONDS", 3.0)
     pointwise = (
         "(p.kernel_height * p.kernel_width == 1 && (p.in_channels < 0 || p.in_channels % 8 == 0) && p.groups == 1)"
     )

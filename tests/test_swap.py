@@ -308,7 +308,7 @@ def test_rules_approximate_only_when_allowed(monkeypatch):
     name = "winograd_f4_bf16"
     model, x = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1)).eval(), torch.randn(1, 8, 32, 33)
     before = swap(model, "default")
-    set_default = sys.modules["ai3_ops.register"].set_default
+    set_default = sys.modules["ai3_ops.registering.register"].set_default
     set_default("conv2d", name)
     try:
         for inputs in (None, x):

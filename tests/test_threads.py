@@ -16,7 +16,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import swap
-from ai3_ops._cases import Call, few_calls, same_bits, search
+from ai3_ops.checking.cases import Call, few_calls, same_bits, search
 from ai3_ops.registry import DTYPE_NAMES
 
 THREADS, ROUNDS = 8, 1 if PROFILE == "quick" else 5

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import ai3_ops
 from ai3_ops import Algorithm, explain, registry, swap
-from ai3_ops._checks import CHECKS, transforms
+from ai3_ops.checking import transforms
+from ai3_ops.checking.checks import CHECKS
 from ai3_ops.registry import OPERATIONS
 
 

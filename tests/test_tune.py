@@ -20,13 +20,14 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 import ai3_ops
-from ai3_ops import Plan, _cache, _library, _timing, registry
-from ai3_ops import plan as plans
-from ai3_ops._timing import Layer, Measured, Surroundings, measure, median, percentile
-from ai3_ops.operations.calls import Spec
-from ai3_ops.optimize.choose import Case
-from ai3_ops.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
-from ai3_ops.tune import NONE_HOLDS, Interrupted, Meter, Network, Settings, select
+from ai3_ops import Plan, _library, registry
+from ai3_ops.calls.call import Spec
+from ai3_ops.measuring import records, timing
+from ai3_ops.measuring.timing import Layer, Measured, Surroundings, measure, median, percentile
+from ai3_ops.optimizing.choose import Case
+from ai3_ops.selecting import plan as plans
+from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
+from ai3_ops.tuning.tune import NONE_HOLDS, Interrupted, Meter, Network, Settings, select
 
 
 class Residual(nn.Module):
@@ -77,8 +78,8 @@ def given(monkeypatch):
             result[name] = Measured(time, times.get("noise", 0.1), error, *layer.memory(name, layout))
         return result
 
-    monkeypatch.setattr(_timing, "measure", fake)
-    monkeypatch.setattr(_timing, "conversion", lambda *_: times.get("conversion", 1.0))
+    monkeypatch.setattr(timing, "measure", fake)
+    monkeypatch.setattr(timing, "conversion", lambda *_: times.get("conversion", 1.0))
     times["asked"] = asked
     return times
 
@@ -93,7 +94,7 @@ def algorithms(plan, operation="conv2d"):
 
 # The whole ------------------------------------------------------------------------------------------------------------
 def test_measured_for_real(model, x, monkeypatch):
-    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     plan = tuned(model, x)
     assert _library.release_workspace() == 0  # what the largest algorithm took is not kept
@@ -257,7 +258,7 @@ def test_memory(x, given):
 
 def test_budget_and_interrupt(model, x, given, monkeypatch):
     now = iter(range(10**6))
-    monkeypatch.setattr(_timing, "clock", lambda: float(next(now)))
+    monkeypatch.setattr(timing, "clock", lambda: float(next(now)))
     with pytest.warns(UserWarning, match="not measured within the budget"):
         plan = tuned(model, x, budget_seconds=6.5, cache=False)
     unknown = [name for name, layer in plan.layers.items() if layer.time_us is None]
@@ -265,14 +266,14 @@ def test_budget_and_interrupt(model, x, given, monkeypatch):
     assert all(plan.layers[name].reason == "not measured" for name in unknown)
     close(ai3_ops.swap(model, plan, x)(x), model(x))
 
-    fake, count = _timing.measure, iter(range(100))
+    fake, count = timing.measure, iter(range(100))
 
     def interrupted(*args):
         if next(count) == 4:
             raise KeyboardInterrupt
         return fake(*args)
 
-    monkeypatch.setattr(_timing, "measure", interrupted)
+    monkeypatch.setattr(timing, "measure", interrupted)
     with pytest.raises(Interrupted) as stop:
         tuned(model, x)
     known = [name for name, layer in stop.value.plan.layers.items() if layer.time_us is not None]
@@ -286,14 +287,14 @@ def test_budget_and_interrupt(model, x, given, monkeypatch):
 def test_the_budget_ends_a_layer_that_takes_long(model, x, monkeypatch):
     """One that takes longer than all of it, on a busy machine perhaps, is left as if it had not been begun."""
     now = [0.0]
-    monkeypatch.setattr(_timing, "clock", lambda: now[0])
+    monkeypatch.setattr(timing, "clock", lambda: now[0])
 
     def slow(self, function, twin, input):
         now[0] += 1.0
         return 1.0
 
     monkeypatch.setattr(Surroundings, "sample", slow)
-    monkeypatch.setattr(_timing, "conversion", lambda *_: 1.0)
+    monkeypatch.setattr(timing, "conversion", lambda *_: 1.0)
     with pytest.warns(UserWarning, match="7 distinct layers were not measured within the budget"):
         plan = tuned(model, x, budget_seconds=120, cache=False)
     assert 120 < now[0] <= 122
@@ -421,7 +422,7 @@ def test_a_plan_is_json_that_a_person_can_edit(model, x, given, tmp_path):
     plan.save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["version"] == 1
-    assert data["machine"] == _cache.machine()
+    assert data["machine"] == records.machine()
     first = data["layers"]["first"]
     assert {"operation", "algorithm", "time_us", "error", "workspace_bytes", "candidates"} <= set(first)
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -527,7 +528,7 @@ def test_verify(model, x, given):
     given["asked"].clear()
     same = plan.verify(model, x, progress=False)
     assert algorithms(same) == algorithms(plan)
-    assert same.machine == _cache.machine()
+    assert same.machine == records.machine()
     everything = {name for _, _, names in given["asked"] for name in names}
     assert "winograd_f6" not in everything  # only the choices and their rivals were timed
     given |= {"winograd_f4": 300.0, "winograd_f6": 20.0}
@@ -542,7 +543,7 @@ def test_verify(model, x, given):
 
 @pytest.mark.parametrize(("settings", "most"), [({"objective": "memory"}, 0), ({"memory_limit": 200_000}, 200_000)])
 def test_verify_keeps_to_the_plans_memory(settings, most, monkeypatch):
-    monkeypatch.setattr(_timing, "SECONDS", 0.01)
+    monkeypatch.setattr(timing, "SECONDS", 0.01)
     model, x = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(2))), torch.randn(1, 64, 28, 28)
     plan = ai3_ops.tune(model, x, progress=False, cache=False, **settings)
     for one in (plan, plan.verify(model, x, progress=False, cache=False)):
@@ -551,7 +552,7 @@ def test_verify_keeps_to_the_plans_memory(settings, most, monkeypatch):
 
 
 def test_a_lazy_model_is_not_changed(monkeypatch):
-    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
     model = nn.Sequential(nn.LazyConv2d(4, 3)).eval()
     ai3_ops.tune(model, torch.randn(1, 3, 8, 8), progress=False, cache=False)
     assert is_lazy(model[0].weight)
@@ -578,7 +579,7 @@ def test_cache(model, x, given, tmp_path):
     assert len(given["asked"]) == 2 * measured
     assert entries(tmp_path) == files
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_cache, "machine", lambda: {"processor": "Abacus"})
+        patch.setattr(records, "machine", lambda: {"processor": "Abacus"})
         tuned(model, x)
     assert len(given["asked"]) == 3 * measured
     assert len(entries(tmp_path)) == 2 * len(files)
@@ -654,7 +655,7 @@ def failures(plan):
 
 
 def test_an_algorithm_that_fails_is_not_chosen(x, tmp_path, monkeypatch):
-    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(8, 4, 1)).eval()
     glutton("conv2d", "tune_glutton", tmp_path)
     glutton("relu", "tune_starving", tmp_path, "ElementwiseProblem", "const T*,")
@@ -673,13 +674,13 @@ def test_an_algorithm_that_fails_is_not_chosen(x, tmp_path, monkeypatch):
     assert "Infinity" not in (tmp_path / "plan.json").read_text()
     assert Plan.load(tmp_path / "plan.json") == plan
     close(ai3_ops.swap(model, plan, x)(x), model(x))
-    monkeypatch.setattr(_timing, "measure", lambda *_: pytest.fail("measured although it is in the cache"))
+    monkeypatch.setattr(timing, "measure", lambda *_: pytest.fail("measured although it is in the cache"))
     with pytest.warns(UserWarning, match="not enough memory.*cache=False"):
         assert tuned(model, x) == plan
 
 
 def test_a_default_that_fails_falls_to_pytorch(x, monkeypatch):
-    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
 
     def broken(x, weight, bias, stride, padding, dilation, groups):
         raise ValueError("no luck today")
@@ -694,7 +695,7 @@ def test_a_default_that_fails_falls_to_pytorch(x, monkeypatch):
     name, _, why = select(layer, slow, Settings())
     assert name == "torch"
     assert "its call fails: ValueError: no luck today" in why
-    assert _timing.from_json(json.loads(json.dumps(_timing.to_json(found)))) == found
+    assert timing.from_json(json.loads(json.dumps(timing.to_json(found)))) == found
 
 
 def test_pytorch_failing_raises(monkeypatch):
@@ -716,7 +717,7 @@ def test_failing_in_place_leaves_the_input_to_the_others(monkeypatch):
         return run if name == "direct" else function(layer, name, arguments)
 
     monkeypatch.setattr(Layer, "function", half)
-    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
     layer = Layer("relu", (Spec((1, 8, 4, 4), (), torch.float32, "cpu"),), (False,), True)
     found = measure(layer, CONTIGUOUS, ["direct", "torch"], Surroundings(2**20))
     assert found["direct"].failed == "MemoryError: half way"
@@ -735,7 +736,7 @@ def test_failing_later_than_the_first_call(monkeypatch):
 
 
 def test_verify_of_an_algorithm_that_fails(x, tmp_path, monkeypatch):
-    monkeypatch.setattr(_timing, "SECONDS", 0.0)
+    monkeypatch.setattr(timing, "SECONDS", 0.0)
     glutton("conv2d", "tune_glutton_verified", tmp_path)
     model = nn.Conv2d(3, 8, 3, padding=1)
     plan = Plan({"": PlannedLayer("conv2d", "tune_glutton_verified")})
@@ -772,7 +773,7 @@ class Clock:
 
     def __init__(self, monkeypatch, costs):
         self.now, self.costs, self.order = 0.0, costs, []
-        monkeypatch.setattr(_timing, "clock", lambda: self.now)
+        monkeypatch.setattr(timing, "clock", lambda: self.now)
         function = Layer.function
 
         def slow(layer, name, arguments):
@@ -796,7 +797,7 @@ def test_candidates_take_turns_and_hopeless_ones_leave(monkeypatch):
     assert {n: m.rough for n, m in results.items()} == {n: n == "smm" for n in names}
     assert {n: m.time_us for n, m in results.items()} == {n: pytest.approx(clock.costs[n] * 1e6) for n in names}
     assert clock.order.count("smm") == 6  # first calls and two looks, of the layer and the one before
-    close = [name for name in clock.order if name != "smm"][-6 * _timing.ROUNDS[0] :: 2]
+    close = [name for name in clock.order if name != "smm"][-6 * timing.ROUNDS[0] :: 2]
     assert close[:6] in (["direct", "torch", "im2col", "im2col", "torch", "direct"], close[:6][::-1])
     slow = measure(conv(), CHANNELS_LAST, ["smm", "torch"], Surroundings(2**20))
     assert not slow["smm"].rough  # the one to beat is measured well
@@ -828,7 +829,7 @@ def test_packs_of_hopeless_candidates_are_gone_when_others_are_measured(monkeypa
 
 def test_packs_that_take_too_long_to_read_are_not_made(monkeypatch):
     clock = Clock(monkeypatch, {"direct": 0.010, "torch": 0.012, "fft": 0.001})
-    monkeypatch.setattr(_timing, "cache_bytes", lambda: 4096)
+    monkeypatch.setattr(timing, "cache_bytes", lambda: 4096)
     layer, names = conv(), ["direct", "torch", "fft"]
     packed = layer.memory("fft", CHANNELS_LAST)[1]
     assert packed > 4096
@@ -843,7 +844,7 @@ def test_packs_that_take_too_long_to_read_are_not_made(monkeypatch):
     assert list(found) == names
     assert found["fft"].rough
     assert str(packed) in found["fft"].failed
-    assert _timing.from_json(json.loads(json.dumps(_timing.to_json(found)))) == found
+    assert timing.from_json(json.loads(json.dumps(timing.to_json(found)))) == found
     assert select(layer, found, Settings())[0] == "direct"
     Meter(0, Settings(), cache=False).tell(layer, found)  # no warning
     assert measured(0.041, everything=True)["fft"].error > 0
@@ -862,7 +863,7 @@ def test_p99_keeps_what_the_median_drops(monkeypatch):
     costs = {"direct": lambda n: 0.050 if n % 40 == 39 else 0.010, "torch": lambda n: 0.012}
     clock = Clock(monkeypatch, costs)
     tail = measure(conv(), CHANNELS_LAST, ["direct", "torch"], Surroundings(2**20), p99=True)
-    assert clock.order.count("direct") >= 2 * _timing.ROUNDS_P99
+    assert clock.order.count("direct") >= 2 * timing.ROUNDS_P99
     assert tail["direct"].time_us == pytest.approx(50_000)
     assert tail["torch"].time_us == pytest.approx(12_000)
     usual = measure(conv(), CHANNELS_LAST, ["direct", "torch"], Surroundings(2**20))
@@ -881,15 +882,15 @@ RANK = """
 import os, sys, torch, torch.distributed as dist
 sys.path.insert(0, os.environ["HERE"])
 import ai3_ops
-from ai3_ops import _timing
+from ai3_ops.measuring import timing
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 def fake(layer, layout, names, *_):
     assert rank == 0, "rank 1 measures"
     wanted = "fft"
-    return {n: _timing.Measured(1.0 if n == wanted else 9.0, 0.1, 1e-6, 0, 0) for n in names}
-_timing.measure = fake
-_timing.conversion = lambda *_: 1.0
+    return {n: timing.Measured(1.0 if n == wanted else 9.0, 0.1, 1e-6, 0, 0) for n in names}
+timing.measure = fake
+timing.conversion = lambda *_: 1.0
 model = torch.nn.Conv2d(3, 4, 3)
 plan = ai3_ops.tune(model, torch.randn(1, 3, 8, 8), progress=False, cache=False)
 print(plan.layers[""].algorithm)
@@ -918,7 +919,7 @@ def test_all_ranks_take_rank_0s_choices(tmp_path):
 
 
 def test_names_of_layouts():
-    assert set(plans.LAYOUTS) == set(_timing.FORMATS)
+    assert set(plans.LAYOUTS) == set(timing.FORMATS)
 
 
 def test_auto_measures_what_it_is_asked_for(model, x, given):

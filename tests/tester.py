@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 import ai3_ops
-from ai3_ops import _cases
-from ai3_ops._cases import Case, conv
+from ai3_ops.checking import cases
+from ai3_ops.checking.cases import Case, conv
 from ai3_ops.registry import OPERATIONS
 
 # Other examples every time, also where Hypothesis sees that CI runs it; a failure prints the line that makes it happen again
@@ -26,7 +26,7 @@ settings.register_profile(
 PROFILE = os.environ.get("AI3_OPS_TEST_PROFILE", "quick")
 settings.load_profile(PROFILE)
 if PROFILE == "quick":  # of what `check` runs in networks' sizes, a tenth
-    _cases.PRODUCTS, _cases.OTHER_PRODUCTS, _cases.MOST_REALISTIC = 150_000_000, 25_000_000, 16
+    cases.PRODUCTS, cases.OTHER_PRODUCTS, cases.MOST_REALISTIC = 150_000_000, 25_000_000, 16
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ALGORITHMS = [a for a in ai3_ops.algorithms() if a.device in DEVICES and not a.python]
@@ -124,7 +124,7 @@ def flatten_cases(draw: st.DrawFn) -> Case:
 
 def _made_up(operation: str) -> st.SearchStrategy[Case]:
     """Sizes as in networks, but of few elements."""
-    draw = st.randoms(use_true_random=False).map(lambda r: OPERATIONS[operation].made_up(_cases.Draw(r)))
+    draw = st.randoms(use_true_random=False).map(lambda r: OPERATIONS[operation].made_up(cases.Draw(r)))
     return draw.filter(lambda case: all(math.prod(s) < 20_000 for s in case.shapes if s is not None))
 
 

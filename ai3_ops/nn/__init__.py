@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ai3_ops._torch import is_sharded
+from ai3_ops.calls.call import Call
 from ai3_ops.nn.rewrite import Slow, Swapped, sites_class
-from ai3_ops.operations.calls import Call
 
 # PyTorch's class, the operation that its forward is one call of, and that call's arguments (as of PyTorch's function).
 LEAVES: list[tuple[type[nn.Module], str, Callable[[Any, Tensor], tuple[Any, ...]]]] = [

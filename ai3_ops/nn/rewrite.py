@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ai3_ops import registry
+from ai3_ops.calls.call import Call
 from ai3_ops.nn import layout
 from ai3_ops.nn.sites import Found, Site, end_of, find, source_of, undecorated
-from ai3_ops.operations.calls import Call
 
 __all__ = ["FORMAT", "Sites", "Swapped", "found_in", "sites_class"]
 FORMAT = 1  # of pickled swapped modules

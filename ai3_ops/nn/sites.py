@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ai3_ops.operations.calls import Call
+from ai3_ops.calls.call import Call
 
 Position = tuple[int, int]  # line and column where the callee's name ends: no two calls of a file have the same
 _MISSING: Any = object()

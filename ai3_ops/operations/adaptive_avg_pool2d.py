@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Problem, check
-from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.pooling import Pooling, batch_of
 

@@ -1,6 +1,6 @@
 """What an operation says about its tests: calls that reach every branch, layers of networks, calls that no algorithm may accept.
 
-The checks that run them are in `ai3_ops._checks`; nothing here lists algorithms.
+The checks that run them are in `ai3_ops.checking`; nothing here lists algorithms.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Tested:
         return self.own_options(algorithm)
 
     def backward_call(self, call: Any) -> list[Any] | None:
-        """Arguments of the backward operator, its mask excepted, for a case of `_cases.Call`; None for a case that has none."""
+        """Arguments of the backward operator, its mask excepted, for a case of `cases.Call`; None for a case that has none."""
         grad, (x, w, *_) = call.grad(), call.tensors
         return [grad, x, w, *call.arranged(x, w, None)[3:]]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ai3_ops import _library
+from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem
-from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import STRANGE, BadCall, Case
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
-from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
 
 

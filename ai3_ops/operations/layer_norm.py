@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
+from ai3_ops.calls.call import Call, CallPlan, weights_of
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
-from ai3_ops.operations.calls import Call, CallPlan, weights_of
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.step import Step, computed
 

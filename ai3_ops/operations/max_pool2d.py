@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ai3_ops.calls.call import Call
 from ai3_ops.operations.base import Problem
-from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import HUGE, BadCall, Case
 from ai3_ops.operations.pooling import WindowPooling, window_problem
 

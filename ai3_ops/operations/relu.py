@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops.operations.calls import Call
+from ai3_ops.calls.call import Call
 from ai3_ops.operations.elementwise import Elementwise
 
 

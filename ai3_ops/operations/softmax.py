@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ai3_ops import _library
 from ai3_ops._torch import OpOverload, implicit_softmax_dim
+from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation, Problem, check
-from ai3_ops.operations.calls import Call
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
 from ai3_ops.operations.step import Step, computed
 

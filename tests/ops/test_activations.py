@@ -9,7 +9,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops.operations.step import Step
-from ai3_ops.optimize.program import Builder
+from ai3_ops.programs.program import Builder
 
 ops = torch.ops.ai3
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

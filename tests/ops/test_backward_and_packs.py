@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import ai3_ops
 from ai3_ops import _library
-from ai3_ops._checks.calling import profiled
+from ai3_ops.checking.calling import profiled
 
 ops = torch.ops.ai3
 GEOMETRIES = [

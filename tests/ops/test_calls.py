@@ -24,8 +24,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import ai3_ops
 from ai3_ops import _library
-from ai3_ops._checks.calling import profiled
-from ai3_ops.operations.calls import fast_in
+from ai3_ops.calls.call import fast_in
+from ai3_ops.checking.calling import profiled
 
 ops = torch.ops.ai3
 
@@ -147,7 +147,7 @@ def test_numbers_go_with_the_call_that_has_them():
 
 def test_prepared_calls_follow_what_is_registered():
     """What a rule chose before is not kept once `default` is told to run something else."""
-    set_default = sys.modules["ai3_ops.register"].set_default
+    set_default = sys.modules["ai3_ops.registering.register"].set_default
     x, w = torch.randn(1, 8, 12, 12), torch.randn(8, 8, 3, 3)
 
     def run():

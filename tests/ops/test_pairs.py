@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from tester import integers
 
 import ai3_ops
-from ai3_ops import _library, doctor
+from ai3_ops import _library
+from ai3_ops.cli import doctor
 
 ops = torch.ops.ai3
 # Around the heights of tiles, slabs and groups of slabs, last slabs of one and two tiles; steps of 16, 12, 11 and 4 pairs, with a

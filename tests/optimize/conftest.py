@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import Residual
 
-from ai3_ops.optimize import module, pipeline
+from ai3_ops.optimizing import module, pipeline
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimize.network import difference
+from ai3_ops.graph.network import difference
 
 BOUND = 1e-4  # of float32 outputs against float64, as the issue and DESIGN have it
 

@@ -14,11 +14,11 @@ from nets import BOUND, agree, check, exact, optimized
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimize import capture as capture_module
-from ai3_ops.optimize import steps
-from ai3_ops.optimize.canonical import canonicalize
-from ai3_ops.optimize.capture import Uncapturable, capture
-from ai3_ops.optimize.network import Checker, Network, difference
+from ai3_ops.graph import capture as capture_module
+from ai3_ops.graph import steps
+from ai3_ops.graph.canonical import canonicalize
+from ai3_ops.graph.capture import Uncapturable, capture
+from ai3_ops.graph.network import Checker, Network, difference
 
 
 class Several(nn.Module):
@@ -330,7 +330,7 @@ def test_a_batch_of_one_that_is_squeezed():
 
 def test_weights_are_converted_one_after_another(monkeypatch):
     """All of them in float64 at once would be twice the model's memory more."""
-    from ai3_ops.optimize import network
+    from ai3_ops.graph import network
 
     model, x = nn.Sequential(*[nn.Linear(32, 32) for _ in range(5)]).eval(), torch.randn(2, 32)
     captured, cast, converted, alive = capture(model, (x,), {}), network.cast, [], []

@@ -13,12 +13,13 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops._timing import Measured
-from ai3_ops.optimize import canonical, choose, pipeline, steps
-from ai3_ops.optimize.module import Optimized
-from ai3_ops.optimize.network import difference
-from ai3_ops.optimize.report import shown_bytes
-from ai3_ops.tune import Interrupted, Meter
+from ai3_ops.explaining.report import shown_bytes
+from ai3_ops.graph import canonical, steps
+from ai3_ops.graph.network import difference
+from ai3_ops.measuring.timing import Measured
+from ai3_ops.optimizing import choose, pipeline
+from ai3_ops.optimizing.module import Optimized
+from ai3_ops.tuning.tune import Interrupted, Meter
 
 
 def algorithms_of(fast):

@@ -11,9 +11,9 @@ import torch
 from nets import BOUND, agree, exact
 from torch import nn
 
-from ai3_ops.optimize import backend, pipeline
-from ai3_ops.optimize.capture import Uncapturable
-from ai3_ops.optimize.network import difference
+from ai3_ops.graph.capture import Uncapturable
+from ai3_ops.graph.network import difference
+from ai3_ops.optimizing import backend, pipeline
 
 
 def test_backend(residual, compiler):

@@ -13,8 +13,9 @@ from nets import agree, optimized
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimize import capture, module, pipeline
-from ai3_ops.optimize.capture import Uncapturable
+from ai3_ops.graph import capture
+from ai3_ops.graph.capture import Uncapturable
+from ai3_ops.optimizing import module, pipeline
 
 
 class Recurrent(nn.Module):

@@ -18,13 +18,13 @@ from nets import Residual, agree, check, exact, optimized, seeded_norm
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimize import module as module_of_optimize
-from ai3_ops.optimize import pipeline
-from ai3_ops.optimize.body import Body
-from ai3_ops.optimize.lower import Region
-from ai3_ops.optimize.network import difference
+from ai3_ops.graph.network import difference
+from ai3_ops.optimizing import module as module_of_optimize
+from ai3_ops.optimizing import pipeline
+from ai3_ops.programs.body import Body
+from ai3_ops.programs.lower import Region
 
-optimize_package = sys.modules["ai3_ops.optimize"]  # the package's attribute of this name is the function
+optimize_package = sys.modules["ai3_ops.optimizing.optimize"]  # the package's attribute of this name is the function
 
 
 def test_state_dict_pickle_and_copies(residual):

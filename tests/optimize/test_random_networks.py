@@ -13,13 +13,13 @@ from nets import agree, check, seeded_norm, seeded_prelu
 from torch import nn
 
 import tests.tester  # noqa: F401  the profiles
-from ai3_ops.optimize import fusion
-from ai3_ops.optimize.canonical import canonicalize
-from ai3_ops.optimize.capture import capture
-from ai3_ops.optimize.network import Checker, difference
-from ai3_ops.optimize.search import search, take
-from ai3_ops.optimize.substitutions import SUBSTITUTIONS
-from ai3_ops.optimize.timing import flops
+from ai3_ops.graph import fusion
+from ai3_ops.graph.canonical import canonicalize
+from ai3_ops.graph.capture import capture
+from ai3_ops.graph.network import Checker, difference
+from ai3_ops.graph.substitutions import SUBSTITUTIONS
+from ai3_ops.optimizing.search import search, take
+from ai3_ops.programs.timing import flops
 
 
 class Drawn(nn.Module):

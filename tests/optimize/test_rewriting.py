@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from nets import agree, check, seeded_norm, seeded_prelu
 from torch import nn
 
-from ai3_ops.optimize import backend, fusion
-from ai3_ops.optimize.canonical import canonicalize
-from ai3_ops.optimize.capture import capture
-from ai3_ops.optimize.lower import Region
-from ai3_ops.optimize.network import Checker, Mistake, difference
-from ai3_ops.optimize.search import LEAST_GAIN, search
-from ai3_ops.optimize.timing import flops
+from ai3_ops.graph import fusion
+from ai3_ops.graph.canonical import canonicalize
+from ai3_ops.graph.capture import capture
+from ai3_ops.graph.network import Checker, Mistake, difference
+from ai3_ops.optimizing import backend
+from ai3_ops.optimizing.search import LEAST_GAIN, search
+from ai3_ops.programs.lower import Region
+from ai3_ops.programs.timing import flops
 
 
 def rules(fast):

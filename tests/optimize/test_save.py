@@ -19,7 +19,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ai3_ops
-from ai3_ops.optimize import container, saved
+from ai3_ops.optimizing import saved
+from ai3_ops.programs import container
 
 pytestmark = pytest.mark.usefixtures("faster")
 

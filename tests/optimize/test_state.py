@@ -16,9 +16,9 @@ from nets import optimized
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimize.module import Optimized
-from ai3_ops.optimize.network import difference
-from ai3_ops.optimize.state import changes, copied, others, same_random_numbers
+from ai3_ops.graph.network import difference
+from ai3_ops.graph.state import changes, copied, others, same_random_numbers
+from ai3_ops.optimizing.module import Optimized
 
 
 class Keeps(nn.Module):

@@ -11,8 +11,8 @@ from nets import check, exact, optimized
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimize.lower import Region
-from ai3_ops.optimize.network import difference
+from ai3_ops.graph.network import difference
+from ai3_ops.programs.lower import Region
 
 
 def seeded(model):

@@ -1,0 +1,1 @@
+"""The calls of swapped modules: which algorithm computes each, and how it is made."""

@@ -1,0 +1,1 @@
+"""A model as a graph of steps: captured, brought into one form, rewritten."""

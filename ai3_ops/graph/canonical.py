@@ -1,0 +1,598 @@
+"""From PyTorch's operators to our steps (`ai3_ops.graph.steps`): one small function for each operator that has one.
+
+What has none stays as it is, and PyTorch computes it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ai3_ops.graph import steps
+from ai3_ops.graph.network import Network, call, is_constant, signature_of
+from ai3_ops.operations.step import Step
+
+aten = torch.ops.aten
+Translation = Callable[..., "fx.Node | None"]  # (network, node, *the operator's arguments): the new node, or None
+_TRANSLATIONS: dict[Any, Translation] = {}
+
+
+def translates(*operators: Any) -> Callable[[Translation], Translation]:
+    """Registers what an operator becomes."""
+
+    def register(function: Translation) -> Translation:
+        _TRANSLATIONS.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def canonicalize(network: Network) -> None:
+    """Folds what depends on constants alone, and makes steps of the operators that have one."""
+    fold_constants(network)
+    for node in list(network.graph.nodes):
+        translation = _translation_of(node.target) if node.op == "call_function" else None
+        if translation is None or node.meta["shape"] is None:
+            continue
+        try:
+            new = translation(network, node, *_positional(node))
+        except (TypeError, ValueError, KeyError, AttributeError):  # an unusual form of the call: PyTorch computes it
+            new = None
+        if new is None:
+            continue
+        if new.meta["shape"] != node.meta["shape"] or new.meta["dtype"] != node.meta["dtype"]:
+            network.remove(new)
+            continue
+        new.meta["layers"] = new.meta["layers"] or node.meta["layers"]
+        new.meta["scales"] = node.meta["scales"] if new.meta["scales"] is None else new.meta["scales"]
+        new.meta.setdefault("call", node.meta.get("call", ""))  # of a new step: an identity's input has its own
+        node.replace_all_uses_with(new)
+        network.remove(node)
+    # What is left is PyTorch's.
+    for node in network.calls(
+        aten.view.default, aten._unsafe_view.default
+    ):  # copies that made its input dense are gone
+        node.target = aten.reshape.default
+    network.tidy()
+
+
+def _translation_of(target: Any) -> Translation | None:
+    """What an operator becomes: one of the steps here, or of an operation's own."""
+    if (found := _TRANSLATIONS.get(target)) is not None:
+        return found
+    for function, step in Step.by_function.items():
+        if (arguments := step.stands_for.get(target)) is not None:
+            return functools.partial(_own_step, function, step, arguments)
+    return None
+
+
+def _own_step(function: Any, step: Step, arguments: Any, net: Network, node: fx.Node, *args: Any) -> fx.Node | None:
+    if not _known(*(a for a in args if isinstance(a, fx.Node))) or (given := arguments(*args)) is None:
+        return None
+    named = signature_of(function).bind(*given).arguments
+    if not all(named.get(name) is None or is_constant(named[name]) for name in step.constants) or not _floating(
+        given[0]
+    ):
+        return None
+    return net.step(node, function, *given, layers=node.meta["layers"])
+
+
+def fold_constants(network: Network) -> None:
+    """Computes once what depends on constants alone (parametrizations, tables of positions)."""
+    known: dict[fx.Node, Any] = {}
+    for node in list(network.graph.nodes):
+        if node.op != "call_function" or node.target in steps.STEPS:
+            continue
+        inputs = [a for a in node.all_input_nodes if not (node.target in _NEW and a is node.args[0])]
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            continue
+        if not all(is_constant(a) or a in known for a in inputs) or (not inputs and node.meta["shape"] is None):
+            continue
+        with torch.no_grad():
+            value = call(node, lambda a: known[a] if a in known else _value(network, a))
+        known[node] = value
+        if isinstance(value, Tensor):
+            new = network.constant(value.clone(), f"{node.name}_folded", node)
+            new.meta["layers"] = node.meta["layers"]
+            node.replace_all_uses_with(new)
+    network.tidy()
+
+
+# Of their first argument these read only the type.
+_NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
+
+
+def _value(network: Network, node: fx.Node) -> Tensor:
+    return network.value(node) if is_constant(node) else torch.empty((), dtype=node.meta["dtype"])
+
+
+def _positional(node: fx.Node) -> list[Any]:
+    """The arguments in the order of the operator's schema, defaults filled in."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return list(node.args)
+    values = list(node.args)
+    for argument in schema.arguments[len(values) :]:
+        values.append(node.kwargs.get(argument.name, argument.default_value if argument.has_default_value() else None))
+    return values
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
+    if len(pair) != 2 or not all(isinstance(v, int) for v in pair):
+        raise ValueError
+    return pair
+
+
+def _is_image(*nodes: Any) -> bool:
+    return all(isinstance(n, fx.Node) and n.meta["shape"] is not None and len(n.meta["shape"]) == 4 for n in nodes)
+
+
+def _floating(node: fx.Node) -> bool:
+    return node.meta["dtype"] is not None and node.meta["dtype"].is_floating_point
+
+
+# Layers with weights --------------------------------------------------------------------------------------------------
+@translates(aten.conv2d.default)
+def _conv2d(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> fx.Node | None:
+    if not _is_image(x) or not is_constant(weight) or not (bias is None or is_constant(bias)):
+        return None
+    window = _pair(stride), _pair(padding), _pair(dilation), groups
+    return net.step(node, steps.conv2d, x, weight, bias, *window, layers=node.meta["layers"])
+
+
+@translates(aten.conv2d.padding)
+def _conv2d_padding(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: str, dilation: Any, groups: int
+) -> fx.Node | None:
+    kernel, spacing = weight.meta["shape"][2:], _pair(dilation)
+    total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(spacing, kernel, strict=True)]
+    if any(t % 2 for t in total):
+        return None
+    return _conv2d(net, node, x, weight, bias, stride, [t // 2 for t in total], dilation, groups)
+
+
+@translates(aten.convolution.default)
+def _convolution(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
+    transposed: bool, output_padding: Any, groups: int,
+) -> fx.Node | None:  # fmt: skip
+    return None if transposed else _conv2d(net, node, x, weight, bias, stride, padding, dilation, groups)
+
+
+@translates(aten.linear.default)
+def _linear(net: Network, node: fx.Node, x: Any, weight: Any, bias: Any) -> fx.Node | None:
+    if len(x.meta["shape"]) < 2 or not is_constant(weight) or len(weight.meta["shape"]) != 2:
+        return None
+    if not (bias is None or is_constant(bias)):
+        return None
+    return net.step(node, steps.linear, x, weight, bias, layers=node.meta["layers"])
+
+
+@translates(aten.addmm.default)
+def _addmm(net: Network, node: fx.Node, bias: Any, x: Any, weight: Any, beta: Any, alpha: Any) -> fx.Node | None:
+    if beta != 1 or alpha != 1 or not is_constant(weight) or not is_constant(bias) or len(bias.meta["shape"]) != 1:
+        return None
+    turned = net.constant(net.value(weight).t().contiguous(), f"{weight.target}_t", node)
+    return net.step(node, steps.linear, x, turned, bias, layers=node.meta["layers"])
+
+
+# Normalization and arithmetic with constants --------------------------------------------------------------------------
+@translates(operator.getitem)
+def _batch_norm(net: Network, node: fx.Node, normalized: Any, index: Any) -> fx.Node | None:
+    if index != 0 or getattr(normalized, "target", None) is not aten._native_batch_norm_legit_no_training.default:
+        return _part(net, node, normalized, index)
+    x, weight, bias, mean, variance, _, epsilon = _positional(normalized)
+    return _normalized(net, node, x, weight, bias, mean, variance, epsilon, normalized.meta["layers"])
+
+
+@translates(aten.batch_norm.default)
+def _batch_norm_whole(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, _: float,
+    epsilon: float, __: bool,
+) -> fx.Node | None:  # fmt: skip
+    return None if training else _normalized(net, node, x, weight, bias, mean, variance, epsilon, node.meta["layers"])
+
+
+def _normalized(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, epsilon: float,
+    layers: tuple[str, ...],
+) -> fx.Node | None:  # fmt: skip
+    if len(x.meta["shape"]) not in (2, 4) or not all(is_constant(c) for c in (weight, bias, mean, variance) if c):
+        return None
+    if not is_constant(mean) or not is_constant(variance):
+        return None
+    dtype, name = x.meta["dtype"], mean.target.rpartition(".")[0] or mean.target
+    scale = (net.value(variance).double() + epsilon).rsqrt()
+    scale = scale if weight is None else scale * net.value(weight).double()
+    shift = -net.value(mean).double() * scale
+    shift = shift if bias is None else shift + net.value(bias).double()
+    return _affine(net, node, x, scale.to(dtype), shift.to(dtype), name, layers)
+
+
+def _affine(
+    net: Network, node: fx.Node, x: fx.Node, scale: Tensor, shift: Tensor, name: str, layers: tuple[str, ...]
+) -> fx.Node:
+    a, b = net.constant(scale, f"{name}.scale", node), net.constant(shift, f"{name}.shift", node)
+    return net.step(node, steps.affine, x, a, b, layers=layers)
+
+
+def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
+    """A number or constant that multiplies or shifts each channel of x alike, as (C); None where it does not."""
+    shape = x.meta["shape"]
+    if len(shape) < 2 or not _floating(x):
+        return None
+    dtype, channels = x.meta["dtype"], shape[1] if len(shape) == 4 else shape[-1]
+    if isinstance(value, (int, float)):
+        return torch.full((channels,), float(value), dtype=dtype)
+    if not is_constant(value) or value.meta["dtype"] != dtype:
+        return None
+    constant = net.value(value)
+    if constant.numel() == 1 and constant.ndim <= len(shape):
+        return constant.reshape(1).expand(channels).contiguous()
+    wanted = (channels, 1, 1) if len(shape) == 4 else (channels,)
+    lead = len(shape) - len(wanted)
+    if tuple(constant.shape) in [(*[1] * n, *wanted) for n in range(lead + 1)]:
+        return constant.reshape(-1).contiguous()
+    return None
+
+
+def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.Node | None:
+    """add, sub, mul, div: with a constant an affine step, of two values of the network a binary one."""
+    if not isinstance(x, fx.Node) or is_constant(x):
+        if name == "sub" or name == "div":
+            return None
+        x, y = y, x
+    if not isinstance(x, fx.Node) or x.meta["shape"] is None or not _floating(x):
+        return None
+    if not isinstance(y, fx.Node) or is_constant(y):
+        values = _by_channel(net, x, y)
+        if values is None:
+            return _with_table(net, node, x, y, name)
+        one, zero = torch.ones_like(values), torch.zeros_like(values)
+        match name:
+            case "add" | "sub":
+                pair = one, values if name == "add" else -values
+            case _:
+                pair = values if name == "mul" else 1 / values, zero
+        return _affine(net, node, x, *pair, node.name, node.meta["layers"])
+    if name not in ("add", "mul") or y.meta["shape"] is None or x.meta["dtype"] != y.meta["dtype"]:
+        return None
+    if y.meta["shape"] != node.meta["shape"] and x.meta["shape"] == node.meta["shape"]:
+        pass
+    elif x.meta["shape"] != node.meta["shape"]:
+        x, y = y, x
+    if not _broadcasts(node, x, y):
+        return None
+    return net.step(node, steps.binary, x, y, name, layers=node.meta["layers"])
+
+
+def _broadcasts(node: fx.Node, x: fx.Node, y: fx.Node) -> bool:
+    """Whether y is expanded to x's sizes, or has them; along no dimension that depends on the batch but the first."""
+    shape, scales = x.meta["shape"], x.meta["scales"]
+    if shape != node.meta["shape"] or scales is None or y.meta["scales"] is None or len(y.meta["shape"]) > len(shape):
+        return False
+    other = (*[1] * (len(shape) - len(y.meta["shape"])), *y.meta["shape"])
+    return all(n == m or not k for n, m, k in zip(other[1:], shape[1:], scales[1:], strict=True))
+
+
+def _with_table(net: Network, node: fx.Node, x: fx.Node, y: Any, name: str) -> fx.Node | None:
+    """A constant that differs along several dimensions, such as positions."""
+    if not is_constant(y) or y.meta["dtype"] != x.meta["dtype"] or not _broadcasts(node, x, y):
+        return None
+    if name in ("sub", "div"):
+        value = net.value(y)
+        y = net.constant(-value if name == "sub" else 1 / value, f"{y.target}.{name}", node)
+    return net.step(node, steps.binary, x, y, {"sub": "add", "div": "mul"}.get(name, name), layers=node.meta["layers"])
+
+
+@translates(aten.add.Tensor, aten.sub.Tensor)
+def _add(net: Network, node: fx.Node, x: Any, y: Any, alpha: Any = 1) -> fx.Node | None:
+    name = "add" if node.target is aten.add.Tensor else "sub"
+    return _arithmetic(net, node, x, y, name) if alpha == 1 else None
+
+
+@translates(aten.mul.Tensor, aten.div.Tensor, operator.add, operator.mul)
+def _mul(net: Network, node: fx.Node, x: Any, y: Any) -> fx.Node | None:
+    names = {aten.mul.Tensor: "mul", aten.div.Tensor: "div", operator.add: "add", operator.mul: "mul"}
+    return _arithmetic(net, node, x, y, names[node.target])
+
+
+# Activations ----------------------------------------------------------------------------------------------------------
+_PLAIN = {
+    aten.relu.default: "relu",
+    aten.relu6.default: "relu6",
+    aten.hardswish.default: "hardswish",
+    aten.silu.default: "silu",
+    aten.sigmoid.default: "sigmoid",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.tanh.default: "tanh",
+}
+
+
+@translates(*_PLAIN)
+def _unary(net: Network, node: Any, x: Any) -> fx.Node | None:
+    if not _floating(x):
+        return None
+    return net.step(node, steps.unary, x, _PLAIN[node.target], layers=node.meta["layers"])
+
+
+@translates(aten.gelu.default)
+def _gelu(net: Network, node: fx.Node, x: Any, approximate: str) -> fx.Node | None:
+    name = {"none": "gelu", "tanh": "gelu_tanh"}[approximate]
+    return net.step(node, steps.unary, x, name, layers=node.meta["layers"])
+
+
+@translates(aten.hardtanh.default, aten.clamp.default)
+def _clamp(net: Network, node: fx.Node, x: Any, low: Any, high: Any) -> fx.Node | None:
+    name = {(0, 6): "relu6", (0, None): "relu"}.get((low, high))
+    return net.step(node, steps.unary, x, name, layers=node.meta["layers"]) if name and _floating(x) else None
+
+
+@translates(aten.clamp_min.default)
+def _clamp_min(net: Network, node: fx.Node, x: Any, low: Any) -> fx.Node | None:
+    return _clamp(net, node, x, low, None)
+
+
+@translates(aten.leaky_relu.default)
+def _leaky_relu(net: Network, node: fx.Node, x: Any, slope: float) -> fx.Node | None:
+    if not _floating(x):
+        return None
+    return net.step(node, steps.unary, x, "leaky_relu", float(slope), layers=node.meta["layers"])
+
+
+@translates(aten.elu.default)
+def _elu(net: Network, node: fx.Node, x: Any, alpha: float, scale: float, input_scale: float) -> fx.Node | None:
+    if (scale, input_scale) != (1, 1) or not _floating(x):
+        return None
+    return net.step(node, steps.unary, x, "elu", float(alpha), layers=node.meta["layers"])
+
+
+@translates(aten.prelu.default, aten._prelu_kernel.default)
+def _prelu(net: Network, node: fx.Node, x: Any, slope: Any) -> fx.Node | None:
+    if not is_constant(slope) or slope.meta["dtype"] != x.meta["dtype"]:
+        return None
+    shape = x.meta["shape"]
+    if slope.meta["shape"] != (1,) and not (len(shape) in (2, 4) and slope.meta["shape"] == (shape[1],)):
+        values = _by_channel(net, x, slope)  # (1, C, 1, 1), as decompositions have it
+        if values is None:
+            return None
+        slope = net.constant(values, f"{slope.target}.slope", node)
+    return net.step(node, steps.unary, x, "prelu", slope, layers=node.meta["layers"])
+
+
+# Pools ----------------------------------------------------------------------------------------------------------------
+@translates(aten.max_pool2d.default)
+def _max_pool2d(
+    net: Network, node: fx.Node, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> fx.Node | None:
+    if not _is_image(x):
+        return None
+    window = _pair(kernel), _pair(stride or kernel), _pair(padding), _pair(dilation), ceil
+    if window[:2] == ((1, 1), (1, 1)):
+        return x
+    return net.step(node, steps.max_pool2d, x, *window, layers=node.meta["layers"])
+
+
+@translates(aten.avg_pool2d.default)
+def _avg_pool2d(
+    net: Network, node: fx.Node, x: Any, kernel: Any, stride: Any, padding: Any, ceil: bool, pads: bool, divisor: Any
+) -> fx.Node | None:
+    if not _is_image(x):
+        return None
+    window = _pair(kernel), _pair(stride or kernel), _pair(padding), ceil, pads, divisor
+    if window[:2] == ((1, 1), (1, 1)) and divisor in (None, 1):
+        return x
+    return net.step(node, steps.avg_pool2d, x, *window, layers=node.meta["layers"])
+
+
+@translates(aten.adaptive_avg_pool2d.default)
+def _adaptive_avg_pool2d(net: Network, node: fx.Node, x: Any, size: Any) -> fx.Node | None:
+    if not _is_image(x):
+        return None
+    if _pair(size) == x.meta["shape"][2:]:
+        return x
+    return net.step(node, steps.adaptive_avg_pool2d, x, _pair(size), layers=node.meta["layers"])
+
+
+@translates(aten.mean.dim)
+def _mean(net: Network, node: fx.Node, x: Any, dims: Any, keep: bool, dtype: Any) -> fx.Node | None:
+    if not _is_image(x) or dtype is not None or sorted(d % 4 for d in dims) != [2, 3] or not _floating(x):
+        return None
+    pooled = net.step(node, steps.adaptive_avg_pool2d, x, (1, 1), layers=node.meta["layers"])
+    return pooled if keep else net.step(node, steps.flatten, pooled, layers=node.meta["layers"])
+
+
+# Views ----------------------------------------------------------------------------------------------------------------
+def _known(*nodes: Any) -> bool:
+    """Whether sizes are known for every batch."""
+    return all(isinstance(n, fx.Node) and n.meta.get("scales") is not None for n in nodes)
+
+
+@translates(
+    aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten._unsafe_view.default, aten.unflatten.int,
+    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+)  # fmt: skip
+def _view(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
+    shape, sizes = x.meta["shape"], node.meta["shape"]
+    if sizes == shape and node.meta["batched"] and x.meta["batched"]:
+        return x
+    if len(shape) == 4 and x.meta["batched"] and node.meta["batched"] and sizes == (shape[0], math.prod(shape[1:])):
+        return net.step(node, steps.flatten, x, layers=node.meta["layers"])
+    return _reshaped(net, node, x, node)
+
+
+def _reshaped(net: Network, before: fx.Node, x: fx.Node, like: fx.Node) -> fx.Node | None:
+    """With the sizes of another node, for every batch."""
+    if not _known(x, like) or sum(map(bool, like.meta["scales"])) > 1:
+        return None
+    if x.meta["shape"] == like.meta["shape"] and x.meta["scales"] == like.meta["scales"]:
+        return x
+    sizes = tuple(-1 if k else n for n, k in zip(like.meta["shape"], like.meta["scales"], strict=True))
+    return net.step(before, steps.reshape, x, sizes, layers=like.meta["layers"])
+
+
+def _permuted(net: Network, node: fx.Node, x: Any, dims: list[int]) -> fx.Node | None:
+    if not _known(x, node):
+        return None
+    if dims == sorted(dims):
+        return x
+    return net.step(node, steps.permute, x, tuple(dims), layers=node.meta["layers"])
+
+
+@translates(aten.permute.default)
+def _permute(net: Network, node: fx.Node, x: Any, dims: Any) -> fx.Node | None:
+    return _permuted(net, node, x, [d % len(x.meta["shape"]) for d in dims])
+
+
+@translates(aten.transpose.int, aten.swapaxes.default)
+def _transpose(net: Network, node: fx.Node, x: Any, one: int, other: int) -> fx.Node | None:
+    dims = [*range(len(x.meta["shape"]))]
+    dims[one], dims[other] = dims[other], dims[one]
+    return _permuted(net, node, x, dims)
+
+
+@translates(aten.t.default, aten.mT.default)
+def _t(net: Network, node: fx.Node, x: Any) -> fx.Node | None:
+    return x if len(x.meta["shape"]) < 2 else _transpose(net, node, x, -1, -2)
+
+
+def _cut(net: Network, node: fx.Node, x: Any, dim: int, start: int, stop: int) -> fx.Node | None:
+    """Part of a dimension that does not depend on the batch."""
+    if not _known(x) or x.meta["scales"][dim] or not 0 <= start < stop <= x.meta["shape"][dim]:
+        return None
+    if (start, stop) == (0, x.meta["shape"][dim]):
+        return x
+    if _is_image(x) and dim == 1:
+        return net.step(node, steps.slice_channels, x, start, stop, layers=node.meta["layers"])
+    return net.step(node, steps.cut, x, dim, start, stop, layers=node.meta["layers"])
+
+
+@translates(aten.slice.Tensor)
+def _slice(net: Network, node: fx.Node, x: Any, dim: int, start: Any, end: Any, step: int) -> fx.Node | None:
+    shape = x.meta["shape"]
+    if node.meta["shape"] == shape and node.meta["batched"] and x.meta["batched"]:
+        return x
+    if step != 1:
+        return None
+    first, last, _ = slice(start, end).indices(shape[dim])
+    return _cut(net, node, x, dim % len(shape), first, last)
+
+
+@translates(aten.select.int)
+def _select(net: Network, node: fx.Node, x: Any, dim: int, index: int) -> fx.Node | None:
+    if len(x.meta["shape"]) < 3 or not _known(x, node):
+        return None
+    dim %= len(x.meta["shape"])
+    index %= x.meta["shape"][dim]
+    part = _cut(net, node, x, dim, index, index + 1)
+    return None if part is None else _reshaped(net, node, part, node)
+
+
+@translates(aten.expand.default)
+def _expand(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
+    if not _known(x, node):
+        return None
+    shape, scales = node.meta["shape"], node.meta["scales"]
+    sizes = (*[1] * (len(shape) - len(x.meta["shape"])), *x.meta["shape"])
+    if sizes == shape and scales == x.meta["scales"]:
+        return x
+    if is_constant(x):
+        x = net.constant(net.value(x).reshape(sizes), f"{x.target}.wide", node)
+    elif len(sizes) > len(x.meta["shape"]):
+        return None
+    to: list[int] = []
+    for d, (size, n, k) in enumerate(zip(sizes, shape, scales, strict=True)):
+        if k and not x.meta["scales"][d] and (d > 0 or k != 1):
+            return None
+        to.append(-1 if size == n and k == x.meta["scales"][d] else 0 if k else n)
+    like = _batch_before(net, node) if 0 in to else None
+    return (
+        None
+        if 0 in to and like is None
+        else net.step(node, steps.expand, x, tuple(to), like, layers=node.meta["layers"])
+    )
+
+
+def _batch_before(net: Network, node: fx.Node) -> fx.Node | None:
+    """A value of numbers that is there before a node, with the batch as its first dimension."""
+    for other in net.graph.nodes:
+        if other is node:
+            break
+        known = other.op in ("placeholder", "call_function") and other.meta.get("scales")
+        if known and known[0] == 1 and len(known) > 1 and _floating(other):
+            return other
+    return None
+
+
+@translates(aten.roll.default)
+def _roll(net: Network, node: fx.Node, x: Any, shifts: Any, dims: Any) -> fx.Node | None:
+    rank = len(x.meta["shape"])
+    if not _known(x) or len(dims) != len(shifts) or any(x.meta["scales"][d] for d in dims):
+        return None
+    return net.step(node, steps.roll, x, tuple(shifts), tuple(d % rank for d in dims), layers=node.meta["layers"])
+
+
+@translates(aten.cat.default)
+def _cat(net: Network, node: fx.Node, inputs: Any, dim: int) -> fx.Node | None:
+    rank = len(node.meta["shape"])
+    if not _known(node, *inputs) or any(len(a.meta["shape"]) != rank for a in inputs):
+        return None
+    if any(a.meta["dtype"] != node.meta["dtype"] for a in inputs) or any(a.meta["scales"][dim] for a in inputs):
+        return None
+    if len(inputs) == 1:
+        return inputs[0]
+    if rank in (2, 4) and dim % rank == 1:
+        return net.step(node, steps.concat, list(inputs), layers=node.meta["layers"])
+    return net.step(node, steps.join, list(inputs), dim % rank, layers=node.meta["layers"])
+
+
+def _part(net: Network, node: fx.Node, parts: Any, index: Any) -> fx.Node | None:
+    """One of the results of split, chunk or unbind."""
+    if not isinstance(parts, fx.Node) or parts.op != "call_function":
+        return None
+    x, *rest = _positional(parts)
+    if not isinstance(x, fx.Node) or not _known(x, node):
+        return None
+    target, rank = parts.target, len(x.meta["shape"])
+    if target is aten.unbind.int:
+        return _select(net, node, x, rest[0], index)
+    dim = rest[1] % rank if len(rest) > 1 else 0
+    size = x.meta["shape"][dim]
+    if target is aten.split_with_sizes.default:
+        widths = list(rest[0])
+    elif target in (aten.split.Tensor, aten.chunk.default):
+        width = rest[0] if target is aten.split.Tensor else -(-size // rest[0])
+        widths = [min(width, size - at) for at in range(0, size, width)]
+    else:
+        return None
+    index %= len(widths)
+    start = sum(widths[:index])
+    return _cut(net, node, x, dim, start, start + widths[index])
+
+
+@translates(
+    aten.alias.default, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.lift_fresh_copy.default
+)
+def _same(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
+    if any(user.op == "output" for user in node.users) and x.op == "placeholder":
+        return None  # an output is a tensor of its own
+    return x
+
+
+@translates(aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default)
+def _to(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
+    return _same(net, node, x) if x.meta["dtype"] == node.meta["dtype"] else None
+
+
+@translates(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+def _dropout(net: Network, node: fx.Node, x: Any, _: float, train: bool) -> fx.Node | None:
+    return None if train else _same(net, node, x)

@@ -1,0 +1,377 @@
+"""From a module and example inputs to a Network: torch.export first, then torch.fx's symbolic trace."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import operator
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from ai3_ops._torch import TorchDispatchMode, pytree
+from ai3_ops.graph.functional import functionalize
+from ai3_ops.graph.network import Network, batch_of, difference, flat
+from ai3_ops.graph.state import changes, copied, hooks_of, others
+from ai3_ops.nn.computed import constant
+from ai3_ops.selecting.selectors import listed
+from ai3_ops.surveying import examples
+from ai3_ops.surveying.examples import Inputs
+
+TOLERANCE = 1e-4  # of a captured graph's outputs against the module's, both in the model's own type
+
+
+class Uncapturable(RuntimeError):
+    """Why a module has no graph that does what it does; `state` names what its calls change."""
+
+    def __init__(self, reason: str, state: list[str] | None = None) -> None:
+        super().__init__(reason)
+        self.state = state or []
+
+
+class _NotPlain(Uncapturable):
+    """Of a graph that writes in place or has graphs of its own, which `run_decompositions` may take out of it."""
+
+
+def capture(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    functional: bool = False,
+    first: Calls | None = None,
+) -> Network:
+    """The graph of a module, checked against it on the example and on other inputs; Uncapturable where there is none.
+
+    The graph holds for every batch size where the inputs that are tensors have their first dimension in common and the
+    module treats it as a batch, else for the sizes of the example only. Copies of the module run, so that it stays as it is.
+    `functional`: of a module that is a graph already, whose calls change nothing that the graph does not show.
+    `first`: the first call of a copy of the module with these inputs, if it was made.
+    """
+    if functional:
+        return _captured(Calls(module, args, kwargs))
+    if isinstance(module, torch.jit.ScriptModule):
+        raise Uncapturable("torch.jit compiled it: give the model as it was before")
+    fresh = copied(module, sharing=True) if first is None else first.module
+    with constant(fresh):
+        hooked = [name for name, m in fresh.named_modules() if hooks_of(m)]
+        if hooked:
+            raise Uncapturable(
+                f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
+            )
+        calls = first or Calls(fresh, args, kwargs, copied(fresh, sharing=True))
+        calls.in_turn()
+        if calls.sized_by:  # an export would end there, too, but after a trace of minutes
+            raise Uncapturable(f"sizes inside of it depend on values ({calls.sized_by})")
+        return _captured(calls)
+
+
+class _Sizing(TorchDispatchMode):
+    """Notes an operator whose output has as many elements as values say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.found and torch.Tag.dynamic_output_shape in func.tags and _by_values(func, args):
+            self.found = func.name().partition(".")[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _by_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call of an operator that may be so is: indexing is by masks alone."""
+    if not func.name().startswith("aten::index"):
+        return True
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+class Calls:
+    """Calls of a module, in turn, and what they returned; the first one, with the example, at once."""
+
+    def __init__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cold: nn.Module | None = None
+    ) -> None:
+        """`cold`: a copy in the state that the module is in, which does not run."""
+        self.module, self.args, self.kwargs, self.cold = module, args, kwargs, cold
+        self.made: list[tuple[list[Any], list[Any]]] = []  # inputs, which a call may not change, and outputs
+        with _Sizing() if cold is not None else contextlib.nullcontext() as sizing:
+            self.call(args, kwargs)
+        self.sized_by = sizing.found if sizing is not None else ""  # an operator whose output's size depends on values
+
+    def in_turn(self) -> None:
+        """Other inputs, and the example again.
+
+        Uncapturable where the second or third call changes the module, as none would that only fills a table for its sizes.
+        """
+        module, cold, other = self.module, self.cold, others(self.args, self.kwargs)
+        assert cold is not None
+        before = copied(module, sharing=True) if changes(cold, module) else cold
+        with contextlib.suppress(Exception):  # of values that the module refuses
+            self.call(*other)
+        state = changes(before, module)
+        self.call(self.args, self.kwargs)
+        if state := list(dict.fromkeys([*state, *changes(before, module)])):
+            raise Uncapturable(f"a call changes {listed(state)}, which a graph would not", state)
+        if before is not cold:  # what the first call changed may depend on its inputs
+            with contextlib.suppress(Exception):
+                self.made += Calls(copied(cold, sharing=True), *other).made
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One more, with copies of the inputs."""
+        own = examples.copied(Inputs(args, kwargs))
+        with torch.no_grad():
+            returned = self.module(*own.args, **own.kwargs)
+        outputs = [x.clone() if isinstance(x, Tensor) else x for x in pytree.tree_leaves(returned) if x is not None]
+        self.made.append((flat(args, kwargs), outputs))
+
+    def compare(self, network: Network) -> None:
+        """A trace that is not what the module does is refused."""
+        ran: list[tuple[list[Any], tuple[Any, ...]]] = []  # a graph keeps nothing: equal inputs run once
+        for inputs, expected in self.made:
+            outputs = next((out for given, out in ran if all(map(operator.is_, given, inputs))), None)
+            if outputs is None:
+                outputs = network.run(inputs, sized=True)
+                ran.append((inputs, outputs))
+            for one, other in zip(outputs, expected, strict=True):
+                if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > TOLERANCE:
+                    raise Uncapturable(
+                        "its graph computes something else than the module, in which what a call returns may depend on the calls "
+                        "before it"
+                    )
+
+
+def _captured(calls: Calls) -> Network:
+    """By torch.export, or by torch.fx."""
+    reasons = []
+    for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
+        try:
+            return make(calls.module, calls)
+        except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
+            reasons.append(f"{name}: {error}")
+            break
+        except Exception as error:  # whatever the module's own code raises while it is traced
+            text = str(error).strip().splitlines()
+            reasons.append(f"{name}: {type(error).__name__}: {shortened(text[0] if text else '')}")
+            if "attributes" in str(error) and "assigned" in str(error):  # which a symbolic trace would drop in silence
+                break
+    raise Uncapturable("; ".join(reasons))
+
+
+def _exported(module: nn.Module, calls: Calls) -> Network:
+    """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown.
+
+    What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
+    """
+    args, kwargs = calls.args, calls.kwargs
+    tensors = [x for x in flat(args, kwargs) if isinstance(x, Tensor)]
+    batches = {x.shape[0] if x.ndim else 0 for x in tensors}
+    if len(batches) == 1 and 0 not in batches:
+        try:
+            program = _export(module, args, kwargs, dynamic=True)
+            if _any_batch(program):
+                return _checked(program, module, calls, dynamic=True)
+        except Exception:  # it needs this batch size, or something else is amiss, which the second try says
+            pass
+    return _checked(_export(module, args, kwargs, dynamic=False), module, calls, dynamic=False)
+
+
+def _checked(program: ExportedProgram, module: nn.Module, calls: Calls, dynamic: bool) -> Network:
+    """The network of a program, compared with the module."""
+    inputs = flat(calls.args, calls.kwargs)
+    try:
+        network = _network(program, module, inputs, dynamic)
+    except _NotPlain:
+        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            network = _network(program.run_decompositions({}), module, inputs, dynamic)
+    if dynamic and batch_of(inputs) > 1:
+        one = pytree.tree_map_only(Tensor, lambda x: x[:1], (calls.args, calls.kwargs))
+        Calls(module, *one).compare(network)
+    calls.compare(network)
+    return network
+
+
+def _any_batch(program: ExportedProgram) -> bool:
+    """Whether the graph depends on no condition on the batch size, such as a branch that was taken for it."""
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "placeholder" and isinstance(value, Tensor) and value.ndim:
+            size = value.shape[0]
+            if isinstance(size, torch.SymInt):
+                guards = [guard.expr for guard in size.node.shape_env.guards]
+                return all(guard.is_Equality and all(a.is_Symbol for a in guard.args) for guard in guards)
+    return False
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
+    shapes = None
+    if dynamic:
+        args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
+        shapes = pytree.tree_map(lambda x: {0: Dim.DYNAMIC} if isinstance(x, Tensor) else None, (args, kwargs))
+        shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
+    with warnings.catch_warnings(), _quiet(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+
+
+class _Held:
+    """A standard error that keeps what one thread writes; other threads' words go through."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream, self.thread, self.words = stream, threading.get_ident(), io.StringIO()
+
+    def write(self, text: str) -> int:
+        return (self.words if threading.get_ident() == self.thread else self.stream).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+_holding = threading.RLock()  # sys.stderr is the process's: of two threads that put it back, the second would be wrong
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drops what torch.export logs and prints about a module that it refuses, with its graph: `explain` gives the reason."""
+    log, thread = logging.getLogger("torch.fx.experimental.symbolic_shapes"), threading.get_ident()
+
+    def others(_: logging.LogRecord) -> bool:
+        return threading.get_ident() != thread
+
+    with _holding:
+        before, held = sys.stderr, _Held(sys.stderr)
+        log.addFilter(others)
+        sys.stderr = held
+        try:
+            yield
+        finally:
+            sys.stderr = before
+            log.removeFilter(others)
+    before.write(held.words.getvalue())
+
+
+def _twice(x: Tensor) -> Tensor:
+    return torch.cat([x.detach(), x.detach()])
+
+
+def shortened(text: str, most: int = 240) -> str:
+    """Whole words of a long sentence."""
+    return text if len(text) <= most else f"{text[:most].rpartition(' ')[0]} …"
+
+
+def _names(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _traced(module: nn.Module, calls: Calls) -> Network:
+    """Where export refuses the source: the graph that symbolic values leave, exported."""
+    return _exported(fx.symbolic_trace(module), calls)
+
+
+def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dynamic: bool) -> Network:
+    """Parameters, buffers and other tensors become constants; what the program would write to refuses it."""
+    signature = program.graph_signature
+    for spec in signature.output_specs:
+        if spec.kind != OutputKind.USER_OUTPUT:
+            raise Uncapturable(f"a call changes {spec.target or 'one of its inputs'} ({spec.kind.name.lower()})")
+    stored = {**program.constants, **program.state_dict}
+    modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
+    specs = {spec.arg.name: spec for spec in signature.input_specs}
+    graph, constants = fx.Graph(), {}
+    names: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and specs[node.name].kind != InputKind.USER_INPUT:
+            target = str(specs[node.name].target)
+            if not isinstance(stored.get(target), Tensor):
+                raise Uncapturable(f"it reads {target}, which is no tensor")
+            constants[target] = stored[target].detach()
+            names[node] = graph.create_node("get_attr", target, name=node.name)
+        elif node.op == "call_function" and not isinstance(node.target, str):
+            copied = graph.node_copy(node, names.__getitem__)
+            stack = node.meta.get("nn_module_stack") or {}
+            path = [name for entry in stack.values() if (name := str(entry[0])) in modules]
+            copied.meta = {"layers": (path[-1],) if path else (), "call": next(reversed(stack), "")}
+            names[node] = copied
+        elif node.op in ("placeholder", "output"):
+            names[node] = graph.node_copy(node, names.__getitem__)
+        else:
+            raise _NotPlain(f"its graph has a node that calls {node.target}")
+        meta = names[node].meta if node.op == "call_function" else {"layers": ()}
+        names[node].meta = meta | {"val": node.meta.get("val")}
+    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    if any(not isinstance(a, fx.Node) for a in output.args[0]):
+        raise Uncapturable("it returns values that are no tensors")
+    if not functionalize(graph):
+        raise _NotPlain("it writes in place what is read elsewhere")
+    sizes = _Sizes(inputs, dynamic)
+    for node in graph.nodes:
+        node.meta |= sizes.of(node.meta.pop("val"))
+    network = Network(graph, constants, dynamic, program.call_spec.out_spec)
+    network.tidy()
+    random = [node for node in network.graph.nodes if _is_random(node)]
+    if random:
+        named = [(".".join(n.meta["layers"]) or "its own code", str(n.target).split(".")[1]) for n in random]
+        where = dict.fromkeys(f"{layer} ({operator})" for layer, operator in named)
+        raise Uncapturable(f"a call draws random numbers: {listed(list(where))}")
+    return network
+
+
+class _Sizes:
+    """What is known of values on the example, by what export noted of them; where the batch is open, it is a symbol there."""
+
+    def __init__(self, inputs: list[Any], dynamic: bool) -> None:
+        self.batch, self.dynamic = batch_of(inputs), dynamic
+
+    def of(self, value: Any) -> dict[str, Any]:
+        """As a node's meta has it."""
+        if not isinstance(value, Tensor):
+            return {"shape": None, "dtype": None, "batched": False, "scales": None}
+        shape = tuple(map(self._size, value.shape))
+        scales = tuple(map(self._scale, value.shape)) if self.dynamic else (0,) * len(shape)
+        if self.dynamic:
+            first, *rest = [s.node.expr if isinstance(s, torch.SymInt) else None for s in (*value.shape, 0)]
+            batched = first is not None and first.is_Symbol and all(e is None or e.is_Integer for e in rest)
+        else:
+            batched = shape[:1] == (self.batch,)
+        known = None if None in scales else scales
+        return {"shape": shape, "dtype": value.dtype, "batched": batched, "scales": known}
+
+    @staticmethod
+    def _scale(size: Any) -> int | None:
+        """How many of a dimension belong to one item of the batch; 0 where it does not depend on it, None where otherwise."""
+        if not isinstance(size, torch.SymInt):
+            return 0
+        number, rest = size.node.expr.as_coeff_Mul()
+        if number.is_Integer and rest.is_Symbol:
+            return int(number)
+        return 0 if size.node.expr.is_Integer else None
+
+    def _size(self, size: Any) -> int:
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, self.batch)))
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers: dropout does in training, attention where its dropout is not 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    schema: Any = getattr(node.target, "_schema", None)
+    values = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    given = {a.name: values.get(a.name, a.default_value) for a in schema.arguments}
+    trains = [given[name] for name in ("train", "training") if name in given]
+    return all(trains) and given.get("dropout_p", given.get("p")) != 0
+
+
+__all__ = ["Calls", "Uncapturable", "capture"]

@@ -1,0 +1,1 @@
+"""`ai3_ops.optimize`: the fastest form of a model that is found."""

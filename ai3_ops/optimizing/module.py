@@ -1,0 +1,590 @@
+"""The module that `optimize` returns."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import reprlib
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import chain, repeat
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ai3_ops._torch import any_autocast, pytree
+from ai3_ops.explaining.report import OptimizeReport
+from ai3_ops.graph.capture import Calls, Uncapturable
+from ai3_ops.graph.network import difference, flat
+from ai3_ops.graph.state import copied, hooks_of, others
+from ai3_ops.nn.layout import names_in
+from ai3_ops.optimizing import pipeline
+from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
+
+PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
+SIZES = 1024  # that are known to be the first plan's
+PLAN_SECONDS = (
+    1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
+)
+_FREED = "keep_original=False freed the original weights and modules"
+_BACK = "it is put back"
+_PLAIN = (bool, int, float, str, type(None))
+_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+_is_training = operator.attrgetter("training")
+_planning = threading.RLock()
+
+
+class Optimized(nn.Module):
+    """A module for inference that computes what another one does, faster; `ai3_ops.explain` says how.
+
+    `state_dict()`, parameters and submodules are the original's. Other batch sizes run at once; so do other sizes that the
+    same programs compute, once they were compared. What needs others is planned, with a warning, where that takes no second.
+    """
+
+    def __init__(self, original: nn.Module, settings: Settings) -> None:
+        super().__init__()
+        self._ai3_settings = settings
+        self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
+        self._ai3_plans: dict[Any, Plan] = {}
+        self._ai3_most = PLANS
+        self._ai3_patience = PLAN_SECONDS
+        self._ai3_first: Plan | None = None
+        self._ai3_shown: list[Any] = []  # the first example's sizes,
+        self._ai3_types: list[torch.dtype] = []
+        self._ai3_spec: Any = None  # its structure, and
+        self._ai3_plain = -1  # how many tensors, where it was nothing but positional ones
+        self._ai3_signature = inspect.Signature()
+        self._ai3_report = OptimizeReport()
+        self._ai3_told: set[str] = (
+            set()
+        )  # the kinds of warnings that were given; of a whole model one, which its parts share
+        self.training = False
+        self._ai3_hooks: list[Any] = []  # of the modules inside, where they have none, or how many they have
+        self._ai3_had_hooks: list[Any] = []
+        self._ai3_known_hooks = self._watch_hooks()
+        self._modules.update(original._modules)
+        # The original's own, so that it computes with what `functional_call` puts there.
+        self._parameters, self._buffers = original._parameters, original._buffers
+        self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
+        self._ai3_stores: list[Any] = []  # where parameters, buffers and modules inside are,
+        self._ai3_stored: list[Any] = []  # which they were,
+        self._ai3_names: list[str] = []  # and under which names
+        self._ai3_inside: list[nn.Module] = []  # modules that were in evaluation mode,
+        self._ai3_owners: list[nn.Module] = []  # and attributes of plain values, by modules,
+        self._ai3_attributes: list[str] = []  # names
+        self._ai3_values: list[Any] = []  # and what they were
+        self._watch()
+
+    @classmethod
+    def restored(
+        cls,
+        settings: Settings,
+        *,
+        first: Plan,
+        plans: dict[Any, Plan],
+        shown: list[Any],
+        types: list[torch.dtype],
+        spec: Any,
+        plain: int,
+        signature: inspect.Signature,
+        report: OptimizeReport,
+    ) -> Optimized:
+        """One without an original, from what a file has; the arguments are the attributes of these names."""
+        module = cls(nn.Module(), settings)
+        module._ai3_first, module._ai3_plans = first, plans
+        module._ai3_shown, module._ai3_types, module._ai3_spec, module._ai3_plain = shown, types, spec, plain
+        module._ai3_signature, module._ai3_report = signature, report
+        module.forget_original()
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes and methods of the original, which may be a part of a model that reads them."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = vars(self).get("_ai3_original")
+            if original is None or name.startswith(("__", "_ai3")):
+                raise
+            if not original:
+                raise AttributeError(f"ai3_ops.optimize: no attribute {name!r}: {_FREED}") from None
+            return getattr(original[0], name)
+
+    # Planning ---------------------------------------------------------------------------------------------------------
+    def plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str = "",
+        progress: Callable[[str], None] = lambda _: None,
+        whole: nn.Module | None = None,
+        budget: Budget | None = None,
+        rehearsal: nn.Module | None = None,
+        first: Calls | None = None,
+    ) -> None:
+        """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part.
+
+        `rehearsal` is a copy that may run meanwhile, as are those of `first`, the first call.
+        """
+        original = self._ai3_original[0]
+        runs = rehearsal or (first and first.cold) or original
+        plan = make_plan(runs, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget, first=first)
+        # The choices stay, not the selectors, which may be functions that no file holds.
+        self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
+        self._ai3_signature = _bare(inspect.signature(original.forward))
+        leaves = pytree.tree_leaves((args, kwargs))
+        self._ai3_first, self._ai3_shown = plan, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        self._ai3_types = [x.dtype for x in leaves if isinstance(x, Tensor)]
+        self._ai3_spec = pytree.tree_structure((args, kwargs))
+        if not kwargs and all(isinstance(x, Tensor) for x in args):
+            self._ai3_plain = len(args)
+        self._ai3_plans[_key(leaves, plan.dynamic)] = plan
+        self._ai3_report.parts.append(plan.report)
+
+    @property
+    def changed(self) -> bool:
+        """Whether something else than the original computes the example."""
+        return self._ai3_first is not None and self._ai3_first.body is not None
+
+    def forget_original(self) -> None:
+        """Frees the original where it computes nothing any more, for no size that was planned."""
+        if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
+            self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
+            self._ai3_stores, self._ai3_stored, self._ai3_names = [], [], []
+            self._ai3_inside, self._ai3_owners, self._ai3_attributes, self._ai3_values = [], [], [], []
+            self._modules, self._parameters, self._buffers = {}, {}, {}
+
+    def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
+        """The plan for other sizes than before, made now; None where the original computes them."""
+        assert self._ai3_first is not None
+        body = self._ai3_first.body
+        if body is None:  # nothing was gained, as was said: no other sizes are tried in a call
+            return None
+        if isinstance(body, Swapped):  # only the form is another one
+            return replace(self._ai3_first, body=Swapped(body.module, pytree.tree_structure((args, kwargs))))
+        types = iter(self._ai3_types)
+        first = [_shown(x, next(types)) if isinstance(x, tuple) else _shown(x) for x in self._ai3_shown]
+        what = f"optimized for inputs of {_listed(first)}, called with {_listed(map(_shown, leaves))}"
+        if form:
+            names = f" and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
+            what += f" in the form of {len(args)} arguments{names}"
+        if not self._ai3_original:
+            raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
+        key = _key(leaves, self._ai3_first.dynamic)
+        key = (form, key) if form else key
+        with _planning:
+            if key in self._ai3_plans:
+                return self._ai3_plans[key]
+            if not form and self._is_another_batch(leaves):
+                name = self._ai3_report.parts[0].name or "the model"
+                if self._tells("batch"):
+                    what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
+                    warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
+                return None
+            if not form and self._computes(args, kwargs):
+                self._keep(key, self._ai3_first)
+                return self._ai3_first
+            try:
+                with torch.no_grad():
+                    self._ai3_original[0](*args, **kwargs)
+            except Exception as error:  # said at once and once, by the model's own words
+                error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
+                raise
+            left = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
+            if self._ai3_first.seconds > self._ai3_patience:
+                plan = left
+                if self._tells("sizes"):
+                    what = f"{self._ai3_report.parts[0].name or 'the model'} was {what}"
+                    warnings.warn(
+                        f"ai3_ops.optimize: {what}: its programs are for other sizes, and new ones would take longer than a call "
+                        "may: computed as by the original, not optimized; optimize for each that matters",
+                        stacklevel=5,
+                    )
+            else:
+                try:
+                    with torch.inference_mode(False), torch.no_grad():
+                        fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
+                        a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
+                        plan = make_plan(
+                            self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name
+                        )
+                    warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
+                except (Uncapturable, RuntimeError) as error:
+                    warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
+                    plan = left
+            self._keep(key, plan)
+            return plan
+
+    def _keep(self, key: Any, plan: Plan) -> None:
+        """One more plan; the oldest of those that others take the place of goes, and the first stays."""
+        first, plans = self._ai3_first, {**self._ai3_plans, key: plan}
+        same = [k for k, other in plans.items() if other is first]
+        own = [k for k, other in plans.items() if other is not first]
+        for old in (*same[1 : len(same) - SIZES + 1], *own[: max(0, len(own) - self._ai3_most + 1)]):
+            del plans[old]
+        self._ai3_plans = plans
+
+    def _computes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the programs of the first plan compute other sizes, too: as a copy of the original does, on two inputs.
+
+        Of a batch that is left open, on the first item.
+        """
+        first = self._ai3_first
+        if first is None or first.body is None or not self._differs_in_sizes(pytree.tree_leaves((args, kwargs))):
+            return False
+        worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (first.report.error or 0.0))
+        copy, compared = copied(self._ai3_original[0], sharing=True), 0
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+            args, kwargs = pytree.tree_map_only(
+                Tensor, lambda x: (x[:1] if first.dynamic else x).detach().clone(), (args, kwargs)
+            )
+            for given in ((args, kwargs), others(args, kwargs)):
+                try:
+                    calls = Calls(copy, *given)
+                except Exception:  # of sizes, or of values, that the original refuses
+                    break
+                _, expected = calls.made[0]
+                try:
+                    outputs = pipeline.flat_outputs(first.body(*flat(*given)))
+                    same = all(
+                        one.dtype == other.dtype and difference(one, other) <= worst
+                        for one, other in zip(outputs, expected, strict=True)
+                    )
+                except Exception:  # of sizes that a program or a step does not take
+                    return False
+                if not same:
+                    return False
+                compared += 1
+        return compared > 0
+
+    def _differs_in_sizes(self, leaves: list[Any]) -> bool:
+        """Whether tensors have the example's types and numbers of dimensions, and all else its values."""
+        types = iter(self._ai3_types)
+        return len(leaves) == len(self._ai3_shown) and all(
+            isinstance(shown, tuple) and len(x.shape) == len(shown) and x.dtype == next(types)
+            if isinstance(x, Tensor)
+            else type(x) is type(shown) and repr(x) == repr(shown)
+            for x, shown in zip(leaves, self._ai3_shown, strict=True)
+        )
+
+    def _is_another_batch(self, leaves: list[Any]) -> bool:
+        """Whether tensors differ from the example's in their first dimension alone, which the graph does not leave open."""
+        tensors = [(x, shown) for x, shown in zip(leaves, self._ai3_shown, strict=False) if isinstance(x, Tensor)]
+        return self._differs_in_sizes(leaves) and all(x.shape[1:] == shown[1:] for x, shown in tensors)
+
+    # Calling ----------------------------------------------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original's, in evaluation mode and without gradients."""
+        first = self._ai3_first
+        form = ""  # of the arguments, where it is not the example's
+        if not kwargs and len(args) == self._ai3_plain and all(type(x) is Tensor for x in args):
+            leaves = list(args)
+        else:
+            args, kwargs, form = self._arranged(args, kwargs)
+            leaves = pytree.tree_leaves((args, kwargs))
+        if torch.is_grad_enabled():
+            for x in leaves:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    raise RuntimeError(
+                        "ai3_ops.optimize: the module is for inference and has no gradients: call it with inputs that "
+                        "require none, or use the original model"
+                    )
+        if first is None:  # a model of which only submodules could be captured
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
+        if (
+            first.body is not None
+            and not torch.compiler.is_compiling()
+            and (self._hooked() or self._replaced() or self._altered())
+        ):
+            self._warn_of_changes()
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
+        plan: Plan | None
+        if isinstance(first.body, Swapped) and not form:
+            plan = first
+        elif torch.compiler.is_compiling():
+            plan = self._of_trace(leaves, first, form)
+        else:
+            key = _key(leaves, first.dynamic)
+            plan = self._ai3_plans.get((form, key) if form else key)
+            if plan is None:
+                plan = self._planned(leaves, args, kwargs, form)
+        if plan is None or plan.body is None:
+            with torch.no_grad():
+                out = self._ai3_original[0](*args, **kwargs)
+            if first.body is not None and not torch.compiler.is_compiling():
+                self._watch()  # it may have made a table anew, for these sizes
+            return out
+        if any_autocast():
+            device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
+            with torch.autocast(device, enabled=False), torch.no_grad():
+                out = plan.body(*leaves)
+        elif isinstance(plan.body, Swapped):  # its weights may require gradients
+            with torch.no_grad():
+                out = plan.body(*leaves)
+        else:
+            out = plan.body(*leaves)
+        if plan.out_spec is None:
+            return out
+        if plan.out_spec.is_leaf():
+            return out[0] if isinstance(out, (tuple, list)) else out
+        return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+
+    def _hooked(self) -> bool:
+        """Whether a module inside has a hook that came later: the original runs then, which calls it."""
+        if not any(self._ai3_hooks) and all(len(hooks) <= had for hooks, had in self._ai3_had_hooks):
+            return False
+        before = self._ai3_hooks, self._ai3_had_hooks
+        if self._watch_hooks() <= self._ai3_known_hooks:  # those that came are passive
+            return False
+        self._ai3_hooks, self._ai3_had_hooks = before
+        return True
+
+    def _watch_hooks(self) -> int:
+        """Notes the hooks of the modules inside as they are; how many of them somebody may expect to be called."""
+        original = self._ai3_original[0]
+        inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
+        hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._ai3_hooks = [own for own in hooks if not own]
+        self._ai3_had_hooks = [(own, len(own)) for own in hooks if own]
+        return sum(len(hooks_of(m)) for m in inside)
+
+    def _watch(self) -> None:
+        """Notes the parameters, buffers and modules inside as they are: where one is replaced, the original computes."""
+        inside = [m for m in self._ai3_original[0].modules() if not isinstance(m, torch.jit.ScriptModule)]
+        stores = [own for m in inside for own in (m._parameters, m._buffers, m._modules) if own]
+        self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
+        self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
+        self._ai3_names = [*chain.from_iterable(self._ai3_stores)]
+        self._ai3_inside = [m for m in inside if not m.training and "training" in _reads(m)]
+        watched = [
+            (m, name, value)
+            for m in inside
+            if not _is_torchs(m)
+            for name, value in vars(m).items()
+            if isinstance(value, _PLAIN) and name in _reads(m) and name != "training" and name[:4] != "_ai3"
+        ]
+        self._ai3_owners = [m for m, _, _ in watched]
+        self._ai3_attributes = [name for _, name, _ in watched]
+        self._ai3_values = [value for _, _, value in watched]
+
+    def _altered(self) -> tuple[str, str, str] | None:
+        """What module inside is in training mode now, or has another plain value as an attribute, as a warning says it."""
+        training = any(map(_is_training, self._ai3_inside))
+        now = map(getattr, self._ai3_owners, self._ai3_attributes, repeat(None))
+        if not training and all(map(operator.is_, now, self._ai3_values)):
+            return None
+        names = {m: name for name, m in self._ai3_original[0].named_modules()}
+        for m in self._ai3_inside:
+            if m.training:
+                return names.get(m) or "the model", "is in training mode", "it is in evaluation mode again"
+        for m, name, value in zip(self._ai3_owners, self._ai3_attributes, self._ai3_values, strict=True):
+            other = getattr(m, name, None)
+            if type(other) is not type(value) or (other != value and other == other):
+                return f"{names[m]}.{name}" if names.get(m) else name, "was changed, which programs do not see", _BACK
+        return None
+
+    def _replaced(self) -> bool:
+        """Whether one of them is another object now."""
+        if all(map(operator.is_, chain.from_iterable(map(dict.values, self._ai3_stores)), self._ai3_stored)):
+            return False
+        # torch.export leaves a module with other dictionaries of the same tensors.
+        before, names = self._ai3_stored, self._ai3_names
+        self._watch()
+        if (
+            len(before) == len(self._ai3_stored)
+            and all(map(operator.is_, before, self._ai3_stored))
+            and names == self._ai3_names
+        ):
+            return False
+        self._ai3_stored, self._ai3_names = before, names
+        return True
+
+    def _tells(self, kind: str) -> bool:
+        """Whether a warning of a kind is still to be given; it is from now on."""
+        new = kind not in self._ai3_told
+        self._ai3_told.add(kind)
+        return new
+
+    def _warn_of_changes(self) -> None:
+        """Names what has a hook, or was replaced."""
+        modules = dict(self._ai3_original[0].named_modules())
+        if self._hooked():
+            kind, end = "has a hook, which programs would not call", "it is removed"
+            name = next(n for n, m in modules.items() if n and hooks_of(m))
+        elif not self._replaced() and (altered := self._altered()):
+            name, kind, end = altered
+        else:
+            kind, end = "was replaced, which programs do not see", _BACK
+            known = set(map(id, self._ai3_stored))
+            names = (
+                f"{name}.{key}" if name else key
+                for name, m in modules.items()
+                for own in (m._parameters, m._buffers, m._modules)
+                for key, value in own.items()
+                if id(value) not in known
+            )
+            name = next(names, "a weight")  # one is missing where none is new
+        if self._tells(kind):
+            warnings.warn(f"ai3_ops.optimize: {name!r} {kind}: the original computes until {end}", stacklevel=4)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refused where the original has one of this name."""
+        self._refuse_replacing(name)
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses what would change the original and not what is computed of it."""
+        if not name.startswith("_") and name not in ("training", "forward"):
+            self._refuse_replacing(name, value)
+        super().__setattr__(name, value)
+
+    def _refuse_replacing(self, name: str, value: Any = None) -> None:
+        original = vars(self).get("_ai3_original")
+        if original == () and isinstance(value, Tensor):
+            raise RuntimeError(f"ai3_ops.optimize: {name!r} cannot be replaced: {_FREED}")
+        if original and hasattr(original[0], name):
+            raise RuntimeError(
+                f"ai3_ops.optimize: {name!r} of an optimized module stays as it is: replace it in the original model and "
+                "optimize it again"
+            )
+
+    def _arranged(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], str]:
+        """The arguments in the places and the order that those of the example had; their form where it is another one."""
+        if self._ai3_spec is None or pytree.tree_structure((args, kwargs)) == self._ai3_spec:
+            return args, kwargs, ""
+        example, named = pytree.tree_unflatten([None] * self._ai3_spec.num_leaves, self._ai3_spec)
+        signature = self._ai3_signature
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"ai3_ops.optimize: the optimized module: {error}") from None
+        places = list(signature.parameters)[: len(example)]
+        if given.keys() == {*places, *named}:
+            args = tuple(given[name] for name in places)
+            kwargs = {name: given[name] for name in named}
+        form = pytree.tree_structure((args, kwargs))
+        return args, kwargs, "" if form == self._ai3_spec else " ".join(str(form).split())
+
+    def _of_trace(self, leaves: list[Any], first: Plan, form: str) -> Plan | None:
+        """For compiled and exported programs, which get no plans for sizes, dtypes and values that come later."""
+        if form:
+            if self._ai3_original:
+                return None
+            raise ValueError(
+                f"ai3_ops.optimize: optimized for {len(self._ai3_shown)} arguments in another form than {form}"
+            )
+        start = 1 if first.dynamic else 0
+        types = iter(self._ai3_types)
+        batch = next((x.shape[0] for x in leaves if isinstance(x, Tensor)), None) if first.dynamic else None
+        for x, shown in zip(leaves, self._ai3_shown, strict=True):
+            if isinstance(x, Tensor):
+                fits = tuple(x.shape[start:]) == shown[start:] and x.dtype == next(types)
+                fits = fits and (batch is None or x.shape[0] == batch)
+            else:  # a constant of the plan
+                fits = type(x) is type(shown) and x == shown
+            if not fits:
+                if self._ai3_original:
+                    return None
+                called = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)
+                raise ValueError(f"ai3_ops.optimize: optimized for inputs of {self._ai3_shown}, called with {called}")
+        return first
+
+    # What is refused --------------------------------------------------------------------------------------------------
+    def train(self, mode: bool = True) -> Optimized:
+        """Refused: batch normalizations are folded and weights packed. `eval()` changes nothing."""
+        if mode:
+            raise RuntimeError(
+                "ai3_ops.optimize: an optimized module is for inference: train the original model and optimize it again"
+            )
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Optimized:
+        types = dict.fromkeys(p.dtype for p in (*self.parameters(), *self.buffers())) or [torch.float32]
+        for dtype in sorted(types, key=lambda dtype: not dtype.is_floating_point):
+            probe = torch.empty(1, dtype=dtype)
+            moved = fn(probe)
+            if moved.dtype != probe.dtype or moved.device != probe.device:
+                raise RuntimeError(
+                    f"ai3_ops.optimize: an optimized module stays where and what it is: move the original model to "
+                    f"{moved.device}, {moved.dtype}, and optimize it again"
+                )
+        return self
+
+    def load_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused: the weights are folded and packed."""
+        raise RuntimeError("ai3_ops.optimize: load weights into the original model and optimize it again")
+
+    def _load_from_state_dict(self, *_: Any, **__: Any) -> NoReturn:
+        """Refused likewise where a model around this one loads its own."""
+        self.load_state_dict()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's, by its names."""
+        if not self._ai3_original:
+            raise RuntimeError(
+                f"ai3_ops.optimize: {_FREED}: there is no state_dict, and no other input sizes than other batches"
+            )
+        return self._ai3_original[0].state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What it gained."""
+        parts = self._ai3_report.parts
+        if not parts or not parts[0].before_ms or not parts[0].after_ms:
+            return "optimized"
+        return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+def _reads(module: nn.Module) -> frozenset[str]:
+    """The names that the methods of a module's classes look up, but those that make it; of PyTorch's own its forward's."""
+    cls = type(module)
+    if cls not in _read:
+        bases = [cls] if _is_torchs(module) else [b for b in cls.__mro__ if not b.__module__.startswith("torch.")]
+        found = [getattr(f, "__func__", f) for b in bases for name, f in vars(b).items() if name != "__init__"]
+        found += [f.fget for b in bases for f in vars(b).values() if isinstance(f, property)]
+        codes = [f.__code__ for f in (cls.forward, *found) if hasattr(f, "__code__")]
+        _read[cls] = frozenset(name for code in codes for name in names_in(code))
+    return _read[cls]
+
+
+def _bare(signature: inspect.Signature) -> inspect.Signature:
+    """Names and kinds alone: annotations and defaults may be what no file holds."""
+    empty = inspect.Parameter.empty
+
+    def bare(p: inspect.Parameter) -> inspect.Parameter:
+        return p.replace(annotation=empty, default=empty if p.default is empty else None)
+
+    return inspect.Signature([bare(p) for p in signature.parameters.values()])
+
+
+def _shown(leaf: Any, dtype: torch.dtype | None = None) -> str:
+    """A tensor's sizes and type in a few words (or those of one that had such sizes), another value shortened."""
+    if isinstance(leaf, Tensor):
+        return _shown(leaf.shape, leaf.dtype)
+    if dtype is not None:
+        return f"{'x'.join(map(str, leaf)) or 'one number'} {str(dtype).removeprefix('torch.')}"
+    return " ".join(reprlib.repr(leaf).split())
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words) or "nothing"
+
+
+def _key(leaves: list[Any], dynamic: bool) -> Any:
+    """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors."""
+    if len(leaves) == 1 and dynamic:
+        x = leaves[0]
+        return (x.shape[1:], x.dtype) if isinstance(x, Tensor) else repr(x)
+    start = 1 if dynamic else 0
+    batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else ()
+    return len(batches), *(
+        (x.shape[start:], x.dtype, x.device.type) if isinstance(x, Tensor) else repr(x) for x in leaves
+    )

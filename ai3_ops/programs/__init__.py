@@ -1,0 +1,1 @@
+"""Graphs of steps as programs, which C++ runs in one call."""

@@ -1,0 +1,362 @@
+"""Turns the largest runs of steps into C++ programs; PyTorch computes what lies between them."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
+from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.fx.passes.tools_common import legalize_graph
+
+from ai3_ops.graph import steps
+from ai3_ops.graph.fusion import apart, arguments, by_channel
+from ai3_ops.graph.network import Network, call, extract, is_constant, is_step
+from ai3_ops.operations.step import Step
+from ai3_ops.programs.body import Body
+from ai3_ops.programs.program import Builder
+
+DTYPES = (torch.float32,)
+VALUES = (*DTYPES, torch.bool)  # masks
+
+
+class Region(nn.Module):
+    """A run of steps as one program."""
+
+    def __init__(self, program: Any, algorithms: tuple[str, ...] = ()) -> None:
+        """`algorithms`: of each of the part's steps, what computes it; "" where it has none to choose."""
+        super().__init__()
+        self.program, self.algorithms = program, algorithms
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """A tensor, or a list of several."""
+        outputs = self.program(*inputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that become one program."""
+
+    nodes: tuple[fx.Node, ...]  # in order
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @property
+    def layers(self) -> list[str]:
+        """The model's modules that it computes."""
+        return list(dict.fromkeys(name for node in self.nodes for name in node.meta["layers"]))
+
+    def network(self, whole: Network) -> Network:
+        """The same steps as a network of their own."""
+        return extract(whole, self.nodes)[0]
+
+
+def fits(node: fx.Node) -> bool:
+    """Whether a step can be part of a program: its values' sizes are known for every batch, and its types are computed there."""
+    if not is_step(node) or node.kwargs.get("algorithm") == "torch" or node.meta.get("torch") or apart(node):
+        return False
+    values = [a for a in node.all_input_nodes if not is_constant(a)]
+    known = (node, *node.all_input_nodes)
+    if (
+        not values
+        or node.meta["dtype"] not in (VALUES if node.target in steps.VIEWS else DTYPES)
+        or any(a.meta["dtype"] not in VALUES for a in known)
+    ):
+        return False
+    if any(a.meta["scales"] is None or sum(map(bool, a.meta["scales"])) > 1 for a in known):
+        return False
+    if any(len(a.meta["shape"]) < 2 for a in (node, *values)) or 0 in node.meta["shape"]:
+        return False
+    return not by_channel(node) or (len(node.meta["shape"]) == 4 and node.target is not steps.linear)
+
+
+class _Supported(OperatorSupportBase):
+    def is_node_supported(self, _: Any, node: fx.Node) -> bool:
+        return node.op == "call_function" and fits(node)
+
+
+def parts(network: Network) -> list[Part]:
+    """The largest runs of steps that one program each can compute, with nothing else between them."""
+    found: list[list[fx.Node]] = []
+    module = fx.GraphModule(nn.Module(), network.graph.__class__())
+    module._graph = network.graph  # the partitioner reads nothing but the graph
+    order = {node: i for i, node in enumerate(network.graph.nodes)}
+    partitioner = CapabilityBasedPartitioner(module, _Supported(), allows_single_node_partition=True)
+    for partition in partitioner.propose_partitions():
+        nodes = _trimmed(sorted(partition.nodes, key=order.__getitem__))
+        found += _pieces(network.graph, nodes, found)
+    made = []
+    for nodes in found:
+        inside = set(nodes)
+        inputs = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside and not is_constant(a))
+        outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+        if any(n.target in (steps.conv2d, steps.linear) for n in nodes):  # else there is nothing to gain
+            made.append(Part(tuple(nodes), tuple(inputs), tuple(outputs)))
+    return made
+
+
+def _trimmed(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Without views that PyTorch's steps alone read, for which a program would copy what they show."""
+    inside = set(nodes)
+    for node in reversed(nodes):
+        if node.target in steps.VIEWS and all(user not in inside and user.op != "output" for user in node.users):
+            inside.discard(node)
+    return [node for node in nodes if node in inside]
+
+
+def _pieces(graph: fx.Graph, nodes: list[fx.Node], others: list[list[fx.Node]]) -> list[list[fx.Node]]:
+    """A partition in as few pieces as it takes that neither of it and another kind's waits for the other: mostly one."""
+    if _ordered(graph, [*others, nodes]):
+        return [nodes]
+    pieces: list[list[fx.Node]] = []
+    for node in nodes:
+        if pieces and _ordered(graph, [*others, *pieces[:-1], [*pieces[-1], node]]):
+            pieces[-1].append(node)
+        else:
+            pieces.append([node])
+    return pieces
+
+
+def _ordered(graph: fx.Graph, groups: list[list[fx.Node]]) -> bool:
+    """Whether there is an order in which each group can be computed at once."""
+    group = {node: number for number, nodes in enumerate(groups) for node in nodes}
+    before: dict[Any, set[Any]] = {}
+    for node in graph.nodes:
+        own = group.get(node, node)
+        before.setdefault(own, set()).update(o for a in node.all_input_nodes if (o := group.get(a, a)) != own)
+    try:
+        TopologicalSorter(before).prepare()
+    except CycleError:
+        return False
+    return True
+
+
+def build(network: Network, part: Part) -> Region:
+    """The program of a part; ValueError where the engine cannot do one of its steps."""
+    builder = Builder()
+    values: dict[fx.Node, Any] = {}
+    for node in part.inputs:
+        values[node] = builder.input(node.meta["shape"], node.meta["dtype"])
+    algorithms = []
+    for node in part.nodes:
+        before = builder.count
+        values[node] = _EMIT[node.target](builder, _Operands(network, builder, values, node), arguments(node))
+        algorithms.append(builder.algorithm_since(before))
+    # What other programs and PyTorch read next stays as it is computed; what the network returns is contiguous.
+    returned: Any = network.output.args[0] or ()
+    layouts = [node not in returned and _is_image(node) for node in part.outputs]
+    program = builder.build([values[node] for node in part.outputs], channels_last=layouts)
+    return Region(program, tuple(algorithms))
+
+
+_OF_IMAGES = (steps.conv2d, steps.max_pool2d, steps.avg_pool2d, steps.adaptive_avg_pool2d)
+_ALIKE = (steps.unary, steps.binary, steps.affine, steps.concat, steps.slice_channels)  # results lie as what they read
+
+
+def _is_image(node: fx.Node) -> bool:
+    """Whether a value has its channels innermost where a program computes it."""
+    while node.target in _ALIKE:
+        node = node.all_input_nodes[0]
+    return len(node.meta["shape"]) == 4 and (node.target in _OF_IMAGES or not is_step(node))
+
+
+class _Operands:
+    """A step's arguments as the builder takes them: constants are tensors, and values where the step computes with values."""
+
+    def __init__(self, network: Network, builder: Builder, values: dict[fx.Node, Any], node: fx.Node) -> None:
+        self.network, self.builder, self.values, self.node = network, builder, values, node
+
+    def __call__(self, value: Any) -> Any:
+        return fx.map_arg(value, lambda n: self.network.value(n) if is_constant(n) else self.values[n])
+
+    def value(self, value: Any) -> Any:
+        """The same, with constants as values."""
+        return fx.map_arg(value, self._value)
+
+    def _value(self, node: fx.Node) -> Any:
+        if node not in self.values:
+            self.values[node] = self.builder.constant(self.network.value(node).contiguous())
+        return self.values[node]
+
+
+def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    given = {name: of(value) for name, value in a.items()}
+    function = b.conv2d if "stride" in a else b.linear
+    operands = given.pop("input"), given.pop("weight"), given.pop("bias")
+    if given.pop("algorithm") not in steps.RULES:
+        return function(*operands, **given, algorithm=a["algorithm"])
+    try:
+        return function(*operands, **given)
+    except ValueError:  # the rule chooses one of PyTorch's own, which a program cannot run
+        return function(*operands, **given, algorithm="implicit_precomp_gemm" if "stride" in a else "gemm")
+
+
+_AFTER = ("activation", "parameter")
+
+
+def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
+    def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+        positional = [of(v) for k, v in a.items() if k not in (*_AFTER, "algorithm")]
+        return getattr(b, name)(*positional, **{k: of(v) for k, v in a.items() if k in _AFTER})
+
+    return emit
+
+
+def _emit_binary(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    """The second value with the first one's sizes, where it does not depend on the batch for every batch."""
+    x, y = of(a["input"]), of.value(a["other"])
+    one, other = a["input"].meta["scales"], a["other"].meta["scales"]
+    if one[0] and not (len(one) == len(other) and other[0]):
+        y = b.reshape(y, [*[1] * (len(one) - len(other)), *y.shape])
+        y = b.expand(y, [0, *(n if n != s else -1 for n, s in zip(x.shape[1:], y.shape[1:], strict=True))], x)
+    return b.binary(x, y, a["name"], **{k: of(a[k]) for k in _AFTER})
+
+
+def _emit_view(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
+    def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+        return getattr(b, name)(*[of.value(v) for v in a.values()])
+
+    return emit
+
+
+def _emit_cut(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    return b.slice(of.value(a["input"]), a["start"], a["stop"], a["dim"])
+
+
+def _emit_reshape(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    return b.reshape(of.value(a["input"]), a["sizes"], channels_last=_for_images(of.node))
+
+
+def _for_images(node: fx.Node) -> bool:
+    """Whether what reads a value wants its channels innermost."""
+    if len(node.meta["shape"]) != 4:
+        return False
+    return any(user.target in _OF_IMAGES or (user.target in _ALIKE and _for_images(user)) for user in node.users)
+
+
+def _emit_own(step: Step, b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
+    algorithm = a.pop("algorithm")
+    given = {name: of.value(value) if name in step.values else of(value) for name, value in a.items()}
+    return b.operation(step, given, "default" if algorithm in steps.RULES else algorithm)
+
+
+_EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
+    steps.conv2d: _emit_product,
+    steps.linear: _emit_product,
+    steps.max_pool2d: _emit("max_pool2d"),
+    steps.avg_pool2d: _emit("avg_pool2d"),
+    steps.adaptive_avg_pool2d: _emit("adaptive_avg_pool2d"),
+    steps.unary: _emit("unary"),
+    steps.binary: _emit_binary,
+    steps.affine: _emit("affine"),
+    steps.concat: _emit_view("concat"),
+    steps.join: _emit_view("concat"),
+    steps.slice_channels: _emit("slice"),
+    steps.cut: _emit_cut,
+    steps.flatten: _emit("flatten"),
+    steps.reshape: _emit_reshape,
+    steps.permute: _emit_view("permute"),
+    steps.expand: _emit_view("expand"),
+    steps.roll: _emit_view("roll"),
+    **{function: functools.partial(_emit_own, step) for function, step in Step.by_function.items()},
+}
+
+
+def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> Body:
+    """A graph module of what the network computes, with each part as a call of its region."""
+    graph, names = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(network.graph, names))
+    held: dict[str, Any] = {}
+    for number, (part, region) in enumerate(regions):
+        name = f"region_{number}"
+        held[name] = region
+        own = [names[node] for node in part.nodes]
+        with graph.inserting_before(own[-1]):
+            called = graph.call_module(name, tuple(names[n] for n in part.inputs))
+            for index, node in enumerate(part.outputs):
+                value = called if len(part.outputs) == 1 else graph.call_function(operator.getitem, (called, index))
+                names[node].replace_all_uses_with(value, _outside(set(own)))
+                names[node] = value  # what a later part reads
+        for gone in reversed(own):
+            graph.erase_node(gone)
+    if regions:
+        _contiguous_outputs(network, graph, names, {node for part, _ in regions for node in part.outputs})
+    constants = [n for n in graph.nodes if n.op == "get_attr"]
+    for node in constants:
+        if not node.users:  # packed into a region; fx's own elimination needs the order that the nodes get below
+            graph.erase_node(node)
+    for number, node in enumerate(n for n in constants if n.users):
+        name = f"constant_{number}"
+        held[name] = network.constants[str(node.target)]
+        node.target = name
+    module = Body(held, graph)
+    legalize_graph(module)
+    module.recompile()
+    return module
+
+
+def outside(network: Network, regions: Sequence[tuple[Part, Region]], most: int = 3) -> list[str]:
+    """What PyTorch computes, operators with the layers that they are of, those first that touch the most memory."""
+    inside = {node for part, _ in regions for node in part.nodes}
+    touched: dict[str, float] = {}
+    for node in network.graph.nodes:
+        if node.op != "call_function" or node in inside or node.target is operator.getitem or _is_view(node):
+            continue
+        name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+        layers = ", ".join(filter(None, node.meta["layers"]))
+        name += f" ({layers})" if layers else ""
+        values = [v for v in (node, *node.all_input_nodes) if v.meta.get("shape") is not None]
+        touched[name] = touched.get(name, 0) + sum(
+            math.prod(v.meta["shape"]) * v.meta["dtype"].itemsize for v in values
+        )
+    return sorted(touched, key=lambda name: -touched[name])[:most]
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(result.alias_info is not None for result in schema.returns)
+
+
+def _contiguous_outputs(
+    network: Network, graph: fx.Graph, names: dict[fx.Node, fx.Node], of_regions: set[fx.Node]
+) -> None:
+    """Images that PyTorch returns may be channels_last where it read a program's."""
+    output = next(iter(reversed(graph.nodes)))
+    given: Any = network.output.args[0]
+    for node in given:
+        if node not in of_regions and node.op == "call_function" and len(node.meta["shape"] or ()) == 4:
+            with graph.inserting_before(output):
+                dense = graph.call_function(torch.ops.aten.contiguous.default, (names[node],))
+            output.replace_input_with(names[node], dense)
+
+
+def _outside(nodes: set[fx.Node]) -> Callable[[fx.Node], bool]:
+    return lambda user: user not in nodes
+
+
+def example_values(network: Network, inputs: Sequence[Any], wanted: set[fx.Node]) -> dict[fx.Node, Any]:
+    """The values of some nodes on the example."""
+    values: dict[fx.Node, Any] = {}
+    given = iter(inputs)
+    uses = {node: len(node.users) for node in network.graph.nodes}
+    with torch.no_grad():
+        for node in network.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = network.constants[node.target]
+            elif node.op == "call_function":
+                values[node] = call(node, values.__getitem__)
+            for used in node.all_input_nodes:
+                uses[used] -= 1
+                if not uses[used] and used not in wanted:
+                    del values[used]
+    return {node: values[node] for node in wanted}

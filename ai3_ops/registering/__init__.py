@@ -1,0 +1,1 @@
+"""Algorithms from elsewhere, and the algorithms made known elsewhere."""

@@ -1,0 +1,157 @@
+"""Fourth step of swap: modules get the classes that make the chosen calls; and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Set
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ai3_ops.nn import layout, original_class, set_class, swapped_class
+from ai3_ops.nn.rewrite import Sites, Swapped
+from ai3_ops.operations.conv2d import is_wrong_in_training
+
+if TYPE_CHECKING:
+    from ai3_ops.surveying.describe import Described
+    from ai3_ops.surveying.discover import Lost
+
+# What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
+MARKS = ("_ai3", "_ai3_lost", layout.FORMER)
+
+
+def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:
+    """Gives modules with a chosen algorithm their classes, and notes in the others why PyTorch computes them."""
+    sites: dict[int, tuple[nn.Module, Sites]] = {}
+    for described in calls:
+        if described.sites is not None:
+            sites[id(described.sites)] = described.module, described.sites
+        elif described.call.algorithm is not None:
+            vars(described.module)["_ai3"] = described.call
+            set_class(described.module, swapped_class(original_class(described.module)))
+        else:
+            vars(described.module)["_ai3"] = [described.call.note()]
+    for module, own in sites.values():
+        if any(call.algorithm is not None for call in own.calls.values()):
+            own.install(module)
+        else:
+            vars(module)["_ai3"] = [call.note() for call in own.calls.values()]
+    for module in model.modules():
+        inside = any(isinstance(child, Swapped) for child in module.modules())
+        if isinstance(module, nn.TransformerEncoderLayer) and inside and not isinstance(module, Swapped):
+            set_class(module, swapped_class(original_class(module)))
+    for module, what in lost.items():
+        if what.seen or what.source:
+            vars(module)["_ai3_lost"] = asdict(what)
+
+
+def _is_wrong_in_training(module: Any) -> bool:
+    weight = module.weight
+    return bool(weight.requires_grad and is_wrong_in_training(weight, module.stride, module.groups, weight.dtype))
+
+
+def lay_out(
+    model: nn.Module,
+    calls: list[Described],
+    methods: Set[str],
+    run: Callable[[Any], Any],
+    examples: Iterable[Any] | None,
+) -> None:
+    """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
+
+    In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`), and so do all beside
+    a layer that PyTorch computes but cannot train in channels_last (`is_wrong_in_training`). Where the model's code reads memory
+    by strides of its own weights never become channels_last. Where it views activations, only if the model gives the same on
+    examples after that; where a view needs NCHW, the convolution before it gives that, unless most would. Without examples, only
+    if a plan says so.
+
+    methods: the names of functions that a run was seen to call. run: runs the model once on an example, and returns its output.
+    examples: first the user's, then made-up ones of other sizes, which the model may refuse.
+    """
+    convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
+    planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
+    free = [d.module for d in convolutions if d.layout is None and not d.kept and d.call.algorithm is not None]
+    if any(d.call.algorithm is None and _is_wrong_in_training(d.module) for d in convolutions):
+        free = []
+    elif model.training:
+        free = [module for module in free if not layout.is_costly(module)]
+    former = [(d, d.earlier) for d in convolutions if d.earlier is not None]
+    if all(d.call.algorithm is not None for d, earlier in former if earlier.writes_nchw):
+        for d, earlier in former:
+            if d.kept and (d.given or earlier.last):
+                planned[d.given or "channels_last"].append(d.module)
+    holds = layout.holds_strides(model)
+    layout.convert(planned["contiguous"], layout.FORMATS["contiguous"], holds)
+    last = planned["channels_last"] + free
+    if not last or methods & layout.MEMORY or layout.naming(model, layout.MEMORY):
+        return
+    views = bool(methods & layout.VIEWS or layout.naming(model, layout.VIEWS))
+    expected = _outputs(run, examples) if views and examples is not None else []
+    if not expected:
+        layout.convert(planned["channels_last"] if views else last, holds=holds)
+        for described, earlier in former:
+            described.call.writes_nchw = earlier.writes_nchw
+        return
+    known = [(d.call, d.call.example, d.call.reason) for d in calls]
+    undo = layout.convert(last, holds=holds)
+    watch = layout.Watch({d.module: d.call for d in convolutions if d.call.algorithm is not None})
+    try:
+        with watch:
+            proven = all(layout.same(output, run(example)) for example, output in expected)
+        for call in watch.found:
+            call.writes_nchw = True
+        proven = proven and 2 * len(watch.found) <= len(last)  # else most outputs would be copied
+        if proven and watch.found:
+            proven = all(layout.same(output, run(example)) for example, output in expected)
+    except RuntimeError:
+        proven = False
+    if not proven:
+        undo()
+        for call in watch.found:
+            call.writes_nchw = False
+    for call, example, reason in known:
+        call.calls = call.torch_calls = 0
+        call.example, call.reason = example, reason
+        call.forget_packs()
+
+
+def _outputs(run: Callable[[Any], Any], examples: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """The examples that the model takes, and what it returns: of the made-up ones that of both sizes, or those of one."""
+    found: list[tuple[Any, Any]] = []
+    for number, example in enumerate(examples):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                found.append((example, run(example)))
+        except RuntimeError:
+            if number == 0:
+                return []
+            continue
+        if number == 1:
+            break
+    return found
+
+
+def revert(model: nn.Module) -> Callable[[], None]:
+    """`unswap`; returns what gives the weights the memory format again that the swap gave them."""
+    holds = layout.holds_strides(model)
+    undo = [layout.convert(layout.former(model, word), format, holds) for word, format in layout.FORMATS.items()]
+    for module in model.modules():
+        if isinstance(module, Swapped):
+            set_class(module, original_class(module))
+        for mark in MARKS:
+            vars(module).pop(mark, None)
+
+    def again() -> None:
+        for one in undo:
+            one()
+
+    return again
+
+
+def unswap(model: nn.Module) -> nn.Module:
+    """Gives every module of `model` its original class back, and weights their memory format, in place; returns the model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
+    revert(model)
+    return model

@@ -1,0 +1,3 @@
+"""`ai3_ops.tune`: the choice of algorithms by measurement."""
+
+from ai3_ops.tuning.tune import Interrupted as Interrupted
