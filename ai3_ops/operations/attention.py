@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from ai3_ops.calls.call import Call, CallPlan, fast_in
 from ai3_ops.operations import base, multihead, patterns
 from ai3_ops.operations.base import Dims, Operation, Problem, check
 from ai3_ops.operations.case import BadCall, Case, Draw
+from ai3_ops.operations.plain_attention import Plain, Sight, fitted, reduced
 from ai3_ops.operations.step import Step, computed
 
 if TYPE_CHECKING:
@@ -163,13 +164,13 @@ class Attention(Operation):
         for name, tensor in given.items():
             if tensor is not None and name in _LIKE:
                 like = all_wide[_LIKE[name]]
-                given[name] = wide(tensor, like.shape[-3] if rank > 2 else None)
+                given[name] = wide(fitted(tensor, rank), like.shape[-3] if rank > 2 else None)
         options = {"scale": ctx.scale, "enable_gqa": ctx.grouped, **ctx.options, **given}
         asked = [*needs[:3], *own_needs.values()]
         asked += [False] * (len(ctx.operator._schema.returns) - len(asked))
         grads = ctx.operator(grad, *all_wide, mask, output, logsumexp, ctx.dropout, ctx.causal, asked, **options)
         pairs = zip(grads, (query, key, value, *tensors), asked, strict=False)
-        back = [g.sum_to_size(t.shape) if wanted and t is not None else None for g, t, wanted in pairs]
+        back = [reduced(g, t) if wanted and t is not None else None for g, t, wanted in pairs]
         return (*back[:3], None, None, None, *back[3:])
 
     def pytorch(self, *args: Any, **options: Any) -> Tensor:
@@ -353,105 +354,18 @@ def _expanded(tensor: Tensor, lead: Sequence[Any], heads: Any) -> Tensor:
     return tensor.expand(*lead, tensor.shape[-3] if heads is None else heads, *tensor.shape[-2:])
 
 
-# In PyTorch's functions -----------------------------------------------------------------------------------------------
-def _scale_of(query: Tensor, scale: float | None) -> float:
-    return (1 / math.sqrt(query.shape[-1]) if query.shape[-1] else 1.0) if scale is None else scale
-
-
-def _widened(query: Tensor, key: Tensor, value: Tensor, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """In at least float32, each head of the query with its own of key and value."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    q, k, v = (t.to(wide) for t in (query, key, value))
-    if grouped and k.shape[-3]:
-        times = q.shape[-3] // k.shape[-3]
-        k, v = (t.repeat_interleave(times, -3) for t in (k, v))
-    return q, k, v
-
-
-def _narrowed(grad: Tensor, like: Tensor, grouped: bool) -> Tensor:
-    """The gradient of what `_widened` was given."""
-    if grouped and like.ndim > 2 and like.shape[-3] and grad.shape[-3] != like.shape[-3]:
-        grad = grad.unflatten(-3, (like.shape[-3], grad.shape[-3] // like.shape[-3])).sum(-3)
-    return grad.sum_to_size(like.shape).to(like.dtype)
-
-
-class Sight(NamedTuple):
-    """What a query sees before the mask is asked, and the cap of its scores: `is_causal`, and parameters of algorithms' own."""
-
-    causal: bool = False
-    window_left: int = -1
-    window_right: int = -1
-    lower_right: bool = False
-    softcap: float = 0.0
-
-    @staticmethod
-    def of(causal: bool, options: dict[str, Any]) -> Sight:
-        """Of an operator's arguments."""
-        left, right = options.get("window_left", -1), options.get("window_right", -1)
-        lower_right = bool(options.get("causal_lower_right", False))
-        return Sight(causal, left, right, lower_right, float(options.get("softcap", 0.0)))
-
-    def hidden(self, queries: int, keys: int, device: torch.device) -> Tensor | None:
-        """(queries, keys), True where a key is not seen; None where all are."""
-        right = 0 if self.causal or self.lower_right else self.window_right
-        if right < 0 and self.window_left < 0:
-            return None
-        own = torch.arange(queries, device=device)[:, None] + (keys - queries if self.lower_right else 0)
-        behind = torch.arange(keys, device=device) - own
-        hidden = behind > right if right >= 0 else torch.zeros_like(behind, dtype=torch.bool)
-        return hidden | (behind < -self.window_left) if self.window_left >= 0 else hidden
-
-
-def _hidden(q: Tensor, k: Tensor, mask: Tensor | None, sight: Sight) -> Tensor | None:
-    """True where a key is not seen."""
-    hidden = sight.hidden(q.shape[-2], k.shape[-2], q.device)
-    if mask is None:
-        return hidden
-    masked = ~mask if mask.dtype == torch.bool else mask == -math.inf
-    return masked if hidden is None else masked | hidden
-
-
-class _Weights(NamedTuple):
-    """The softmax, in which rows that see no key are zeros, with what it was computed from."""
-
-    weights: Tensor
-    key: Tensor  # zeros where no query sees one, so that NaN there stays without effect
-    value: Tensor
-    slope: Tensor | None  # the derivative of capped scores; None where they are not
-    bend: Tensor | None  # its derivative
-
-    def sloped(self, gradient: Tensor) -> Tensor:
-        """Of the scores before they are capped, given that of those after."""
-        return gradient if self.slope is None else gradient * self.slope
-
-
-def _weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sight: Sight, scale: float) -> _Weights:
-    hidden = _hidden(q, k, mask, sight)
-    if hidden is not None:
-        if hidden.ndim < 2:
-            hidden = hidden.expand(q.shape[-2], k.shape[-2])
-        unseen = hidden.expand(*hidden.shape[:-1], k.shape[-2]).all(-2)[..., None]
-        k, v = (torch.where(unseen, 0, t) for t in (k, v))
-    scores, slope, bend = q @ k.mT * scale, None, None
-    if sight.softcap:
-        t = torch.tanh(scores / sight.softcap)
-        scores, slope = sight.softcap * t, 1 - t * t
-        bend = -2 / sight.softcap * t * slope
-    if mask is not None and mask.dtype != torch.bool:
-        scores = scores + mask.masked_fill(mask == -math.inf, 0).to(scores.dtype)
-    if hidden is None:
-        return _Weights(scores.softmax(-1), k, v, slope, bend)
-    none = hidden.all(-1, keepdim=True)
-    shown = scores.masked_fill(hidden & ~none, -math.inf).masked_fill(none, 0)
-    return _Weights(shown.softmax(-1).masked_fill(none, 0), k, v, slope, bend)
-
-
 class _Marker:
     """In the place of a tensor, which is kept elsewhere."""
 
 
 _TENSOR = _Marker()
-_LIKE = {"global_query": 0, "global_key": 1, "global_value": 2}  # laid out as query, key and value
+_LIKE = {
+    "global_query": 0,
+    "global_key": 1,
+    "global_value": 2,
+    "rel_h": 0,
+    "rel_w": 0,
+}  # laid out as query, key and value
 
 
 def _own(algorithm: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[Tensor | None]]:
@@ -464,123 +378,6 @@ def _own(algorithm: str, options: dict[str, Any]) -> tuple[dict[str, Any], list[
         else:
             own[p.name] = options.get(p.name, p.default)
     return own, tensors
-
-
-class Plain(NamedTuple):
-    """A call as plain attentions in PyTorch's functions, which have every derivative: of all its rows, or of some each."""
-
-    algorithm: str
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    sight: Sight
-    scale: float | None
-    grouped: bool
-    own: dict[str, Any]
-
-    def parts(self) -> list[patterns.Part]:
-        """What is computed."""
-        heads = max(_size(t, 2) for t in (self.query, self.key, self.value))
-        return patterns.parts(self.algorithm, self.query, self.key, self.mask, heads, self.own)
-
-    def tensors(self, part: patterns.Part) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of a part."""
-        known = self.own | {"query": self.query, "key": self.key, "value": self.value}
-        return known[part.query], known[part.key], known[part.value]
-
-    def forward(self) -> Tensor:
-        """The output."""
-        outputs = []
-        for part in self.parts():
-            query, key, value = self.tensors(part)
-            q, k, v = _widened(query, key, value, self.grouped)
-            found = _weights(q, k, v, part.mask, self.sight, _scale_of(query, self.scale))
-            outputs.append(_rows(found.weights @ found.value, part.rows))
-        return sum(outputs[1:], outputs[0]).to(self.query.dtype)
-
-    def backward(self, grad: Tensor, of_mask: bool = False) -> dict[str, Tensor]:
-        """Gradients by the names of the tensors, and where asked for that of the mask."""
-        sums: dict[str, Tensor] = {}
-        for part in self.parts():
-            query, key, value = self.tensors(part)
-            q, k, v = _widened(query, key, value, self.grouped)
-            g, factor = _rows(grad.to(q.dtype), part.rows), _scale_of(query, self.scale)
-            found = _weights(q, k, v, part.mask, self.sight, factor)
-            p, k, v = found[:3]
-            dp = g @ v.mT
-            dt = p * (dp - (p * dp).sum(-1, keepdim=True))
-            ds = found.sloped(dt)
-            grads = ((part.query, ds @ k * factor), (part.key, ds.mT @ q * factor), (part.value, p.mT @ g))
-            self.add(sums, grads)
-            if of_mask and self.mask is not None:
-                moved = dt if part.share is None else dt * part.share
-                sums["attn_mask"] = moved.sum_to_size(self.mask.shape)
-        return self.narrowed(sums)
-
-    def second(self, grad: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gradients of grad and of the tensors, `given` those of the tensors' gradients.
-
-        Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = U dT, dT = P (dP - D), dP = G V^T, D the rows' sums of P dP. U is
-        the slope of capped scores, or 1. With a, b, c the gradients of those three: f is that of dS, e of dT, x of dP, w of P,
-        r of the scores.
-        """
-        sums: dict[str, Tensor] = {}
-        of_grad = []
-        for part in self.parts():
-            query, key, value = self.tensors(part)
-            q, k, v = _widened(query, key, value, self.grouped)
-            g, s = _rows(grad.to(q.dtype), part.rows), _scale_of(query, self.scale)
-            a, b, c = (
-                None if t is None else t.to(q.dtype) for t in (given.get(n) for n in (part.query, part.key, part.value))
-            )
-            if self.grouped and key.shape[-3]:
-                times = q.shape[-3] // key.shape[-3]
-                b, c = (None if t is None else t.repeat_interleave(times, -3) for t in (b, c))
-            found = _weights(q, k, v, part.mask, self.sight, s)
-            p, k, v = found[:3]
-            dp = g @ v.mT
-            d = _row_sums(p * dp)
-            dt = p * (dp - d)
-            ds, f = found.sloped(dt), torch.zeros_like(p)
-            f = f if a is None else f + a @ k.mT * s
-            f = f if b is None else f + q @ b.mT * s
-            e = found.sloped(f)
-            sum_e = _row_sums(p * e)
-            x, w = p * (e - sum_e), e * (dp - d) - sum_e * dp
-            w = w if c is None else w + g @ c.mT
-            r = found.sloped(p * (w - _row_sums(p * w)))
-            r = r if found.bend is None else r + f * dt * found.bend
-            to_g, to_v = x @ v, x.mT @ g
-            to_q, to_k = r @ k * s, r.mT @ q * s
-            to_g = to_g if c is None else to_g + p @ c
-            to_q = to_q if b is None else to_q + ds @ b * s
-            to_k = to_k if a is None else to_k + ds.mT @ a * s
-            of_grad.append(_rows(to_g, part.rows))
-            self.add(sums, ((part.query, to_q), (part.key, to_k), (part.value, to_v)))
-        return sum(of_grad[1:], of_grad[0]).to(grad.dtype), self.narrowed(sums)
-
-    def add(self, sums: dict[str, Tensor], more: Iterable[tuple[str, Tensor]]) -> None:
-        """Where parts have tensors in common."""
-        for name, gradient in more:
-            sums[name] = sums[name] + gradient if name in sums else gradient
-
-    def narrowed(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the tensors' sizes and dtypes."""
-        known = self.own | {"query": self.query, "key": self.key, "value": self.value, "attn_mask": self.mask}
-        return {
-            n: g.to(known[n].dtype) if n == "attn_mask" else _narrowed(g, known[n], self.grouped)
-            for n, g in sums.items()
-        }
-
-
-def _rows(tensor: Tensor, rows: Tensor | None) -> Tensor:
-    """Zeros but in those rows."""
-    return tensor if rows is None else torch.where(rows, tensor, 0)
-
-
-def _row_sums(tensor: Tensor) -> Tensor:
-    return tensor.sum(-1, keepdim=True)
 
 
 # Operators of gradients -----------------------------------------------------------------------------------------------

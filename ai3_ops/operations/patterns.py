@@ -148,6 +148,7 @@ def _longformer(rank: int, keys: int, device: torch.device, own: dict[str, Any])
 
 
 _GLOBAL = ("global_query", "global_key", "global_value")
+_SCORES = ("softcap", "sinks", "alibi_slopes", "rel_h", "rel_w")  # which change scores, and hide none
 SPARSE = ("block_sparse", "longformer", "bigbird")
 
 
@@ -193,7 +194,7 @@ def attention_mask(algorithm: str, query_length: int, key_length: int, **paramet
             f"no attention algorithm {algorithm!r} with a pattern; those with one: {', '.join(SPARSE)}, flash, math"
         )
     heads = parameters.pop("heads", 1)
-    known = {p.name for p in registry.parameters("attention", algorithm)} - {*_GLOBAL, "softcap"}
+    known = {p.name for p in registry.parameters("attention", algorithm)} - {*_GLOBAL, *_SCORES}
     known |= {"is_causal"} if algorithm in ("flash", "math") else set()
     for name in parameters:
         if name not in known:
@@ -205,11 +206,14 @@ def attention_mask(algorithm: str, query_length: int, key_length: int, **paramet
     if algorithm in ("longformer", "bigbird") and query_length != key_length:
         raise ValueError(f"{algorithm} needs as many queries as keys, got {query_length} and {key_length}")
     if algorithm in ("flash", "math"):
-        from ai3_ops.operations.attention import Sight
+        from ai3_ops.operations.plain_attention import Sight
 
-        causal = parameters.pop("is_causal", False)
-        hidden = Sight.of(causal, parameters).hidden(query_length, key_length, torch.device("cpu"))
-        return torch.ones(query_length, key_length, dtype=torch.bool) if hidden is None else ~hidden
+        causal, lengths = parameters.pop("is_causal", False), parameters.get("key_lengths")
+        lengths = None if lengths is None else lengths[..., None, None, None]
+        sight, device = Sight.of(causal, parameters), torch.device("cpu")
+        hidden = sight.hidden(query_length, key_length, device, lengths)
+        hidden = torch.zeros((), dtype=torch.bool) if hidden is None else hidden
+        return (~hidden).expand(*hidden.shape[:-2], query_length, key_length).contiguous()
     rank = 5 if algorithm == "longformer" else 3
     query, key = (torch.empty(*[1] * (rank - 2), n, 0) for n in (query_length, key_length))
     seen = None
@@ -247,6 +251,9 @@ def _expected(name: str, sizes: dict[str, Any], own: dict[str, Any], lead: tuple
             for which in ("", "full_")
             for n, (shape, fixed) in lists.items()
         },
+        **{n: _Expected("values", (heads,), 1) for n in ("sinks", "alibi_slopes")},
+        "key_lengths": _Expected("indices", lead, 0),
+        **{n: _Expected("values", (*lead, heads, queries, None), 2) for n in ("rel_h", "rel_w")},
         "random_indices": _Expected("indices", (heads, inner, own.get("random_blocks")), 2),
     }.get(name)
 
@@ -276,6 +283,11 @@ def check_own(label: str, query: Tensor, sizes: dict[str, Any], shape: tuple[Any
             "indices": ((torch.int32, torch.int64), "int32 or int64"),
         }[expected.kind]
         check(tensor.dtype in dtypes, label, f"needs {name} of {words}, got {tensor.dtype}")
+    rel_h, rel_w = own.get("rel_h"), own.get("rel_w")
+    if isinstance(rel_h, Tensor) and isinstance(rel_w, Tensor):
+        height, width = rel_h.shape[-1], rel_w.shape[-1]
+        needs = f"needs rel_h and rel_w of a grid of {sizes['keys']} keys, got {height} x {width}"
+        check(height * width == sizes["keys"] and height > 0, label, needs)
     for which in ("", "full_"):
         counts, indices = own.get(f"{which}kv_num_blocks"), own.get(f"{which}kv_indices")
         if isinstance(counts, Tensor) and isinstance(indices, Tensor):

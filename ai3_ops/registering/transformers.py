@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ai3_ops.operations.attention import AttentionCall, Sight
+from ai3_ops.operations.attention import AttentionCall
 from ai3_ops.operations.base import operator_named
 from ai3_ops.selecting.selectors import Algorithm
 
@@ -23,8 +22,8 @@ def register_transformers(algorithm: str | Algorithm = "default", name: str = "a
     again, for other names.
 
     Masks are boolean, and are not made where causality says all; a sliding window without padding never becomes one, so that it
-    saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed; sinks that are trained take
-    the memory of all scores. Attention weights are not returned. ImportError without transformers.
+    saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed, and their gradients. Attention
+    weights are not returned. ImportError without transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -116,8 +115,8 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
             options |= {"window_right": sliding_window - 1} if around else {}
         grouped = query.shape[1] != key.shape[1]
         if s_aux is not None:
-            output = _with_sinks(own, query, key, value, mask, causal, scaling, grouped, s_aux, options)
-        elif options:
+            options["sinks"] = s_aux.to(query.dtype)
+        if options:
             operator: Any = operator_named(f"attention_{own}")
             output = operator(
                 query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped,
@@ -137,38 +136,3 @@ def _biased(bias: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     if mask is None:
         return bias
     return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
-
-
-def _with_sinks(
-    name: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-    sinks: Tensor,
-    options: dict[str, Any],
-) -> Tensor:
-    """With one more logit for each head in the sum of the softmax, which has no value."""
-    tensors = (query, key, value, sinks, mask)
-    if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
-        forward: Any = operator_named(f"_attention_{name}_forward")
-        output, logsumexp = forward(query, key, value, mask, 0.0, causal, scale=scale, enable_gqa=grouped, **options)
-        share = torch.sigmoid(logsumexp - sinks.to(logsumexp.dtype)[:, None])
-        return output * share[..., None].to(output.dtype)
-    # As a further key of score 0, to which its logit is added, and a value of zeros.
-    wide = torch.promote_types(query.dtype, torch.float32)
-    queries, keys = query.shape[-2], key.shape[-2]
-    added = torch.zeros((), dtype=wide, device=query.device).expand(*query.shape[:-1], keys)
-    hidden = Sight.of(causal, options).hidden(queries, keys, query.device)
-    if hidden is not None:
-        added = added.masked_fill(hidden, float("-inf"))
-    if mask is not None:
-        added = added.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else added + mask
-    sink = sinks.to(wide)[:, None, None].expand(*query.shape[:-1], 1)
-    key, value = (F.pad(t, (0, 0, 0, 1)) for t in (key, value))
-    operator: Any = operator_named(f"attention_{name}")
-    capped = {k: v for k, v in options.items() if k == "softcap"}
-    return operator(query, key, value, torch.cat([added, sink], -1), scale=scale, enable_gqa=grouped, **capped)

@@ -83,6 +83,9 @@ std::optional<Expected> expected(const Entry& entry, const AttentionProblem& p, 
   if (name == "global_mask" || name == "key_padding") return Expected{Kind::flags, {p.outer, p.batch, p.keys}, 1};
   if (list == "kv_num_blocks") return Expected{Kind::indices, {p.outer, p.batch, p.heads, rows}, 1};
   if (list == "kv_indices") return Expected{Kind::indices, {p.outer, p.batch, p.heads, rows, -1}, 2};
+  if (name == "sinks" || name == "alibi_slopes") return Expected{Kind::values, {p.heads}, 1};
+  if (name == "key_lengths") return Expected{Kind::indices, {p.outer, p.batch}, 0};
+  if (name == "rel_h" || name == "rel_w") return Expected{Kind::values, {p.outer, p.batch, p.heads, p.queries, -1}, 2};
   if (name == "random_indices")
     return Expected{Kind::indices, {p.heads, std::max<int64_t>(0, rows - 2), whole_named(entry, p, "random_blocks", -1)}, 2};
   return std::nullopt;
@@ -106,7 +109,7 @@ void check_indices(const Entry& entry, const Tensor& indices, const Tensor* coun
   }
 }
 // Checks them, and makes them what kernels read: indices of 64 bits and contiguous, rows of values contiguous.
-void prepare_own(const Entry& entry, Call& c, const AttentionProblem& p) {
+void prepare_own(const Entry& entry, Call& c, AttentionProblem& p) {
   if (whole_named(entry, p, "block_size", 1) < 1) return;  // which the algorithm refuses
   for (size_t i = 0; i < entry.parameters.size(); i++) {
     if (!c.own[i]) continue;
@@ -135,6 +138,18 @@ void prepare_own(const Entry& entry, Call& c, const AttentionProblem& p) {
       if (!is_contiguous(t)) t = torch::stable::contiguous(t);
     }
   }
+  const Tensor *const height = own_named(entry, c, "rel_h"), *const width = own_named(entry, c, "rel_w");
+  if (height && width) {
+    const int64_t h = size_at(*height, 0), w = size_at(*width, 0);
+    check(h > 0 && w > 0 && p.keys % w == 0 && p.keys / w == h, entry, "needs rel_h and rel_w of a grid of ", p.keys,
+          " keys, got ", h, " x ", w);
+    p.rel_width = w;
+  }
+  if (const Tensor* lengths = own_named(entry, c, "key_lengths"); lengths && lengths->is_cpu())
+    for (int64_t i = 0; i < lengths->numel(); i++) {
+      const int64_t length = static_cast<const int64_t*>(lengths->const_data_ptr())[i];
+      check(length >= 0 && length <= p.keys, entry, "needs key_lengths from 0 to ", p.keys, ", got ", length);
+    }
   const int64_t block = whole_named(entry, p, "block_size", 0);
   if (block < 1) return;
   for (const std::string list : {"kv_", "full_kv_"}) {
@@ -323,9 +338,11 @@ void backward(const Entry& entry, StableIValue* stack) {
   for (size_t i = 0; i < entry.parameters.size() && result.size() < gradients; i++) {
     if (!is_tensor(entry.parameters[i])) continue;
     const Tensor* const t = c.own[i] && known_dtype(*c.own[i]) && wanted[result.size()] ? &*c.own[i] : nullptr;
-    if (const auto size = expected(entry, p, entry.parameters[i].name); t && size)
+    if (auto size = expected(entry, p, entry.parameters[i].name); t && size) {
+      for (int64_t& n : size->sizes) n = n < 0 ? size_at(*t, 0) : n;
       check(t->numel() == checked_numel(entry, size->sizes, 1), entry, "needs ", entry.parameters[i].name,
             " of the output's batch for its gradient, got ", *t);
+    }
     result.push_back(empty(t ? sizes_of(*t) : Sizes{0}, c.query.scalar_type(), c.query));
     if (t) of_own[i] = &result.back();
   }

@@ -87,20 +87,22 @@ AI3_INLINE void over_seen(const A* added, int64_t begin, int64_t end, const Body
 }
 
 template <class T>
-void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
+void attend_few(const AttentionProblem& whole, const AttentionOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   using V = Vec<A>;
-  const FewRows<A> of(p);
+  const FewRows<A> of(whole);
   A* const partials = workspace.take<A>(of.partials());
-  A* const all = workspace.take<A>(p.threads * of.own());
-  auto index_of = [&](int64_t head, int64_t row) { return head * of.group + row / p.queries; };
-  parallel_for(p.threads, of.heads * of.chunks, [&](int64_t n, int thread) {
+  A* const all = workspace.take<A>(whole.threads * of.own());
+  auto index_of = [&](int64_t head, int64_t row) { return head * of.group + row / whole.queries; };
+  parallel_for(whole.threads, of.heads * of.chunks, [&](int64_t n, int thread) {
     Cut<A> cut{all + thread * of.own()};
     A *const queries = cut.take(of.rows * of.query_ld), *const scores = cut.take(of.rows * 2 * kChunk),
              *const added = scores + of.rows * kChunk;
-    const int64_t head = n / of.chunks, first = n % of.chunks * kChunk, count = smaller(kChunk, p.keys - first),
-                  padded_count = round_up(larger(count, 1), V::width);
-    const HeadAt kv(p, head * of.group);
+    const int64_t head = n / of.chunks, first = n % of.chunks * kChunk;
+    const HeadAt kv(whole, head * of.group);
+    const AttentionProblem p = of_head(whole, m.own, kv);
+    const int64_t count = larger(0, smaller(kChunk, p.keys - first)), padded_count = round_up(larger(count, 1), V::width);
+    bool adds = m.mask || p.softcap != 0;
     const T *const key = m.key.read<T>() + kv.of_kv(p.key_at) + first * p.key_at.row, *const value = m.value.read<T>() +
                                                                                                      kv.of_kv(p.value_at) +
                                                                                                      first * p.value_at.row;
@@ -118,6 +120,11 @@ void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace
       const int64_t begin = first_key(p, i) - first, end = keys_of(p, i) - first;
       for (int64_t j = 0; j < count; j++)
         if (j < begin || j >= end) more[j] = kHidden<A>;
+      if (const Positions<T> positions(p, m.own, at); positions) {
+        adds = true;
+        for (int64_t j = 0; j < count; j++)
+          if (more[j] != kHidden<A>) more[j] += positions.added(p, i, first + j);
+      }
       for (int64_t j = 0; j < padded_count; j++) scores[r * kChunk + j] = kHidden<A>;
     }
     for (int64_t j = 0; j < count; j += 16)
@@ -132,7 +139,7 @@ void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace
       for (int64_t j = 0; j < count; j += V::width) {
         V score = load(s + j);
         if (p.softcap != 0) score = V(static_cast<A>(p.softcap)) * tanh_of(score * V(static_cast<A>(1 / p.softcap)));
-        if (m.mask || p.softcap != 0) {
+        if (adds) {
           if (count - j < V::width)
             for (int64_t l = count; l < j + V::width; l++) more[l] = kHidden<A>;
           const auto add = load(more + j).raw;
@@ -161,6 +168,7 @@ void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace
         });
   });
   // Other threads are asked again only where there is much to join: waking them takes longer than a short cache.
+  const AttentionProblem& p = whole;
   const int threads = of.partials() < 1 << 16 ? 1 : p.threads;
   parallel_for(threads, of.heads, [&](int64_t head, int) {
     for (int64_t r = 0; r < of.rows; r++) {
@@ -182,13 +190,12 @@ void attend_few(const AttentionProblem& p, const AttentionOperands& m, Workspace
         }
       }
       const int64_t index = index_of(head, r), i = r % p.queries;
-      const V share(total == 0 ? A(0) : 1 / total);
+      const RowEnd<A> end(largest, static_cast<double>(total), sink_of<T>(m.own, HeadAt(p, index)));
+      const V share(end.share);
       T* const output = m.output.write<T>() + HeadAt(p, index).of(p.output_at) + i * p.output_at.row;
       for (int64_t d = 0; d < p.value_size; d += V::width)
         store_some(output + d, load(to + d) * share, smaller(V::width, p.value_size - d));
-      if (m.logsumexp)
-        m.logsumexp.write<A>()[index * p.queries + i] =
-            total == 0 ? kHidden<A> : largest + static_cast<A>(__builtin_log(static_cast<double>(total)));
+      if (m.logsumexp) m.logsumexp.write<A>()[index * p.queries + i] = end.logsumexp;
     }
   });
 }

@@ -17,7 +17,7 @@ template <class T>
 AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
-  return cut_size<A>({checked_mul(kTile<T>, p.size), kKeys * P, p.has_mask ? kKeys * P : 0,
+  return cut_size<A>({checked_mul(kTile<T>, p.size), kKeys * P, p.has_mask ? kKeys * P : 0, checked_mul(kTile<T>, rel_columns(p)),
                       checked_mul(kTile<T>, padded<A>(p.value_size)), kTile<T>, kTile<T>, buffer_of<T>(kKeys, p.size, false),
                       buffer_of<T>(kKeys, p.value_size, true)});
 }
@@ -31,38 +31,44 @@ int64_t flash_workspace(const AttentionProblem& p) {
 }
 
 template <class T>
-void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
+void attention_flash(const AttentionProblem& whole, const AttentionOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
-  if (p.queries <= kFew) return attend_few<T>(p, m, workspace);
-  const int64_t own = forward_size<T>(p), tiles = ceil_div(p.queries, kTile<T>), ld = padded<A>(p.value_size);
-  A* const all = workspace.take<A>(p.threads * own);
-  auto keys_of_tile = [&](int64_t n) {
+  if (whole.queries <= kFew) return attend_few<T>(whole, m, workspace);
+  const int64_t own = forward_size<T>(whole), tiles = ceil_div(whole.queries, kTile<T>), ld = padded<A>(whole.value_size),
+                columns = rel_columns(whole);
+  A* const all = workspace.take<A>(whole.threads * own);
+  auto keys_of_tile = [&](const AttentionProblem& p, int64_t n) {
     const int64_t first = n % tiles * kTile<T>;
     return Range{first_key(p, first), keys_of(p, smaller(p.queries, first + kTile<T>) - 1)};
   };
   parallel_for(
-      p.threads, p.outer * p.batch * p.heads * tiles,
+      whole.threads, whole.outer * whole.batch * whole.heads * tiles,
       [&](int64_t n, int thread) {
+        const HeadAt at(whole, n / tiles);
+        const AttentionProblem p = of_head(whole, m.own, at);
+        const Positions<T> positions(p, m.own, at);
         Cut<A> cut{all + thread * own};
         A* const packed = cut.take(kTile<T> * p.size);
         A* const scores = cut.take(kKeys * P);
         A* const added = cut.take(p.has_mask ? kKeys * P : 0);
+        A* const rel = cut.take(kTile<T> * columns);
         A* const sums = cut.take(kTile<T> * ld);
         A *const most = cut.take(kTile<T>), *const total = cut.take(kTile<T>);
         A* const of_keys = cut.take(buffer_of<T>(kKeys, p.size, false));
         A* const of_values = cut.take(buffer_of<T>(kKeys, p.value_size, true));
-        const HeadAt at(p, n / tiles);
         const int64_t first = n % tiles * kTile<T>, rows = smaller(kTile<T>, p.queries - first), panels = ceil_div(rows, P);
         const T *const query = m.query.read<T>() + at.of(p.query_at) + first * p.query_at.row,
                        *const key = m.key.read<T>() + at.of_kv(p.key_at), *const value = m.value.read<T>() + at.of_kv(p.value_at);
         const MaskRows<A> mask(p, m.mask, at);
-        for (int64_t b = 0; b < panels; b++)
-          pack_rows(query + b * P * p.query_at.row, p.query_at.row, smaller(P, rows - b * P), p.size, p.scale,
-                    packed + b * P * p.size);
+        for (int64_t b = 0; b < panels; b++) {
+          const int64_t queries = smaller(P, rows - b * P);
+          pack_rows(query + b * P * p.query_at.row, p.query_at.row, queries, p.size, p.scale, packed + b * P * p.size);
+          if (positions.rel_h) pack_rel(positions, first + b * P, queries, rel + b * P * columns);
+        }
         for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(sums + i, Vec<A>(A(0)));
         for (int64_t i = 0; i < panels * P; i++) most[i] = kHidden<A>, total[i] = 0;
-        const Range seen = keys_of_tile(n);
+        const Range seen = keys_of_tile(p, n);
         for (int64_t j = seen.begin; j < seen.end; j += kKeys) {
           const int64_t most_keys = smaller(kKeys, seen.end - j);
           const RowsAt<A> k = rows_at(key + j * p.key_at.row, p.key_at.row, most_keys, p.size, false, of_keys),
@@ -76,6 +82,7 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
             if (mask && !reads_any(mask, i, queries, j, keys, added)) continue;
             multiply_rows(k, keys, packed + b * P * p.size, p.size, scores);
             if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
+            if (positions) add_positions(p, positions, rel + b * P * columns, i, j, keys, scores);
             if (mask) add_mask(added, keys, scores);
             if (diagonal) hide_keys(p, i, j, keys, scores);
             alignas(64) A scale[P];
@@ -91,18 +98,20 @@ void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Work
           }
         }
         T* const output = m.output.write<T>() + at.of(p.output_at) + first * p.output_at.row;
+        const A sink = sink_of<T>(m.own, at);
         for (int64_t r = 0; r < rows; r++) {
-          const Vec<A> share(total[r] == 0 ? A(0) : 1 / total[r]);
+          const RowEnd<A> end(most[r], static_cast<double>(total[r]), sink);
+          const Vec<A> share(end.share);
           for (int64_t c = 0; c < p.value_size; c += Vec<A>::width)
             store_some(output + r * p.output_at.row + c, load(sums + r * ld + c) * share,
                        smaller(Vec<A>::width, p.value_size - c));
+          if (m.logsumexp) m.logsumexp.write<A>()[n / tiles * p.queries + first + r] = end.logsumexp;
         }
-        if (m.logsumexp)
-          for (int64_t r = 0; r < rows; r++)
-            m.logsumexp.write<A>()[n / tiles * p.queries + first + r] =
-                total[r] == 0 ? kHidden<A> : most[r] + static_cast<A>(__builtin_log(static_cast<double>(total[r])));
       },
-      [&](int64_t n) { return static_cast<double>(larger(0, keys_of_tile(n).size())); });
+      [&](int64_t n) {
+        const AttentionProblem p = of_head(whole, m.own, HeadAt(whole, n / tiles));
+        return static_cast<double>(larger(0, keys_of_tile(p, n).size()));
+      });
 }
 
 GradientNames flash_gradients(const AttentionProblem&) { return {"flash", "flash"}; }

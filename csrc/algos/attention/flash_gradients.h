@@ -19,17 +19,24 @@ AI3_INLINE int64_t backward_size(const AttentionProblem& p) {
   constexpr int64_t P = kPanel<A>;
   const int64_t of_rows = checked_add(padded<A>(p.size), padded<A>(p.value_size));
   return cut_size<A>({checked_mul(kTile<T>, p.size), checked_mul(kTile<T>, p.value_size), kKeys * P, kKeys * P,
-                      p.has_mask ? kKeys * P : 0, p.softcap != 0 ? kKeys * P : 0, checked_mul(kTile<T>, of_rows),
-                      buffer_of<T>(kKeys, p.size, true), buffer_of<T>(kKeys, p.value_size, true), kTile<T>, kTile<T>});
+                      p.has_mask ? kKeys * P : 0, p.softcap != 0 ? kKeys * P : 0, checked_mul(kTile<T>, rel_columns(p)),
+                      checked_mul(kTile<T>, rel_columns(p)), checked_mul(kTile<T>, of_rows), buffer_of<T>(kKeys, p.size, true),
+                      buffer_of<T>(kKeys, p.value_size, true), kTile<T>, kTile<T>});
 }
 template <class T>
 AI3_INLINE int64_t query_rows(const AttentionProblem& p) {
   return checked_product({p.outer, p.batch, p.heads, p.queries});
 }
+// Of which each has a part of its head's slope's gradient.
+template <class T>
+AI3_INLINE int64_t query_tiles(const AttentionProblem& p) {
+  return p.parameters.flag(Dense::alibi_slopes) ? checked_product({p.outer, p.batch, p.heads, ceil_div(p.queries, kTile<T>)}) : 0;
+}
 int64_t flash_backward_workspace(const AttentionProblem& p, const AttentionGradients&) {
   return with_type(p.dtype, [&]<class T>() {
-    return checked_add(workspace_bytes<Acc<T>>(query_rows<T>(p)),
-                       workspace_bytes<Acc<T>>(checked_mul(p.threads, backward_size<T>(p))));
+    using A = Acc<T>;
+    return checked_add(checked_add(workspace_bytes<A>(query_rows<T>(p)), workspace_bytes<A>(query_tiles<T>(p))),
+                       workspace_bytes<A>(checked_mul(p.threads, backward_size<T>(p))));
   });
 }
 
@@ -37,16 +44,17 @@ template <class T>
 struct Backward {
   using A = Acc<T>;
   static constexpr int64_t P = kPanel<A>;
-  const AttentionProblem& p;
+  const AttentionProblem& whole;
   const AttentionGradients& m;
-  A *all, *delta;
-  int64_t own;
+  A *all, *delta, *of_slopes;
+  int64_t own, columns = rel_columns(whole);
 
   // What a thread works in.
   struct Place {
-    A *first, *second, *scores, *products, *added, *slopes, *sums, *of_size, *of_value_size, *lanes, *more_lanes;
+    A *first, *second, *scores, *products, *added, *slopes, *rel, *of_rel, *sums, *of_size, *of_value_size, *lanes, *more_lanes;
   };
   Place place(int thread) const {
+    const AttentionProblem& p = whole;
     Cut<A> cut{all + thread * own};
     A* const first = cut.take(kTile<T> * p.size);
     A* const second = cut.take(kTile<T> * p.value_size);
@@ -54,15 +62,18 @@ struct Backward {
     A* const products = cut.take(kKeys * P);
     A* const added = cut.take(p.has_mask ? kKeys * P : 0);
     A* const slopes = cut.take(p.softcap != 0 ? kKeys * P : 0);
+    A* const rel = cut.take(kTile<T> * columns);
+    A* const of_rel = cut.take(kTile<T> * columns);
     A* const sums = cut.take(kTile<T> * (padded<A>(p.size) + padded<A>(p.value_size)));
     A* const of_size = cut.take(buffer_of<T>(kKeys, p.size, true));
     A* const of_value_size = cut.take(buffer_of<T>(kKeys, p.value_size, true));
     A* const lanes = cut.take(kTile<T>);
-    return {first, second, scores, products, added, slopes, sums, of_size, of_value_size, lanes, cut.take(kTile<T>)};
+    return {first, second, scores, products, added, slopes, rel, of_rel, sums, of_size, of_value_size, lanes, cut.take(kTile<T>)};
   }
 
   // delta[query]: the sum of output times its gradient.
   void sum_outputs() const {
+    const AttentionProblem& p = whole;
     parallel_ranges(p.threads, query_rows<T>(p), 16, [&](int64_t begin, int64_t end, int) {
       for (int64_t n = begin; n < end; n++) {
         const HeadAt at(p, n / p.queries);
@@ -82,12 +93,40 @@ struct Backward {
     });
   }
 
+  // Each sink's: less its weight times delta, of all its queries.
+  void of_sinks(T* to) const {
+    const AttentionProblem& p = whole;
+    parallel_for(p.threads, p.heads, [&](int64_t head, int) {
+      double sum = 0;
+      for (int64_t b = 0; b < p.outer * p.batch; b++) {
+        const int64_t row = (b * p.heads + head) * p.queries;
+        const A sink = sink_of<T>(m.own, HeadAt(p, b * p.heads + head));
+        for (int64_t i = row; i < row + p.queries; i++)
+          if (sink != kHidden<A>)
+            sum -= __builtin_exp(static_cast<double>(sink - m.logsumexp.read<A>()[i])) * static_cast<double>(delta[i]);
+      }
+      to[head] = narrowed<T>(static_cast<A>(sum));
+    });
+  }
+  void sum_slopes(T* to) const {
+    const int64_t tiles = ceil_div(whole.queries, kTile<T>);
+    for (int64_t head = 0; head < whole.heads; head++) {
+      double sum = 0;
+      for (int64_t b = 0; b < whole.outer * whole.batch; b++)
+        for (int64_t t = 0; t < tiles; t++) sum += static_cast<double>(of_slopes[(b * whole.heads + head) * tiles + t]);
+      to[head] = narrowed<T>(static_cast<A>(sum));
+    }
+  }
+
   // A tile of queries passes over the keys.
   void of_queries() const {
-    const int64_t tiles = ceil_div(p.queries, kTile<T>), ld = padded<A>(p.size);
-    parallel_for(p.threads, p.outer * p.batch * p.heads * tiles, [&](int64_t n, int thread) {
+    const int64_t tiles = ceil_div(whole.queries, kTile<T>), ld = padded<A>(whole.size);
+    T *const grad_h = m.grad_own[Dense::rel_h].write<T>(), *const grad_w = m.grad_own[Dense::rel_w].write<T>();
+    parallel_for(whole.threads, whole.outer * whole.batch * whole.heads * tiles, [&](int64_t n, int thread) {
       const Place w = place(thread);
-      const HeadAt at(p, n / tiles);
+      const HeadAt at(whole, n / tiles);
+      const AttentionProblem p = of_head(whole, m.own, at);
+      const Positions<T> positions(p, m.own, at);
       const int64_t first = n % tiles * kTile<T>, rows = smaller(kTile<T>, p.queries - first), panels = ceil_div(rows, P),
                     row = n / tiles * p.queries + first;
       const T *const query = m.query.read<T>() + at.of(p.query_at) + first * p.query_at.row,
@@ -98,7 +137,10 @@ struct Backward {
         const int64_t count = smaller(P, rows - b * P);
         pack_rows(query + b * P * p.query_at.row, p.query_at.row, count, p.size, p.scale, w.first + b * P * p.size);
         pack_rows(grad + b * P * p.output_at.row, p.output_at.row, count, p.value_size, 1, w.second + b * P * p.value_size);
+        if (positions.rel_h) pack_rel(positions, first + b * P, count, w.rel + b * P * columns);
       }
+      for (int64_t i = 0; i < panels * P * columns; i += Vec<A>::width) store(w.of_rel + i, Vec<A>(A(0)));
+      double of_slope = 0;
       for (int64_t i = 0; i < panels * P; i++) {
         w.lanes[i] = i < rows ? m.logsumexp.read<A>()[row + i] : A(0);
         w.more_lanes[i] = i < rows ? delta[row + i] : A(0);
@@ -118,10 +160,14 @@ struct Backward {
           if (mask && !reads_any(mask, i, queries, j, keys, w.added)) continue;
           multiply_rows(k, keys, w.first + b * P * p.size, p.size, w.scores);
           if (p.softcap != 0) cap_scores(p.softcap, keys, w.scores, w.slopes);
+          if (positions) add_positions(p, positions, w.rel + b * P * columns, i, j, keys, w.scores);
           if (mask) add_mask(w.added, keys, w.scores);
           if (diagonal) hide_keys(p, i, j, keys, w.scores);
           multiply_rows(v, keys, w.second + b * P * p.value_size, p.value_size, w.products);
           differentiate<A, true>(w.scores, w.products, keys, w.lanes + b * P, w.more_lanes + b * P);
+          if (positions.has_slope && of_slopes) of_slope += sum_distances(p, i, queries, j, keys, w.products);
+          if (positions.rel_h) sum_rel(positions, j, keys, w.products, w.of_rel + b * P * columns);
+          if (!m.grad_query) continue;
           if (p.softcap != 0) apply_slopes(w.slopes, keys, w.products);
           A* const to = w.sums + b * P * ld;
           if ((mask || diagonal) && finite < 0) finite = all_finite(k, most_keys, p.size);
@@ -132,35 +178,67 @@ struct Backward {
             add_weighted(queries, w.products, k, keys, p.size, to);
         }
       }
-      store_gradient(w.sums, rows, p.size, p.scale, m.grad_query.write<T>() + row * p.size);
+      if (m.grad_query) store_gradient(w.sums, rows, p.size, p.scale, m.grad_query.write<T>() + row * p.size);
+      if (of_slopes) of_slopes[n] = static_cast<A>(-of_slope);
+      for (int64_t r = 0; r < rows; r++) {
+        const A* const from = w.of_rel + r / P * P * columns + r % P;
+        if (grad_h)
+          for (int64_t c = 0; c < positions.height; c++) grad_h[(row + r) * positions.height + c] = narrowed<T>(from[c * P]);
+        if (grad_w)
+          for (int64_t c = 0; c < positions.width; c++)
+            grad_w[(row + r) * positions.width + c] = narrowed<T>(from[(positions.height + c) * P]);
+      }
+    });
+  }
+  // Of gradients of scores, queries in lanes and keys in rows.
+  static double sum_distances(const AttentionProblem& p, int64_t query, int64_t queries, int64_t key, int64_t keys,
+                              const A* gradients) {
+    alignas(64) A sums[P] = {};
+    over_distances<A>(own_key(p, query), key, keys, [&](int64_t r, int64_t c, Vec<A> distance) {
+      store(sums + c, fma(distance, load(gradients + r * P + c), load(sums + c)));
+    });
+    double sum = 0;
+    for (int64_t l = 0; l < queries; l++) sum += static_cast<double>(sums[l]);
+    return sum;
+  }
+  static void sum_rel(const Positions<T>& of, int64_t key, int64_t keys, const A* gradients, A* to) {
+    over_grid(of.width, key, keys, [&](int64_t r, int64_t h, int64_t w) {
+      for (int64_t c = 0; c < P; c += Vec<A>::width) {
+        const Vec<A> gradient = load(gradients + r * P + c);
+        A *const by_h = to + h * P + c, *const by_w = to + (of.height + w) * P + c;
+        store(by_h, load(by_h) + gradient), store(by_w, load(by_w) + gradient);
+      }
     });
   }
 
   // A tile of keys passes over the queries of all heads that it serves.
   void of_keys_and_values() const {
-    const int64_t tiles = ceil_div(p.keys, kTile<T>), ld = padded<A>(p.size), value_ld = padded<A>(p.value_size),
-                  group = p.heads / p.kv_heads;
-    parallel_for(p.threads, p.outer * p.batch * p.kv_heads * tiles, [&](int64_t n, int thread) {
+    const int64_t tiles = ceil_div(whole.keys, kTile<T>), ld = padded<A>(whole.size), value_ld = padded<A>(whole.value_size),
+                  group = whole.heads / whole.kv_heads;
+    parallel_for(whole.threads, whole.outer * whole.batch * whole.kv_heads * tiles, [&](int64_t n, int thread) {
       const Place w = place(thread);
-      const int64_t head = n / tiles, first = n % tiles * kTile<T>, rows = smaller(kTile<T>, p.keys - first),
-                    panels = ceil_div(rows, P), row = head * p.keys + first;
+      const int64_t head = n / tiles, first = n % tiles * kTile<T>, rows = smaller(kTile<T>, whole.keys - first),
+                    row = head * whole.keys + first;
+      const AttentionProblem p = of_head(whole, m.own, HeadAt(whole, head * group));
+      const int64_t seen_rows = larger(0, smaller(rows, p.keys - first)), panels = ceil_div(seen_rows, P);
       A *const of_keys = w.sums, *const of_values = w.sums + kTile<T> * ld;
       for (int64_t i = 0; i < kTile<T> * (ld + value_ld); i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
-      for (int64_t h = 0; h < group; h++) {
+      for (int64_t h = 0; h < group && panels > 0; h++) {
         const int64_t index = head * group + h;
         const HeadAt at(p, index);
+        const Positions<T> positions(p, m.own, at);
         const T *const query = m.query.read<T>() + at.of(p.query_at), *const grad = m.grad_output.read<T>() + at.of(p.output_at),
                        *const key = m.key.read<T>() + at.of_kv(p.key_at) + first * p.key_at.row,
                        *const value = m.value.read<T>() + at.of_kv(p.value_at) + first * p.value_at.row;
         const MaskRows<A> mask(p, m.mask, at);
         if (h == 0)
           for (int64_t b = 0; b < panels; b++) {
-            const int64_t count = smaller(P, rows - b * P);
+            const int64_t count = smaller(P, seen_rows - b * P);
             pack_rows(key + b * P * p.key_at.row, p.key_at.row, count, p.size, p.scale, w.first + b * P * p.size);
             pack_rows(value + b * P * p.value_at.row, p.value_at.row, count, p.value_size, 1, w.second + b * P * p.value_size);
           }
         const A *const logsumexp = m.logsumexp.read<A>() + index * p.queries, *const less = delta + index * p.queries;
-        const Range seen{queries_of(p, first).begin, queries_of(p, first + rows - 1).end};
+        const Range seen{queries_of(p, first).begin, queries_of(p, first + seen_rows - 1).end};
         for (int64_t i = seen.begin; i < seen.end; i += kKeys) {
           const int64_t queries = smaller(kKeys, seen.end - i);
           const RowsAt<A> q = rows_at(query + i * p.query_at.row, p.query_at.row, queries, p.size, true, w.of_size),
@@ -176,6 +254,7 @@ struct Backward {
             }
             multiply_rows(q, queries, w.first + b * P * p.size, p.size, w.scores);
             if (p.softcap != 0) cap_scores(p.softcap, queries, w.scores, w.slopes);
+            if (positions) add_positions_of_keys(p, positions, i, queries, j, keys, w.scores);
             if (mask) add_mask(w.added, queries, w.scores);
             if (hides_some(p)) hide_lanes_of_keys(p, i, queries, j, w.scores);
             multiply_rows(g, queries, w.second + b * P * p.value_size, p.value_size, w.products);
@@ -195,10 +274,13 @@ struct Backward {
 void flash_backward(const AttentionProblem& p, const AttentionGradients& m, Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() {
     Acc<T>* const delta = workspace.take<Acc<T>>(query_rows<T>(p));
+    Acc<T>* const of_slopes = m.grad_own[Dense::alibi_slopes] ? workspace.take<Acc<T>>(query_tiles<T>(p)) : nullptr;
     const int64_t own = backward_size<T>(p);
-    const Backward<T> of{p, m, workspace.take<Acc<T>>(p.threads * own), delta, own};
+    const Backward<T> of{p, m, workspace.take<Acc<T>>(p.threads * own), delta, of_slopes, own};
     of.sum_outputs();
-    if (m.grad_query) of.of_queries();
+    if (const Operand& to = m.grad_own[Dense::sinks]) of.of_sinks(to.write<T>());
+    if (m.grad_query || of_slopes || m.grad_own[Dense::rel_h] || m.grad_own[Dense::rel_w]) of.of_queries();
+    if (of_slopes) of.sum_slopes(m.grad_own[Dense::alibi_slopes].write<T>());
     if (m.grad_key || m.grad_value) of.of_keys_and_values();
   });
 }

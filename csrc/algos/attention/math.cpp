@@ -42,17 +42,19 @@ AI3_INLINE Acc<T> dot(const T* a, const T* b, int64_t n) {
 }
 
 template <class T>
-void attention_math(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
+void attention_math(const AttentionProblem& whole, const AttentionOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   using V = Vec<A>;
-  const int64_t scores_row = row_of_scores<A>(p), sums_row = row_of_sums<A>(p), own = 2 * scores_row + sums_row;
-  A* const all = workspace.take<A>(p.threads * own);
-  const int64_t rows = p.outer * p.batch * p.heads * p.queries;
-  parallel_for(p.threads, rows, [&](int64_t n, int thread) {
+  const int64_t scores_row = row_of_scores<A>(whole), sums_row = row_of_sums<A>(whole), own = 2 * scores_row + sums_row;
+  A* const all = workspace.take<A>(whole.threads * own);
+  const int64_t rows = whole.outer * whole.batch * whole.heads * whole.queries;
+  parallel_for(whole.threads, rows, [&](int64_t n, int thread) {
     A* const scores = all + thread * own;
     A* const added = scores + scores_row;
     A* const sums = added + scores_row;
-    const HeadAt at(p, n / p.queries);
+    const HeadAt at(whole, n / whole.queries);
+    const AttentionProblem p = of_head(whole, m.own, at);
+    const Positions<T> positions(p, m.own, at);
     const int64_t i = n % p.queries, keys = keys_of(p, i), from = smaller(first_key(p, i), keys);
     const T *const q = m.query.read<T>() + at.of(p.query_at) + i * p.query_at.row,
                    *const k = m.key.read<T>() + at.of_kv(p.key_at), *const v = m.value.read<T>() + at.of_kv(p.value_at);
@@ -67,6 +69,7 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
       const bool hidden = added[j] == kHidden<A>;
       A score = hidden ? A(0) : static_cast<A>(p.scale) * dot(q, k + j * p.key_at.row, p.size);
       if (p.softcap != 0) score = static_cast<A>(p.softcap * __builtin_tanh(static_cast<double>(score) / p.softcap));
+      if (positions && !hidden) score += positions.added(p, i, j);
       scores[j] = hidden ? kHidden<A> : score + added[j];
       if (scores[j] > most) most = scores[j];
     }
@@ -87,13 +90,12 @@ void attention_math(const AttentionProblem& p, const AttentionOperands& m, Works
       for (int64_t c = 0; c < p.value_size; c += V::width)
         store(sums + c, fma(V(scores[j]), load_some(row + c, smaller(V::width, p.value_size - c)), load(sums + c)));
     }
-    const bool none = total == 0;
-    const V share(static_cast<A>(none ? 0 : 1 / total));
+    const RowEnd<A> end(most, total, sink_of<T>(m.own, at));
+    const V share(end.share);
     T* const y = m.output.write<T>() + at.of(p.output_at) + i * p.output_at.row;
     for (int64_t c = 0; c < p.value_size; c += V::width)
       store_some(y + c, load(sums + c) * share, smaller(V::width, p.value_size - c));
-    if (m.logsumexp)
-      m.logsumexp.write<A>()[n] = none ? kHidden<A> : static_cast<A>(static_cast<double>(largest[0]) + __builtin_log(total));
+    if (m.logsumexp) m.logsumexp.write<A>()[n] = end.logsumexp;
   });
 }
 

@@ -42,21 +42,30 @@ struct AttentionProblem {
   int64_t mask_column;
   // What `parameters` say of algorithms that have these (AI3_ATTENTION_PARAMETERS): query i's own key is i, with lower_right
   // i + keys - queries; it sees window_left keys before and window_right behind that, all of -1. Scores s become
-  // softcap * tanh(s / softcap), where that is not 0, before a mask is added.
+  // softcap * tanh(s / softcap), where that is not 0, before anything is added.
   int64_t window_left = -1, window_right = -1;
   bool lower_right = false;
   double softcap = 0;
+  int64_t rel_width = 0;  // of rel_w; 0: not known, or there is none
   Parameters parameters = {};
 };
 AI3_INLINE bool sizes_known(const AttentionProblem& p) {
   return p.outer >= 0 && p.batch >= 0 && p.heads >= 0 && p.kv_heads >= 0 && p.queries >= 0 && p.keys >= 0 && p.size >= 0 &&
          p.value_size >= 0;
 }
-#define AI3_ATTENTION_PARAMETERS "int window_left=-1, int window_right=-1, bool causal_lower_right=False, float softcap=0.0"
+#define AI3_ATTENTION_PARAMETERS                                                                                            \
+  "int window_left=-1, int window_right=-1, bool causal_lower_right=False, float softcap=0.0, Tensor? sinks=None, Tensor? " \
+  "alibi_slopes=None, Tensor? key_lengths=None, Tensor? rel_h=None, Tensor? rel_w=None"
+// Their places. Tensors among them: of a batch of key_lengths (outer, batch) keys, so that there are no others; to the score of
+// query i and key j are added -alibi_slopes[head] * |own key of i - j|, and rel_h[i][j / width] + rel_w[i][j % width], where keys
+// are a grid of (outer, batch, heads, queries, height) and (..., width); sinks[head] is one more logit in a softmax's sum.
+struct Dense {
+  enum Place { window_left, window_right, causal_lower_right, softcap, sinks, alibi_slopes, key_lengths, rel_h, rel_w };
+};
 // Without strides: nothing that is prepared depends on them.
 AI3_INLINE auto value_of(const AttentionProblem& p) {
   return as_numbers(p.dtype, p.threads, p.outer, p.batch, p.heads, p.kv_heads, p.queries, p.keys, p.size, p.value_size, p.scale,
-                    p.dropout, p.causal, p.has_mask, p.mask_dtype, p.parameters);
+                    p.dropout, p.causal, p.has_mask, p.mask_dtype, p.rel_width, p.parameters);
 }
 
 namespace problem_of {

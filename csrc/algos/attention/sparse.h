@@ -49,13 +49,4 @@ struct Common {
 int64_t sparse_backward_workspace(const AttentionProblem& p, bool lists);
 void differentiate_sparse(const SparsePart* parts, int count, Common common, bool lists, Workspace& workspace);
 
-// How an operand of an algorithm's own lies, of so many dimensions after those of batches and heads.
-AI3_INLINE int64_t stride_of(const Operand& t, int64_t from_last) {
-  const int64_t d = t.rank - 1 - from_last;
-  return d < 0 || t.sizes[d] == 1 ? 0 : t.strides[d];
-}
-AI3_INLINE AttentionStrides strides_of(const Operand& t, int64_t after) {
-  return {stride_of(t, after + 2), stride_of(t, after + 1), stride_of(t, after), stride_of(t, after - 1)};
-}
-
 }  // namespace ai3::inline AI3_LEVEL

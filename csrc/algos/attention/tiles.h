@@ -209,6 +209,76 @@ AI3_INLINE void apply_slopes(const A* slopes, int64_t count, A* gradients) {
   }
 }
 
+// ---- Positions --------------------------------------------------------------------------------------------------------------
+// Numbers of rel_h and rel_w for one query: as many as they say, or at most where their sizes are not known.
+AI3_INLINE int64_t rel_columns(const AttentionProblem& p) {
+  if (!p.parameters.flag(Dense::rel_w)) return 0;
+  return p.rel_width > 0 ? checked_add(p.rel_width, p.keys / p.rel_width) : checked_add(p.keys, 1);
+}
+// Those of a panel of queries, to[column][query], rel_h's first.
+template <class T>
+void pack_rel(const Positions<T>& of, int64_t query, int64_t queries, Acc<T>* to) {
+  pack_rows(of.rel_h + query * of.rel_h_row, of.rel_h_row, queries, of.height, 1, to);
+  pack_rows(of.rel_w + query * of.rel_w_row, of.rel_w_row, queries, of.width, 1, to + of.height * kPanel<Acc<T>>);
+}
+// body(row, rel_h's column, rel_w's column) of keys in rows.
+template <class Body>
+AI3_INLINE void over_grid(int64_t width, int64_t key, int64_t keys, const Body& body) {
+  int64_t h = key / width, w = key % width;
+  for (int64_t r = 0; r < keys; r++) {
+    body(r, h, w);
+    if (++w == width) w = 0, h++;
+  }
+}
+// body(row, lane, distances) of one vector after the other: lane 0 is at `lane`, row 0 at `row`, on one line.
+template <class A, class Body>
+AI3_INLINE void over_distances(int64_t lane, int64_t row, int64_t rows, const Body& body) {
+  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+  alignas(64) A at[P];
+  for (int64_t l = 0; l < P; l++) at[l] = static_cast<A>(lane + l);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < P; c += width) {
+      const typename Vec<A>::Raw apart = load(at + c).raw - Vec<A>(static_cast<A>(row + r)).raw;
+      body(r, c, Vec<A>(apart < 0 ? -apart : apart));
+    }
+}
+template <class T>
+AI3_INLINE void add_distances(const Positions<T>& of, int64_t lane, int64_t row, int64_t rows, Acc<T>* scores) {
+  using A = Acc<T>;
+  const Vec<A> slope(-of.slope);
+  over_distances<A>(lane, row, rows, [&](int64_t r, int64_t c, Vec<A> distance) {
+    A* const to = scores + r * kPanel<A> + c;
+    store(to, fma(slope, distance, load(to)));
+  });
+}
+// To scores of queries in lanes and keys in rows; `rel` is what `pack_rel` made of the panel.
+template <class T>
+void add_positions(const AttentionProblem& p, const Positions<T>& of, const Acc<T>* rel, int64_t query, int64_t key, int64_t keys,
+                   Acc<T>* scores) {
+  using A = Acc<T>;
+  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+  if (of.has_slope) add_distances(of, own_key(p, query), key, keys, scores);
+  if (!of.rel_h) return;
+  over_grid(of.width, key, keys, [&](int64_t r, int64_t h, int64_t w) {
+    for (int64_t c = 0; c < P; c += width) {
+      A* const to = scores + r * P + c;
+      store(to, load(to) + load(rel + h * P + c) + load(rel + (of.height + w) * P + c));
+    }
+  });
+}
+// To scores of keys in lanes and queries in rows.
+template <class T>
+void add_positions_of_keys(const AttentionProblem& p, const Positions<T>& of, int64_t query, int64_t queries, int64_t key,
+                           int64_t keys, Acc<T>* scores) {
+  if (of.has_slope) add_distances(of, key, own_key(p, query), queries, scores);
+  if (!of.rel_h) return;
+  for (int64_t r = 0; r < queries; r++) {
+    const T *const by_h = of.rel_h + (query + r) * of.rel_h_row, *const by_w = of.rel_w + (query + r) * of.rel_w_row;
+    over_grid(of.width, key, keys,
+              [&](int64_t l, int64_t h, int64_t w) { scores[r * kPanel<Acc<T>> + l] += widen(by_h[h]) + widen(by_w[w]); });
+  }
+}
+
 // What a thread has for itself, in elements; parts are cut off in order.
 template <class A>
 struct Cut {

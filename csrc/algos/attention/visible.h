@@ -9,10 +9,13 @@ namespace {
 
 // Of algorithms with AI3_ATTENTION_PARAMETERS.
 AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
-  const auto left = static_cast<long long>(p.parameters.whole(0)), right = static_cast<long long>(p.parameters.whole(1));
-  const double softcap = p.parameters.real(3);
+  const Parameters& own = p.parameters;
+  const auto left = static_cast<long long>(own.whole(Dense::window_left)),
+             right = static_cast<long long>(own.whole(Dense::window_right));
+  const double softcap = own.real(Dense::softcap);
   if (left < -1 || right < -1) return refuse(reason, "needs windows from -1 (open), got %lld and %lld", left, right);
   if (!(softcap >= 0 && softcap < __builtin_inf())) return refuse(reason, "needs softcap from 0, got %g", softcap);
+  if (own.flag(Dense::rel_h) != own.flag(Dense::rel_w)) return refuse(reason, "needs both of rel_h and rel_w, or neither");
   return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
 }
 
@@ -30,6 +33,23 @@ struct HeadAt {
   AI3_INLINE int64_t of(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + head * s.head; }
   AI3_INLINE int64_t of_kv(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + kv_head * s.head; }
 };
+
+// How an operand of an algorithm's own lies, of so many dimensions after those of batches and heads.
+AI3_INLINE int64_t stride_of(const Operand& t, int64_t from_last) {
+  const int64_t d = t.rank - 1 - from_last;
+  return d < 0 || t.sizes[d] == 1 ? 0 : t.strides[d];
+}
+AI3_INLINE AttentionStrides strides_of(const Operand& t, int64_t after) {
+  return {stride_of(t, after + 2), stride_of(t, after + 1), stride_of(t, after), stride_of(t, after - 1)};
+}
+
+// The problem of one head, with as many keys as its batch has.
+AI3_INLINE AttentionProblem of_head(const AttentionProblem& p, const Operand* own, const HeadAt& at) {
+  AttentionProblem one = p;
+  if (const Operand& lengths = own[Dense::key_lengths])
+    one.keys = lengths.read<int64_t>()[at.outer * stride_of(lengths, 1) + at.batch * stride_of(lengths, 0)];
+  return one;
+}
 
 // How many keys lie behind query i's own one, of those that it sees, and before: more than there are where nothing hides any.
 AI3_INLINE int64_t behind(const AttentionProblem& p) {
@@ -105,6 +125,60 @@ struct MaskRows {
     A one;
     read_row(i, j, 1, &one);
     return one == kHidden<A>;
+  }
+};
+
+// What is added to the scores of one head by where queries and keys are, before its mask.
+template <class T>
+struct Positions {
+  using A = Acc<T>;
+  A slope = 0;
+  const T *rel_h = nullptr, *rel_w = nullptr;  // of query 0
+  int64_t height = 0, width = 1, rel_h_row = 0, rel_w_row = 0;
+  bool has_slope;
+
+  AI3_INLINE Positions(const AttentionProblem& p, const Operand* own, const HeadAt& at) : has_slope(own[Dense::alibi_slopes]) {
+    const Operand &slopes = own[Dense::alibi_slopes], &h = own[Dense::rel_h], &w = own[Dense::rel_w];
+    if (slopes) slope = widen(slopes.read<T>()[at.head * stride_of(slopes, 0)]);
+    if (!h) return;
+    width = larger(p.rel_width, 1), height = h.sizes[h.rank - 1];
+    const AttentionStrides h_at = strides_of(h, 2), w_at = strides_of(w, 2);
+    rel_h = h.read<T>() + at.of(h_at), rel_w = w.read<T>() + at.of(w_at), rel_h_row = h_at.row, rel_w_row = w_at.row;
+  }
+  AI3_INLINE explicit operator bool() const { return has_slope || rel_h; }
+  AI3_INLINE A distance(const AttentionProblem& p, int64_t i, int64_t j) const {
+    const int64_t apart = own_key(p, i) - j;
+    return static_cast<A>(apart < 0 ? -apart : apart);
+  }
+  AI3_INLINE A added(const AttentionProblem& p, int64_t i, int64_t j) const {
+    A sum = has_slope ? -slope * distance(p, i, j) : A(0);
+    if (rel_h) sum += widen(rel_h[i * rel_h_row + j / width]) + widen(rel_w[i * rel_w_row + j % width]);
+    return sum;
+  }
+};
+
+// The further logit of a head's softmax; -inf of none.
+template <class T>
+AI3_INLINE Acc<T> sink_of(const Operand* own, const HeadAt& at) {
+  const Operand& sinks = own[Dense::sinks];
+  return sinks ? widen(sinks.read<T>()[at.head * stride_of(sinks, 0)]) : kHidden<Acc<T>>;
+}
+// By what a row's weighted sum is multiplied, and its log-sum-exp, of the largest score, the sum of exp(score - largest) and a
+// sink.
+template <class A>
+struct RowEnd {
+  A share, logsumexp;
+  AI3_INLINE RowEnd(A most, double total, A sink) {
+    const bool none = total == 0;
+    if (sink == kHidden<A>) {
+      share = none ? A(0) : static_cast<A>(1 / total);
+      logsumexp = none ? kHidden<A> : most + static_cast<A>(__builtin_log(total));
+      return;
+    }
+    const double top = static_cast<double>(most > sink || most != most ? most : sink),
+                 of_keys = none ? 0 : __builtin_exp(static_cast<double>(most) - top),
+                 sum = total * of_keys + __builtin_exp(static_cast<double>(sink) - top);
+    share = none ? A(0) : static_cast<A>(of_keys / sum), logsumexp = static_cast<A>(top + __builtin_log(sum));
   }
 };
 

@@ -53,7 +53,7 @@ struct WeightedGradients {
 // An algorithm's own parameters, in the order of Traits::parameters: what a problem has beside its operation's. A number as it
 // is, a float's bits (`real`), true or false, a word's place among those that are allowed.
 struct Parameters {
-  static constexpr int kAtMost = 8;
+  static constexpr int kAtMost = 9;
   int64_t values[kAtMost] = {};
   AI3_INLINE constexpr int64_t whole(int i) const { return values[i]; }
   AI3_INLINE constexpr bool flag(int i) const { return values[i] != 0; }
