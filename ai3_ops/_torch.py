@@ -162,11 +162,14 @@ def any_tangent(values: Iterable[Any]) -> bool:
 
 
 def transformed(input: Tensor) -> bool:
-    """Whether something watches or changes the operators of a call: tracing, tangents, torch.func, fakes, another device."""
+    """Whether something watches or changes the operators of a call: tracing, tangents, torch.func, fakes, another device.
+
+    Autocast of CUDA is one: it has rules of its own, for operations that keep their dtype on the CPU.
+    """
     return (
         type(input) is not Tensor
         or forward_ad._current_level >= 0
-        or not input.is_cpu
+        or not (input.is_cpu or (input.is_cuda and not any_autocast()))
         or _dispatch_modes() > 0
         or _transform_level() is not None
         or tracing_state() is not None

@@ -36,8 +36,9 @@ else()
   endif()
 endif()
 
-# cuBLAS comes with the toolkit, cuDNN beside it, else both with pip's nvidia packages (beside torch). After the toolkit's own directories:
-# headers of another minor version than nvcc's must not come first.
+# cuBLAS comes with the toolkit, cuDNN beside it, else both with pip's nvidia packages (beside torch). As hints, which are searched
+# before the system's directories, and the toolkit's own before pip's: headers and libraries of another version than nvcc's must
+# not come first.
 get_filename_component(AI3_TOOLKIT ${CMAKE_CUDA_COMPILER} REALPATH)
 get_filename_component(AI3_TOOLKIT ${AI3_TOOLKIT}/../.. ABSOLUTE)
 get_filename_component(AI3_SITE ${AI3_TORCH} DIRECTORY)
@@ -46,8 +47,8 @@ file(GLOB AI3_NVIDIA_LIBRARIES ${AI3_SITE}/nvidia/*/lib)
 set(AI3_CUDA_LIBRARY_PATHS ${AI3_TOOLKIT}/lib64 ${AI3_TOOLKIT}/targets/x86_64-linux/lib ${AI3_TOOLKIT}/targets/sbsa-linux/lib
     ${AI3_NVIDIA_LIBRARIES})
 function(ai3_cuda_library variable header)
-  find_path(${variable}_INCLUDE ${header} PATHS ${AI3_TOOLKIT}/include ${AI3_NVIDIA_INCLUDES})
-  find_library(${variable} NAMES ${ARGN} PATHS ${AI3_CUDA_LIBRARY_PATHS})
+  find_path(${variable}_INCLUDE ${header} HINTS ${AI3_TOOLKIT}/include ${AI3_NVIDIA_INCLUDES})
+  find_library(${variable} NAMES ${ARGN} NAMES_PER_DIR HINTS ${AI3_CUDA_LIBRARY_PATHS})
   if(NOT ${variable} OR NOT ${variable}_INCLUDE)
     message(FATAL_ERROR "${header} and its library are neither in ${AI3_TOOLKIT} nor among pip's nvidia packages; "
                         "install them, or build the CPU part alone with USE_CUDA=0")
@@ -66,11 +67,14 @@ endif()
 
 add_library(_C_cuda SHARED ${AI3_CUDA})
 set_target_properties(_C_cuda PROPERTIES CUDA_ARCHITECTURES "${AI3_CUDA_ARCHITECTURES}")
-# What `supports` compares a GPU with: machine code of each, and PTX.
+# What `supports` compares a GPU with: machine code of each, and PTX. With the suffix a (9.0a) either is for that GPU alone, with f
+# (10.0f) for those of its major version.
 set(code)
 foreach(arch ${AI3_CUDA_ARCHITECTURES})
   string(REGEX MATCH "^[0-9]+" number ${arch})
-  if(arch MATCHES "-real$")
+  if(arch MATCHES "^[0-9]+a")
+    string(APPEND code "AI3_ONLY(${number})")
+  elseif(arch MATCHES "-real$" OR arch MATCHES "^[0-9]+f")
     string(APPEND code "AI3_REAL(${number})")
   else()
     string(APPEND code "AI3_PTX(${number})")

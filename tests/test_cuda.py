@@ -1,8 +1,11 @@
 """The CUDA part: what is known without a GPU, and what only a GPU shows. Its kernels' values are tested in tests/cpp and, with a
 GPU, in the tests of every operator."""
 
+import contextlib
 import itertools
 import subprocess
+import types
+import typing
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,9 @@ import torch.nn.functional as F
 
 import ai3_ops
 from ai3_ops import _library
+from ai3_ops.calls.call import UNMEASURED
+from ai3_ops.measuring import timing
+from ai3_ops.surveying.describe import Described
 
 LIBRARY = Path(ai3_ops.__file__).parent / "_C_cuda.so"
 built = pytest.mark.skipif(
@@ -103,3 +109,69 @@ def test_cudnn_runs_in_a_cuda_graph():
     x.copy_(torch.randn_like(x))
     graph.replay()
     assert torch.equal(y, torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1))
+
+
+class _ToldCuda(torch.Tensor):
+    """A tensor of the CPU that says it is one of a GPU."""
+
+    is_cuda = True
+
+
+def test_default_leaves_what_no_gpu_has_measured_to_pytorch(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(144, 5))
+    x = torch.randn(1, 3, 8, 8)
+    swapped = ai3_ops.swap(model, {"*": "default", "0": "direct"}, x)
+    with torch.inference_mode():
+        assert swapped(x.as_subclass(_ToldCuda)).shape == (1, 5)
+    rows = {row["name"]: row for row in ai3_ops.explain(swapped).to_dict()["layers"]}
+    assert UNMEASURED in rows["3"]["reason"]
+    assert rows["0"]["used"] == "direct"
+    # Of a model that is on a GPU already, it is known when it is swapped.
+    monkeypatch.setattr(Described, "device", lambda self: "cuda:0")
+    report = ai3_ops.explain(ai3_ops.swap(model, "default")).to_dict()["layers"]
+    assert {row["used"] for row in report} == {"torch"}
+    assert [row for row in report if UNMEASURED in row["reason"]]
+
+
+@built
+@pytest.mark.parametrize("operation", ["conv2d", "linear", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu"])
+def test_the_rule_of_a_direct_call_is_listed(operation):
+    assert any(a.name == "default" and a.rule for a in ai3_ops.algorithms(operation, "cuda"))
+
+
+class _Event:
+    """Of a GPU that takes 3 ms for whatever lies between two."""
+
+    made: typing.ClassVar[list["_Event"]] = []
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+        self.recorded = self.waited = False
+        _Event.made.append(self)
+
+    def record(self):
+        self.recorded = True
+
+    def synchronize(self):
+        assert self.recorded
+        self.waited = True
+
+    def elapsed_time(self, end):
+        assert self.recorded
+        assert end.waited
+        return 3.0
+
+
+def test_a_gpu_times_by_events_and_flushes_its_own_cache(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(L2_cache_size=40 << 20)
+    )
+    assert timing.Surroundings(1 << 40).bytes_on(torch.device("cuda")) == 50 << 20
+    assert timing.Surroundings(7 << 20).bytes_on(torch.device("cuda")) == 7 << 20
+    surroundings, calls = timing.Surroundings(1 << 20), []
+    input = types.SimpleNamespace(device=torch.device("cpu"), is_cuda=True)
+    assert surroundings.sample(lambda: calls.append("call"), lambda: calls.append("twin"), input) == 3e-3
+    assert calls == ["twin", "call"]
+    assert [e.waited for e in _Event.made] == [False, True]

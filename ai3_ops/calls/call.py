@@ -29,10 +29,17 @@ _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compilin
 _deterministic = _torch.deterministic
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
+UNMEASURED = "no GPU has measured these algorithms yet, so that `default` leaves CUDA to PyTorch; a name runs"
 SWITCHES = ("deterministic", "allow_tf32")  # keyword arguments that every algorithm of some operations has
 REMEMBERED = 256  # refused problems that a call keeps, so that it need not ask again
 LEFT, UNKNOWN = "left to PyTorch", "asked each time"  # how a call is made, besides by a plan
-_NONE_LEFT = (None, None, None, -1)  # shape, strides, dtype of an input, and the registry's generation
+_NONE_LEFT = (
+    None,
+    None,
+    None,
+    False,
+    -1,
+)  # an input's shape, strides, dtype, whether on CUDA; the registry's generation
 
 
 class Spec(NamedTuple):
@@ -389,9 +396,9 @@ class Call:
             return self(*args)
         if _is_compiling() or _grad_enabled() or _any_autocast():
             return self(*args)
-        shape, stride, dtype, generation = self.left
+        shape, stride, dtype, cuda, generation = self.left
         try:
-            same = input.shape == shape and input.stride() == stride and input.dtype is dtype
+            same = input.shape == shape and input.stride() == stride and input.dtype is dtype and input.is_cuda == cuda
         except RuntimeError:  # a nested tensor has none of these
             return self(*args)
         if same and generation == registry.generation():
@@ -413,7 +420,7 @@ class Call:
             self.ways[key] = self.way(args)
             return output
         if way is LEFT:
-            self.left = input.shape, input.stride(), input.dtype, self.generation
+            self.left = input.shape, input.stride(), input.dtype, input.is_cuda, self.generation
         elif type(way) is CallPlan:
             try:
                 inferred = self.infer(way, args)
@@ -427,7 +434,7 @@ class Call:
     def way_key(self, args: tuple[Any, ...]) -> Any:
         """What the way of a call depends on, in the state that `of_module` asks for."""
         input = args[0]
-        return input.shape, input.stride(), input.dtype, args[1:]
+        return input.shape, input.stride(), input.dtype, input.is_cuda, args[1:]
 
     def way(self, args: tuple[Any, ...]) -> CallPlan | str:
         """How a call of a module is made, where its arguments are the operator's already."""
@@ -444,12 +451,20 @@ class Call:
     def leaves(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` leaves such a call to PyTorch, as `run_or_leave` finds."""
         rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
-        return rule and not self.gains(args)
+        return rule and (self.is_unmeasured(args[0]) or not self.gains(args))
+
+    @classmethod
+    def is_unmeasured(cls, input: Any) -> bool:
+        """Whether `default` knows nothing of a call on this input's device; what the user registered as default runs."""
+        return isinstance(input, Tensor) and input.is_cuda and registry.preferred.get(cls.operation) is None
 
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
         if _grad_enabled() and self.leaves_training(args):
             return self.leave(args)
+        algorithm = self.algorithm
+        if algorithm is not None and algorithm.name == "default" and not self.strict and self.is_unmeasured(args[0]):
+            return self.leave(args, UNMEASURED)
         return self.run_chosen(args)
 
     def run_chosen(self, args: tuple[Any, ...]) -> Tensor:
@@ -490,6 +505,8 @@ class Call:
         keeps its operator, because no one choice would be right for all of them.
         """
         rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
+        if rule and self.is_unmeasured(args[0]):
+            return self.leave(args, UNMEASURED)
         if rule and _is_compiling():
             left = _torch.has_constant_sizes(args) and not self.gains(args)
             return type(self).function(*args) if left else self.run(*args)
@@ -604,7 +621,7 @@ class Call:
         key = self.plan_key(args)
         if self.rule:
             input = args[0]
-            key = (key, input.shape, input.stride(), input.dtype)
+            key = (key, input.shape, input.stride(), input.dtype, input.is_cuda)
         try:
             return self.plans[key]
         except KeyError:
@@ -781,13 +798,18 @@ class WeightedCall(Call):
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """A rule may look at all of it."""
         weight = args[1]
-        mode = _any_autocast(), torch.are_deterministic_algorithms_enabled()
+        mode = _any_autocast(), torch.are_deterministic_algorithms_enabled(), self.rounds(args[0])
         return mode, args[0].dtype, weight.shape, weight.stride(), weight.dtype, args[2] is None, args[3:]
 
     def way_key(self, args: tuple[Any, ...]) -> Any:
         """Of the weight its format; other sizes or another dtype for such an input are refused, and then asked about."""
         input = args[0]
-        return input.shape, input.stride(), input.dtype, args[1].stride(), args[2] is None, args[3:]
+        size = input.shape, input.stride(), input.dtype, self.rounds(input)
+        return size, input.is_cuda, args[1].stride(), args[2] is None, args[3:]
+
+    def rounds(self, input: Tensor) -> bool:
+        """Whether PyTorch's switches let a call on this input round float32 to TF32, which only CUDA does."""
+        return input.is_cuda and bool(self.precision("cuda"))
 
     def leaves_computed(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` leaves a call to PyTorch because its weight, computed for this call, would be packed for it alone.
@@ -822,9 +844,9 @@ class WeightedCall(Call):
         return type(self).function(*args)
 
     def sizes(self, args: tuple[Any, ...]) -> list[int]:
-        """PyTorch's switch, whether the weight must be cast, and the slot, which stops keeping what is new at every call."""
+        """PyTorch's switches, whether the weight must be cast, and the slot, which stops keeping what is new at every call."""
         cast = _any_autocast() and args[1].dtype != args[0].dtype
-        return [torch.are_deterministic_algorithms_enabled(), cast, self.slot]
+        return [torch.are_deterministic_algorithms_enabled(), self.rounds(args[0]), cast, self.slot]
 
     def cast(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Under autocast, the input in its dtype: C++ casts the weight once, when it packs it."""

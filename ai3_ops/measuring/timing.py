@@ -142,6 +142,10 @@ class Layer:
         """What `default` runs; "torch" where it leaves the layer to PyTorch."""
         if self.in_place or Call.by_name[self.operation].returns_view:  # as swap does
             return "torch"
+        if (
+            self.device.startswith("cuda") and registry.preferred.get(self.operation) is None
+        ):  # it knows nothing of that
+            return "torch"
         p = self.problem(layout)
         try:
             return registry.resolve_sizes(self.operation, "default", p.device, p.dtype, **p.sizes)
@@ -214,30 +218,44 @@ def cache_bytes() -> int:
     return max(sizes) or 2**25
 
 
+def cache_of(device: torch.device) -> int:
+    """Bytes of the largest cache of a processor or GPU."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else cache_bytes()
+
+
 class Surroundings:
     """What the rest of a network does to a layer: between two calls, memory of the network's size passes the caches."""
 
     def __init__(self, network_bytes: int) -> None:
-        size = min(network_bytes, cache_bytes() * 5 // 4)  # more would not push out more
-        self.bytes = 2**20 * max(1, round(size / 2**20))
+        self.network_bytes = network_bytes
+        self.bytes = self.bytes_on(torch.device("cpu"))
         self._memory: Tensor | None = None
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Of that memory: more than a cache and a quarter would not push out more."""
+        return 2**20 * max(1, round(min(self.network_bytes, cache_of(device) * 5 // 4) / 2**20))
 
     def sample(self, function: Callable[[], Any], twin: Callable[[], Any], input: Tensor) -> float:
         """Seconds of one call, after the network's memory and then the layer before have been read.
 
         The layer before is the same with a weight of its own, `twin`: it leaves code, Python's objects and the memory of
-        outputs as a network leaves them, in the caches, and this call's weight out of them.
+        outputs as a network leaves them, in the caches, and this call's weight out of them. A GPU tells the time itself: the
+        call is launched while it still computes what was before.
         """
         if self._memory is None or self._memory.device != input.device:
-            self._memory = torch.zeros(self.bytes // 4, device=input.device)
+            self._memory = torch.zeros(self.bytes_on(input.device) // 4, device=input.device)
         self._memory.sum()
         twin()
         if input.is_cuda:
-            torch.cuda.synchronize()
+            with torch.cuda.device(input.device):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                function()
+                end.record()
+                end.synchronize()
+            return begin.elapsed_time(end) / 1e3
         start = clock()
         function()
-        if input.is_cuda:
-            torch.cuda.synchronize()
         return clock() - start
 
 
@@ -289,7 +307,7 @@ def _measured(
 
         def look(name: str) -> None:
             function = twin = layer.function(name, arguments)
-            if memory[name][1] <= cache_bytes():  # else the pack is out of the caches without another one
+            if memory[name][1] <= cache_of(input.device):  # else the pack is out of the caches without another one
                 twin = layer.function(name, others)
             start = clock()
             output = function()  # packs the weight

@@ -268,7 +268,8 @@ class Operation(Tested):
                 self.rules[kind](self, op, algorithm) if kind else self.register_forward(op, algorithm)
         if infer and infer.name() not in self.registered:  # as if autograd were not there: it is off
             self.registered.add(infer.name())
-            LIBRARY.impl(infer, torch.library.fallthrough_kernel, "AutogradCPU")
+            for key in ("AutogradCPU", "AutogradCUDA"):
+                LIBRARY.impl(infer, torch.library.fallthrough_kernel, key)
 
     def register_out(self, op: OpOverload, algorithm: str) -> None:
         """ai3::_<operation>_<algorithm>_out: the output goes to `out`."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ai3_ops import registry
-from ai3_ops.calls.call import Once, approximation
+from ai3_ops.calls.call import UNMEASURED, Once, approximation
 from ai3_ops.selecting.selectors import ITSELF, Algorithm, Choice, Selector, Tuner, assign, idle, matched, supporting
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost, reachable
@@ -85,6 +85,9 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
                 return
             if described.call.returns_view:  # what is later written to the view shows in the input
                 call.reason = "PyTorch returns a view, not a copy"
+                return
+            if described.device().startswith("cuda") and registry.preferred.get(described.operation) is None:
+                call.reason = UNMEASURED
                 return
             if described.leaves_computed():
                 call.reason = call.without_pack

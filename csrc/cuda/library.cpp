@@ -1,4 +1,5 @@
 // Loading _C_cuda gives the registry of _C, which it links, this library's kernels.
+#include <cuda_runtime.h>
 #include <torch/csrc/stable/library.h>
 
 #include <cstdio>
@@ -10,7 +11,7 @@ extern "C" {
 extern const ai3::AlgorithmInfo* const __start_ai3_algorithms[];
 extern const ai3::AlgorithmInfo* const __stop_ai3_algorithms[];
 int ai3_register(const ai3::AlgorithmInfo* info, int replace, char* error, int64_t size);
-void ai3_set_cuda_stream(void* (*current_stream)(int32_t device));
+void ai3_set_cuda(void* (*current_stream)(int32_t device), bool (*is_capturing)(void* stream));
 }
 
 namespace {
@@ -21,10 +22,18 @@ void* current_stream(int32_t device) {
   return stream;
 }
 
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess)
+    return status != cudaStreamCaptureStatusNone;
+  cudaGetLastError();  // the error is not the next kernel's
+  return true;         // of the legacy stream while another one is captured
+}
+
 char failure[512];  // of the registration; an exception must not leave a library's constructor
 
 [[gnu::constructor]] void load() {
-  ai3_set_cuda_stream(current_stream);
+  ai3_set_cuda(current_stream, is_capturing);
   for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms && !*failure; a++)
     if (!ai3_register(*a, 0, failure, sizeof(failure)) && !*failure) std::snprintf(failure, sizeof(failure), "unknown failure");
 }

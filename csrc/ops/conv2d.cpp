@@ -176,10 +176,9 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
   }
   Destination output(c.output, traits.sliced, sizes, c.input, channels_last);
   if (p.batch > 0) {
-    const ReadyWeight weight =
-        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(call, c, pack_description(p));
-    const Tensor &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w;
-    run_dense(call, p, set_strides, c.input, output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
+    const ReadyWeight weight = packed ? ReadyWeight{c.weight, call.packs_alone} : ready_weight(call, c, pack_description(p));
+    const Tensor w = aligned(weight.tensor), b = c.bias ? aligned(as_contiguous(*c.bias)) : w;
+    run_dense(call, p, set_strides, aligned(c.input), output.tensor, channels_last, [&](const Tensor& x, Tensor& y) {
       output.set_strides(y, p.y_stride);
       auto dense_residual = [&](const Tensor& r) { return dense(r, p.y_stride.c == 1); };
       const Tensor r = c.residual ? residual_for(*c.residual, y, !is_dense(y, p.y_stride.c == 1), dense_residual) : x;

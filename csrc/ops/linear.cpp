@@ -100,8 +100,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
     if (c.output) torch::stable::copy_(*c.output, *c.result);
     return *c.result;
   } else {
-    const ReadyWeight weight =
-        packed ? ReadyWeight{c.weight, traits.packed_bytes != nullptr} : ready_weight(call, c, pack_description(p));
+    const ReadyWeight weight = packed ? ReadyWeight{c.weight, call.packs_alone} : ready_weight(call, c, pack_description(p));
     const bool in_place = traits.sliced && rows_apart(c.input, p.in_features, true, p.x_row);
     if (!in_place) p.x_row = p.in_features;
     const Tensor x = in_place ? c.input : as_contiguous(c.input), &w = weight.tensor, b = c.bias ? as_contiguous(*c.bias) : w,

@@ -31,7 +31,8 @@ struct Prepared : Chosen<P> {
   P problem{};
   // Bytes: of workspace beside a weight that was packed before; of a call that packs the weight itself, its pack and the rest.
   int64_t workspace = 0, pack = 0, workspace_beside_pack = 0;
-  int64_t pack_tensor = 0;  // what the pack operator returns
+  int64_t pack_tensor = 0;   // what the pack operator returns,
+  bool packs_alone = false;  // and whether that is the algorithm's form: else it is a copy of the weight
 
   void execute(const typename P::Operands& operands, Workspace& memory) const { this->algorithm->run(problem, operands, memory); }
 };
@@ -117,7 +118,8 @@ template <class P>
 Prepared<P> derive(const Chosen<P>& chosen, const P& p, bool runs) {
   const Traits<P>& traits = chosen.algorithm->traits;
   Prepared<P> call{chosen, p};
-  call.pack_tensor = packed_tensor_bytes(traits, p);
+  const P alone = of_weight_alone(p);
+  call.pack_tensor = packed_tensor_bytes(traits, alone), call.packs_alone = packed_bytes_of(traits, alone) > 0;
   if (!runs) return call;
   if (traits.workspace) call.workspace = call.workspace_beside_pack = traits.workspace(p);
   if (traits.packed_bytes) {

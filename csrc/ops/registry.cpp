@@ -25,6 +25,7 @@ extern const ai3::ops::SharedOperator* const __stop_ai3_operators[];
 namespace ai3::ops {
 
 void* (*current_cuda_stream)(int32_t) = [](int32_t) -> void* { return nullptr; };
+bool (*is_cuda_capturing)(void*) = [](void*) { return false; };
 
 namespace {
 
@@ -341,8 +342,10 @@ extern "C" {
 AI3_EXPORT int ai3_register(const AlgorithmInfo* info, int replace, char* error, int64_t size) {
   return guarded(error, size, [&] { return add(*info, replace != 0), 1; });
 }
-// What gives CUDA kernels their stream; _C_cuda calls this when it is loaded.
-AI3_EXPORT void ai3_set_cuda_stream(void* (*current_stream)(int32_t device)) { current_cuda_stream = current_stream; }
+// What the glue asks of CUDA; _C_cuda calls this when it is loaded.
+AI3_EXPORT void ai3_set_cuda(void* (*current_stream)(int32_t device), bool (*is_capturing)(void* stream)) {
+  current_cuda_stream = current_stream, is_cuda_capturing = is_capturing;
+}
 // `name` null or "": back to the rule.
 AI3_EXPORT int ai3_set_default(const char* operation, const char* name, char* error, int64_t size) {
   return guarded(error, size, [&] {

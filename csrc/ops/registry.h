@@ -285,9 +285,17 @@ P in_direct_call(const Traits<P>& traits, P p) {
   if constexpr (requires { p.packed_for_call; }) p.packed_for_call = traits.packed_bytes != nullptr;
   return p;
 }
+// p as the pack operator knows it, to which only the weight is given: an algorithm whose form of the weight depends on the layout
+// or the precision of a call has none then.
+template <class P>
+P of_weight_alone(P p) {
+  if constexpr (requires { p.allow_tf32; }) p.allow_tf32 = false;
+  if constexpr (requires { p.x_stride; }) p.x_stride = p.y_stride = {};
+  return p;
+}
 // Bytes of workspace in a direct call: the algorithm's own, and its packed weights.
 template <class P>
-int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {
+int64_t packed_bytes_of(const Traits<P>& traits, const P& p) {  // 0: p's weight is read as it is
   return traits.packed_bytes ? round_up(traits.packed_bytes(p), 64) : 0;
 }
 template <class P>
@@ -309,7 +317,7 @@ int64_t mark_of(std::span<const int64_t> sizes);
 template <class P>
 int64_t packed_tensor_bytes(const Traits<P>& traits, const P& p) {
   if constexpr (HasWeight<P>) {
-    if (traits.packed_bytes) return checked_add(packed_bytes_of(traits, p), 64);
+    if (const int64_t bytes = packed_bytes_of(traits, p)) return checked_add(bytes, 64);
     const auto sizes = weight_sizes(p);
     int64_t bytes = size_of(p.dtype);
     for (const int64_t size : sizes) bytes = checked_mul(bytes, size);
@@ -366,7 +374,7 @@ struct Queries {
     const P p = problem(e, q);
     if constexpr (HasWeight<P>)
       if (!weight_known(p)) throw std::runtime_error("needs the weight's sizes for its pack, got some that are not known");
-    return a ? packed_tensor_bytes(a->traits, p) : 0;
+    return a ? packed_tensor_bytes(a->traits, of_weight_alone(p)) : 0;
   }
 };
 #define AI3_QUERIES(P, problem_from)                                                             \

@@ -61,7 +61,7 @@ Mark mark_of(const Tensor& weight, int64_t version) {
   mark.version = version;
   mark.elements = weight.numel();
   for (int64_t d = 0; d < weight.dim() && d < 4; d++) mark.strides[static_cast<size_t>(d)] = weight.stride(d);
-  mark.sample = sample(weight, kSampleWords);
+  mark.sample = weight.is_cpu() ? sample(weight, kSampleWords) : 0;
   return mark;
 }
 
@@ -140,13 +140,19 @@ int64_t version_of(const Slot& slot, const Tensor& weight) {
   return version_of(weight);
 }
 
-std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight, int64_t products,
+std::optional<Tensor> kept(const Slot& slot, const PackKey& asked, const Tensor& weight, int64_t products,
                            const std::function<Tensor(const Tensor&)>& make) {
-  if (!slot || !weight.is_cpu() || weight.numel() == 0 || !dense_memory(weight)) return std::nullopt;
+  if (!slot || weight.numel() == 0 || !dense_memory(weight)) return std::nullopt;
+  PackKey key = asked;
+  const bool readable = weight.is_cpu();
+  if (!readable) {
+    key.stream = current_cuda_stream(weight.get_device_index());
+    if (is_cuda_capturing(key.stream) || version_of(slot, weight) == Slot::kUnversioned) return std::nullopt;
+  }
   const bool ask = slot.version == Slot::kAskVersion;
   Mark mark = mark_of(weight, slot.version);
   const size_t rows = std::min(static_cast<size_t>(weight.size(0)), kRowsAtMost);
-  const bool each = rows > kSampleWords && products / weight.size(0) >= kProductsOfARow;
+  const bool each = readable && rows > kSampleWords && products / weight.size(0) >= kProductsOfARow;
   std::vector<Packs::One> idle, old;  // destroyed when no lock is held
   bool several = false;
   Part& part = part_of(slot.id);
@@ -169,7 +175,7 @@ std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& w
       return std::nullopt;
     }
   }
-  const uint64_t sampled = sample(weight, rows);
+  const uint64_t sampled = readable ? sample(weight, rows) : 0;
   Tensor contiguous = as_contiguous(weight);
   if (contiguous.scalar_type() != key.dtype) contiguous = torch::stable::to(contiguous, key.dtype);
   Tensor memory = holding(weight), pack = make(contiguous);  // not under the lock: other layers' calls run on

@@ -24,6 +24,9 @@ struct PackKey {
   const AlgorithmInfo* algorithm;
   uint64_t description;
   ScalarType dtype;
+  bool packed = true;      // else it is a copy of the weight
+  void* stream = nullptr;  // on CUDA, that of the calls: work of another one would have to wait for the pack, and its memory for
+                           // the work
   bool operator==(const PackKey&) const = default;
 };
 inline uint64_t hash_of(std::span<const int64_t> numbers) {
@@ -40,6 +43,8 @@ inline uint64_t hash_of(std::span<const int64_t> numbers) {
 // held with the pack, so that no other weight can come to lie there; a weight that took another's place frees both at the next
 // call. Nothing where a pack cannot be kept, because nothing tells a later change (a weight with gaps or overlaps) or because the
 // slot's weight is another one in every call (a parametrized weight). Calls of many `products` (multiplications) compare more.
+// On CUDA, where reading elements would wait for the device, memory, strides and version alone tell; a weight without a version
+// is not kept, and nothing is while a graph is captured, of whose memory and time a pack then is.
 std::optional<Tensor> kept(const Slot& slot, const PackKey& key, const Tensor& weight, int64_t products,
                            const std::function<Tensor(const Tensor&)>& make);
 

@@ -276,6 +276,13 @@ inline Tensor as_contiguous(const Tensor& t) {
   return is_contiguous(t) ? t : t.dim() == 4 ? copied_to(t, false) : torch::stable::contiguous(t);
 }
 
+// t itself or, where it begins elsewhere, a copy that begins at a multiple of 16 bytes: CUDA's vendor libraries read so much at
+// once.
+inline Tensor aligned(const Tensor& t) {
+  const bool begins = !t.is_cuda() || std::bit_cast<uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  return begins ? t : torch::stable::clone(t);
+}
+
 // On the device of `like`.
 Tensor empty(const Sizes& sizes, ScalarType dtype, const Tensor& like, bool channels_last = false);
 // On the CPU.
@@ -316,6 +323,7 @@ inline Tensor with_dense_strides(const Tensor& t, bool channels_last) {
 
 // Set by _C_cuda when it is loaded.
 extern void* (*current_cuda_stream)(int32_t device);
+extern bool (*is_cuda_capturing)(void* stream);
 
 inline int32_t threads() { return static_cast<int32_t>(torch::stable::get_num_threads()); }
 // Those that `work` multiplications are worth: waking another thread takes about as long as so many do.
@@ -437,7 +445,8 @@ void run_dense(const Chosen<P>& chosen, P& p, void (*set_strides)(P&, bool chann
 // own.
 struct Destination {
   Destination(const std::optional<Tensor>& out, bool slices, const Sizes& sizes, const Tensor& input, bool channels_last)
-      : direct(out && (is_dense(*out, channels_last) || (slices && slice_strides(*out, channels_last, slice)))),
+      : direct(out && (!out->is_cuda() || std::bit_cast<uintptr_t>(out->const_data_ptr()) % 16 == 0) &&
+               (is_dense(*out, channels_last) || (slices && slice_strides(*out, channels_last, slice)))),
         tensor(direct ? *out : empty(sizes, input.scalar_type(), input, channels_last)) {}
 
   Strides4 slice{};  // of an `out` that has gaps
@@ -486,7 +495,7 @@ template <class P>
 Tensor pack_weight(const Chosen<P>& chosen, const P& p, const Tensor& weight, std::span<const int64_t> description) {
   const Traits<P>& traits = chosen.algorithm->traits;
   Tensor pack = new_pack(weight, packed_tensor_bytes(traits, p));
-  if (traits.packed_bytes) {
+  if (packed_bytes_of(traits, p) > 0) {
     const Tensor whole = as_contiguous(weight);
     with_workspace(*chosen.entry, pack_workspace_of(traits, p), weight,
                    [&](Workspace& workspace) { traits.pack(p, whole.const_data_ptr(), pack.mutable_data_ptr(), workspace); });

@@ -57,10 +57,9 @@ struct ReadyWeight {
 };
 template <class P>
 ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::span<const int64_t> description) {
-  const Traits<P>& traits = call.algorithm->traits;
-  const bool packs = traits.packed_bytes != nullptr, same = c.weight.scalar_type() == c.input.scalar_type();
-  if (c.slot && (packs || !same || !is_contiguous(c.weight)) && (!packs || affordable(call.pack_tensor, c.weight))) {
-    const PackKey key{&call.algorithm->info, hash_of(description), c.input.scalar_type()};
+  const bool packs = call.pack > 0, same = c.weight.scalar_type() == c.input.scalar_type();
+  if (c.slot && (packs || !same || !is_contiguous(c.weight)) && (!packs || affordable(call.pack, c.weight))) {
+    const PackKey key{&call.algorithm->info, hash_of(description), c.input.scalar_type(), packs};
     if (auto pack = kept(c.slot, key, c.weight, products_of(c),
                          [&](const Tensor& w) { return packs ? pack_weight(call, call.problem, w, description) : w; }))
       return {*pack, packs};
@@ -220,7 +219,7 @@ struct WeightedOperators {
     c.weight = in.take<Tensor>();
     c.take_window(in), c.parameters = in.take_parameters(entry);
     Problem p = O::problem_of_weight(entry, c);
-    p.parameters = *c.parameters;
+    p = of_weight_alone(with_parameters(p, *c.parameters));
     const Chosen<Problem> chosen(entry, device_of(entry, c.weight), p);
     give(stack, 0, pack_weight(chosen, p, c.weight, O::description(p)));
   }
@@ -228,7 +227,8 @@ struct WeightedOperators {
   static void infer(const Entry& entry, StableIValue* stack) {
     Arguments in(stack, true);
     Call c = forward_call(in);
-    c.deterministic = in.take<bool>(), c.cast_weight = in.take<bool>(), c.slot.id = in.take<int64_t>();
+    c.deterministic = in.take<bool>(), c.allow_tf32 = in.take<bool>(), c.cast_weight = in.take<bool>();
+    c.slot.id = in.take<int64_t>();
     c.parameters = in.take_parameters(entry), c.slot.version = in.take_from_stack<int64_t>();
     check_inference(entry);
     give(stack, 0, O::run(entry, c));

@@ -4,24 +4,29 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <barrier>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
+#include "../../csrc/cuda/core/device.cuh"
 #include "../../csrc/cuda/core/pytorch.h"
 #include "cublas_v2.h"
 #include "cudnn.h"
 #include "run.h"
 
 void* ai3::current_blas_handle() { return &fake::blas; }
+// A small workspace of cuBLAS: one piece of 1 KiB.
+[[maybe_unused]] static const int small = setenv("CUBLAS_WORKSPACE_CONFIG", ":1:1", 1);
 
 namespace {
 using namespace ai3;
 
-constexpr int64_t kScratch = 512;  // of cuBLAS, as CMakeLists.txt has it; patches have 4096 bytes
+constexpr int64_t kScratch = 1024;  // of cuBLAS; patches have 4096 bytes, as CMakeLists.txt has it
 
 template <class P>
 const Algorithm<P>& on_cuda(const char* operation, const char* name) {
@@ -70,6 +75,18 @@ TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
     EXPECT_STREQ(reason.text, "was built without code for GPUs of compute capability 10.0 (TORCH_CUDA_ARCH_LIST names those)");
   });
   EXPECT_GE(kernels, 8);
+}
+
+TEST(Cuda, CodeOfOneArchitecturesOwnRunsOnThatAlone) {
+  constexpr DeviceCode code[] = {AI3_ONLY(90) AI3_REAL(100) AI3_PTX(120)};
+  for (const auto& [capability, runs] : {std::tuple{90, std::array{true, false, false}},
+                                         {91, {false, false, false}},
+                                         {80, {false, false, false}},
+                                         {100, {false, true, false}},
+                                         {103, {false, true, false}},
+                                         {110, {false, false, false}},
+                                         {121, {false, false, true}}})
+    for (size_t i = 0; i < 3; i++) EXPECT_EQ(code[i].runs_on(capability), runs[i]) << capability << ": " << i;
 }
 
 TEST(Cuda, WhatIsTooLargeForCublasIsRefused) {
@@ -150,13 +167,13 @@ TEST(Cuda, Im2colIsCutIntoImagesAndRows) {
   for (bool nhwc : {false, true}) {
     // 8 pixels of patches of 27 floats: 864 bytes an image, so 4 of 5 at once.
     const Conv2dProblem images = problems::conv2d({5, 3, 4, 6, 2, 3, 3, 1, 1, 0, 0, 1, 1, 1}, nhwc, true);
-    EXPECT_EQ(im2col.traits.workspace(images), kScratch + round_up(4 * 864, 64));
+    EXPECT_EQ(im2col.traits.workspace(images), kScratch + round_up(4 * 864, 256));
     fake::blas = {};
     expect_exact(im2col, images);
     EXPECT_EQ(fake::blas.products, 2);
     // Patches of a row of 17 pixels take 1224 bytes: three of eight rows at once, of each of two images, in two groups.
     const Conv2dProblem rows = problems::conv2d({2, 2, 10, 19, 4, 3, 3, 1, 1, 0, 0, 1, 1, 2}, nhwc, true);
-    EXPECT_EQ(im2col.traits.workspace(rows), kScratch + round_up(3 * 1224, 64));
+    EXPECT_EQ(im2col.traits.workspace(rows), kScratch + round_up(3 * 1224, 256));
     fake::blas = {};
     expect_exact(im2col, rows);
     EXPECT_EQ(fake::blas.products, 2 * 3 * 2);
@@ -167,7 +184,7 @@ TEST(Cuda, Im2colIsCutIntoImagesAndRows) {
 TEST(Cuda, Im2colTakesNoMoreForAnImageThanItsLimitOrOneRow) {
   const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
   const Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 64, 2160, 3840, 64, 1), true, true);
-  EXPECT_EQ(im2col.traits.workspace(p), kScratch + round_up(int64_t{64} * 9 * 3840 * 4, 64));
+  EXPECT_EQ(im2col.traits.workspace(p), kScratch + round_up(int64_t{64} * 9 * 3840 * 4, 256));
   Conv2dProblem largest = p;
   largest.in_channels = int64_t{1} << 40, largest.in_width = largest.out_width = int64_t{1} << 40;
   EXPECT_EQ(im2col.traits.workspace(largest), kOverflow) << "a product that wraps";
@@ -190,7 +207,7 @@ TEST(Cuda, Im2colMultipliesThePixelsOfAPointwiseLayerWhereTheyLie) {
 // outside as well, which UndefinedBehaviorSanitizer sees.
 TEST(Cuda, PositionsBeyondThirtyTwoBits) {
   const int64_t far = int64_t{1} << 30;
-  for (const char* name : {"direct", "im2col", "implicit_precomp_gemm"})
+  for (const char* name : {"direct", "im2col", "implicit_gemm", "implicit_precomp_gemm"})
     for (bool nhwc : {false, true}) {
       expect_exact(on_cuda<Conv2dProblem>("conv2d", name),
                    problems::conv2d({1, 2, 3, 4, 3, 3, 1, 1, 1, far, 0, far, 1, 1}, nhwc, true));
@@ -209,7 +226,7 @@ TEST(Cudnn, AProblemIsAskedOnceAndOfEachDevice) {
   const Conv2dProblem p = dnn_problem(101);
   const int64_t before = fake::dnn_queries;
   for (int i = 0; i < 3; i++) expect_exact(precomp(), p);
-  EXPECT_EQ(precomp().traits.workspace(p), 128) << "cuDNN's 100 bytes, in multiples of 64";
+  EXPECT_EQ(precomp().traits.workspace(p), 256) << "cuDNN's 100 bytes, in multiples of 256";
   EXPECT_EQ(fake::dnn_queries - before, 1);
   std::thread([&] { expect_exact(precomp(), p); }).join();
   EXPECT_EQ(fake::dnn_queries - before, 1) << "another thread asks again";
@@ -230,8 +247,8 @@ TEST(Cudnn, PlansAreBounded) {
   const int64_t before = fake::dnn_descriptors;
   Reason reason{};
   for (int64_t i = 0; i < 3000; i++) ASSERT_TRUE(precomp().traits.supports(dnn_problem(1000 + i), reason)) << reason.text;
-  EXPECT_LE(fake::dnn_descriptors, std::max<int64_t>(before, 4 * 1026));
-  EXPECT_GT(fake::dnn_descriptors, 4) << "keeps none";
+  EXPECT_LE(fake::dnn_descriptors, std::max<int64_t>(before, 6 * 1026));
+  EXPECT_GT(fake::dnn_descriptors, 6) << "keeps none";
 }
 
 TEST(Cudnn, EachThreadHasAHandleThatTheNextTakesOver) {
@@ -304,6 +321,121 @@ TEST(Cudnn, RefusalsAreInItsOwnWords) {
   // What 32 bits do not hold.
   EXPECT_FALSE(precomp().traits.supports(dnn_problem(int64_t{1} << 31), reason));
   EXPECT_STREQ(reason.text, "cuDNN takes sizes and strides below 2147483648, got 25769803776");
+}
+
+// What is our own mistake, or the installation's, must not pass for something that the device lacks.
+TEST(Cudnn, OnlyWhatTheDeviceLacksIsARefusal) {
+  Reason reason{};
+  int64_t height = 2000;
+  for (int status : {3000, 3001, 3002, 3003, 3004, 3007, 3010, 3011}) {
+    fake::dnn_answer = static_cast<cudnnStatus_t>(status);
+    EXPECT_FALSE(precomp().traits.supports(dnn_problem(height++), reason)) << status;
+  }
+  for (int status : {1001, 2000, 2002, 2003, 2006, 2010, 3005, 3006, 3008, 3009, 3012, 3013, 3014, 4000, 5000}) {
+    fake::dnn_answer = static_cast<cudnnStatus_t>(status);
+    EXPECT_THROW(precomp().traits.supports(dnn_problem(height), reason), std::runtime_error) << status;
+    EXPECT_THROW(precomp().traits.workspace(dnn_problem(height++)), std::runtime_error) << status;
+  }
+  fake::dnn_answer = CUDNN_STATUS_NOT_SUPPORTED_SUBLIBRARY_UNAVAILABLE;
+  try {
+    precomp().traits.workspace(dnn_problem(height));
+    ADD_FAILURE() << "no error";
+  } catch (const std::runtime_error& e) {
+    EXPECT_STREQ(e.what(),
+                 "ai3: cudnnGetConvolutionForwardWorkspaceSize: CUDNN_STATUS_NOT_SUPPORTED_SUBLIBRARY_UNAVAILABLE: for a test");
+  }
+  fake::dnn_answer = CUDNN_STATUS_SUCCESS;
+}
+
+TEST(Cudnn, ItsOwnTableHasEveryMethodUnderItsName) {
+  const std::pair<const char*, cudnnConvolutionFwdAlgo_t> methods[] = {
+      {"implicit_gemm", CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM},
+      {"implicit_precomp_gemm", CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM},
+      {"gemm", CUDNN_CONVOLUTION_FWD_ALGO_GEMM},
+      {"fft", CUDNN_CONVOLUTION_FWD_ALGO_FFT},
+      {"fft_tiling", CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING},
+      {"winograd", CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD},
+      {"winograd_nonfused", CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED}};
+  for (const auto& [name, method] : methods) {
+    expect_exact(on_cuda<Conv2dProblem>("conv2d", name), problems::conv2d(problems::conv3x3(1, 3, 5, 8, 4, 1), false, true));
+    EXPECT_EQ(fake::dnn_algorithm_used, method) << name;
+  }
+}
+
+// In any other order cuDNN rearranges a filter of tensor cores in every call; without them it would copy the images instead.
+TEST(Cudnn, FiltersOfTensorCoresAreKrscBesideChannelsLast) {
+  for (const char* name : {"implicit_gemm", "implicit_precomp_gemm"})
+    for (bool nhwc : {false, true})
+      for (bool allow_tf32 : {false, true})
+        for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+          Conv2dProblem p = problems::conv2d({1, 6, 5, 7, 4, 3, 2, 1, 1, 1, 1, 1, 1, 2}, nhwc, true);
+          p.dtype = dtype, p.allow_tf32 = allow_tf32;
+          const auto& a = on_cuda<Conv2dProblem>("conv2d", name);
+          const bool krsc = nhwc && (size_of(dtype) == 2 || (dtype == DType::f32 && allow_tf32));
+          EXPECT_EQ(a.traits.packed_bytes(p), krsc ? round_up(4 * 3 * 3 * 2 * size_of(dtype), 256) : 0);
+          expect_exact(a, p);
+          EXPECT_EQ(fake::dnn_format_used == CUDNN_TENSOR_NHWC, krsc) << name << " " << name_of(dtype);
+        }
+}
+
+TEST(Cudnn, ABiasIsAddedByTheStoreWhereCudnnHasThat) {
+  for (bool fuses : {true, false}) {
+    fake::dnn_fuses_bias = fuses;
+    fake::launches = 0;
+    expect_exact(precomp(), problems::conv2d(problems::conv3x3(1, 3, 5, 9, 4, 1), false, true));
+    EXPECT_EQ(fake::launches, !fuses) << "a pass over the output";
+  }
+  fake::dnn_fuses_bias = true;
+}
+
+// Each new thread makes a handle, which allocates memory: not part of a graph, and not allowed in a capture as such.
+TEST(Cudnn, AFirstCallMayBeCaptured) {
+  const Conv2dProblem p = dnn_problem(109);
+  std::barrier alive(8);
+  std::vector<std::jthread> threads;
+  const int64_t before = fake::dnn_handles;
+  for (int i = 0; i < 8; i++)
+    threads.emplace_back([&] {
+      fake::capturing = true;
+      expect_exact(precomp(), p);
+      EXPECT_EQ(fake::capture_mode, cudaStreamCaptureModeGlobal) << "the thread is left in another mode";
+      alive.arrive_and_wait();
+    });
+  threads.clear();
+  EXPECT_GT(fake::dnn_handles, before) << "no thread made one";
+}
+
+// PyTorch's own operators for gradients read the process's switches, not the call's.
+TEST(Cuda, GradientsAreComputedByWhatGetsTheCallsSwitches) {
+  each_kernel([&]<class P>(const Algorithm<P>& a) {
+    if (std::string(a.info.level) != "cuda") return;
+    if constexpr (requires(P p) { p.allow_tf32; }) {
+      ASSERT_TRUE(a.traits.gradients) << test_name(a);
+      const P p = problems::all(static_cast<P*>(nullptr), a.info.operation)[0];
+      const GradientNames names = a.traits.gradients(p);
+      for (const char* name : {names.input, names.weight}) {
+        ASSERT_TRUE(name) << test_name(a);
+        EXPECT_TRUE(algorithm("cuda", a.info.operation, name)) << test_name(a) << ": " << name;
+      }
+    }
+  });
+}
+
+TEST(Cuda, CublasGetsAsMuchWorkspaceAsPyTorchGivesIt) {
+  const auto& gemm = on_cuda<LinearProblem>("linear", "gemm");
+  const LinearProblem p{};
+  auto bytes = [&](const char* config, int capability) {
+    const Capability set(capability);
+    config ? setenv("CUBLAS_WORKSPACE_CONFIG", config, 1) : unsetenv("CUBLAS_WORKSPACE_CONFIG");
+    const int64_t result = gemm.traits.workspace(p);
+    setenv("CUBLAS_WORKSPACE_CONFIG", ":1:1", 1);
+    return result;
+  };
+  EXPECT_EQ(bytes(nullptr, 80), (4096 * 2 + 16 * 8) << 10);
+  EXPECT_EQ(bytes(nullptr, 90), 32 << 20);
+  EXPECT_EQ(bytes(":4096:2:16:8", 90), (4096 * 2 + 16 * 8) << 10);
+  EXPECT_EQ(bytes(":16:8", 90), 16 * 8 << 10);
+  for (const char* nonsense : {"", "16:8", ":16", ":a:b", ":-1:3"}) EXPECT_EQ(bytes(nonsense, 90), 32 << 20) << nonsense;
 }
 
 TEST(Cudnn, WithoutAGpuItIsListedAndNotAsked) {

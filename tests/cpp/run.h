@@ -115,6 +115,12 @@ struct Inputs {
   Data x, weight, bias, residual, scale, shift, slope;
 };
 
+// Multiples in which an algorithm takes memory, which so stays aligned.
+template <class P>
+int64_t piece_of(const Algorithm<P>& a) {
+  return std::string(a.info.level) == "cuda" ? 256 : 64;
+}
+
 // Packs a weight, with a workspace of its own.
 template <class P>
 void pack(const Algorithm<P>& a, const P& p, const void* weight, void* packed, Flush flush) {
@@ -130,10 +136,11 @@ template <class P>
 Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush, int64_t span, bool onto_residual = false) {
   Guarded y(span * size_of(p.dtype), flush);
   if (onto_residual) std::memcpy(y.as<char>(), in.residual.stored(), static_cast<size_t>(span * size_of(p.dtype)));
-  const int64_t bytes = a.traits.workspace ? a.traits.workspace(p) : 0;
-  EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
-  const Guarded scratch(bytes, flush), packed(a.traits.packed_bytes ? round_up(a.traits.packed_bytes(p), 64) : 0, flush);
-  if (a.traits.pack) {
+  const int64_t bytes = a.traits.workspace ? a.traits.workspace(p) : 0, piece = piece_of(a);
+  EXPECT_EQ(bytes % piece, 0) << "workspace is taken in multiples of " << piece << " bytes";
+  const int64_t pack_bytes = a.traits.packed_bytes ? a.traits.packed_bytes(p) : 0;
+  const Guarded scratch(bytes, flush), packed(round_up(pack_bytes, piece), flush);
+  if (pack_bytes > 0) {
     pack(a, p, in.weight.stored(), packed.as<char>(), flush);
     packed.protect();
   }
@@ -145,7 +152,7 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   else
     m.input = in.x.stored();
   if constexpr (requires { m.weight; })
-    m.weight = a.traits.pack ? packed.as<char>() : in.weight.stored(), m.bias = in.bias.stored();
+    m.weight = pack_bytes > 0 ? packed.as<char>() : in.weight.stored(), m.bias = in.bias.stored();
   if constexpr (requires { m.residual; })
     m.residual = onto_residual ? y.as<char>() : in.residual.stored(), m.slope = in.slope.stored();
   if constexpr (requires { m.scale; }) m.scale = in.scale.stored(), m.shift = in.shift.stored();
@@ -169,7 +176,7 @@ std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, 
     if (of_weight) m.grad_bias = bias.as<char>();
   }
   const int64_t bytes = a.traits.backward_workspace ? a.traits.backward_workspace(p, m) : 0;
-  EXPECT_EQ(bytes % 64, 0) << "workspace is taken in multiples of 64 bytes";
+  EXPECT_EQ(bytes % piece_of(a), 0) << "workspace is taken in multiples of " << piece_of(a) << " bytes";
   const Guarded scratch(bytes, flush);
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
   a.traits.backward(p, m, workspace);

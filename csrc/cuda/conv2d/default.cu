@@ -3,8 +3,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-// cuBLAS multiplies there, and it supports every case. Few channels in a group fill its GEMM badly: depthwise layers, one launch
-// for each group, are what this rule is worst at.
+// It supports every case. No GPU has measured what is fastest: swapped layers stay PyTorch's until then, and only a direct call
+// of the operator comes here.
 AI3_ALGORITHM_WITHOUT_KERNEL(
     conv2d, default, .choose = [](const problem_of::conv2d&, auto) -> Choice { return {"im2col"}; })
 

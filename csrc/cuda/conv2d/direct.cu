@@ -1,7 +1,7 @@
 // Direct convolution: every output is its own sum of products, without workspace. A thread computes kChannels output channels of
 // one pixel, so that an input element that it has read serves that many products.
-#include "../../algos/conv2d/problem.h"
 #include "../core/device.cuh"
+#include "gradients.cuh"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -93,7 +93,7 @@ void conv2d_direct(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
     for_each(count, workspace, "conv2d_direct", DirectSum<T, int64_t>(p, x, w, b, y));
 }
 
-AI3_ALGORITHM(conv2d, direct, .supports = device_supports<Conv2dProblem>)
+AI3_ALGORITHM(conv2d, direct, .supports = device_supports<Conv2dProblem>, .gradients = gradients_by_im2col)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

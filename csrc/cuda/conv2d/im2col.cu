@@ -1,8 +1,8 @@
 // im2col + GEMM (Chellapilla et al. 2006): every patch becomes a row (NHWC) or column (NCHW) of a matrix in the workspace, and
 // cuBLAS multiplies it with the weights. Images, or rows of one that is too large, go through the workspace in chunks, so that it
 // stays bounded. A 1x1 kernel with stride 1 is a product already, and its input is multiplied where it lies.
-#include "../../algos/conv2d/problem.h"
 #include "../core/cublas.cuh"
+#include "gradients.cuh"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -36,10 +36,10 @@ bool im2col_supports(const Conv2dProblem& p, Reason& reason) {
   return cublas_supports({depth, p.out_channels, checked_product({images, p.out_height, p.out_width}), p.batch}, reason);
 }
 int64_t im2col_workspace(const Conv2dProblem& p) {
-  if (is_pointwise(p)) return kCublasWorkspace;
+  if (is_pointwise(p)) return cublas_workspace();
   const Chunk chunk = chunk_of(p);
   const int64_t patches = checked_product({chunk.images, chunk.rows, row_elements(p), size_of(p.dtype)});
-  return checked_add(kCublasWorkspace, round_up(patches, 64));
+  return checked_add(cublas_workspace(), piece_bytes<char>(patches));
 }
 
 template <class T>
@@ -48,8 +48,8 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
   const int64_t taps = p.kernel_height * p.kernel_width, depth = channels * taps, pixels = p.out_height * p.out_width;
   const bool channels_last = p.y_stride.c == 1, pointwise = is_pointwise(p);
   const Chunk chunk = pointwise ? Chunk{p.batch, p.out_height} : chunk_of(p);
-  void* scratch = workspace.take<char>(kCublasWorkspace);  // first: cuBLAS wants it aligned to 256 bytes
-  T* columns = pointwise ? nullptr : workspace.take<T>(chunk.images * chunk.rows * row_elements(p));
+  void* scratch = take<char>(workspace, cublas_workspace());
+  T* columns = pointwise ? nullptr : take<T>(workspace, chunk.images * chunk.rows * row_elements(p));
   if (b) spread_bias(p, b, y, workspace, "conv2d_im2col");
   for (int64_t n0 = 0; n0 < p.batch; n0 += chunk.images)
     for (int64_t h0 = 0; h0 < p.out_height; h0 += chunk.rows) {
@@ -90,7 +90,7 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
     }
 }
 
-AI3_ALGORITHM(conv2d, im2col, .supports = im2col_supports, .workspace = im2col_workspace)
+AI3_ALGORITHM(conv2d, im2col, .supports = im2col_supports, .workspace = im2col_workspace, .gradients = gradients_by_im2col)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,5 +1,8 @@
 #include <cublas_v2.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "cublas.cuh"
 #include "pytorch.h"
 
@@ -33,7 +36,7 @@ class GivenWorkspace {
  public:
   GivenWorkspace(cublasHandle_t handle, void* scratch) : handle_(handle) {
     check(cublasGetStream(handle, &stream_), "cublasGetStream");
-    check(cublasSetWorkspace(handle, scratch, static_cast<size_t>(kCublasWorkspace)), "cublasSetWorkspace");
+    check(cublasSetWorkspace(handle, scratch, static_cast<size_t>(cublas_workspace())), "cublasSetWorkspace");
   }
   ~GivenWorkspace() { cublasSetStream(handle_, stream_); }
   GivenWorkspace(const GivenWorkspace&) = delete;
@@ -49,18 +52,35 @@ int narrow_size(int64_t size) {
   return static_cast<int>(size);
 }
 
+cudaDataType type_of(DType dtype) {
+  return dtype == DType::f64 ? CUDA_R_64F : dtype == DType::f32 ? CUDA_R_32F : dtype == DType::bf16 ? CUDA_R_16BF : CUDA_R_16F;
+}
+
 }  // namespace
 
-void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch) {
+int64_t cublas_workspace() {
+  // ":4096:2:16:8": two pieces of 4096 KiB and eight of 16.
+  if (const char* text = std::getenv("CUBLAS_WORKSPACE_CONFIG")) {
+    int64_t bytes = 0;
+    while (*text == ':') {
+      char* end;
+      const int64_t size = std::strtoll(text + 1, &end, 10);
+      if (*end != ':') break;
+      bytes = checked_add(bytes, checked_product({size, std::strtoll(end + 1, &end, 10), 1024}));
+      text = end;
+    }
+    if (bytes > 0 && bytes < int64_t{1} << 40) return round_up(bytes, 256);
+  }
+  return current_capability() >= 90 ? int64_t{32} << 20 : int64_t{8320} << 10;
+}
+
+void cublas_gemm(DType dtype, DType sums, bool allow_tf32, const Gemm& g, void* scratch) {
   if (g.m == 0 || g.n == 0 || g.batch == 0) return;
   const auto handle = static_cast<cublasHandle_t>(current_blas_handle());
   const GivenWorkspace workspace(handle, scratch);
   const MathMode mode(handle, static_cast<cublasMath_t>((allow_tf32 ? CUBLAS_TF32_TENSOR_OP_MATH : CUBLAS_DEFAULT_MATH) |
                                                         CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION));
-  const cudaDataType type = dtype == DType::f64    ? CUDA_R_64F
-                            : dtype == DType::f32  ? CUDA_R_32F
-                            : dtype == DType::bf16 ? CUDA_R_16BF
-                                                   : CUDA_R_16F;
+  const cudaDataType type = type_of(dtype);
   const double one64 = 1, added64 = g.add;
   const float one32 = 1, added32 = g.add;
   const bool wide = dtype == DType::f64;
@@ -72,7 +92,7 @@ void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch) {
             handle, g.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N, g.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N, narrow_size(g.n),
             narrow_size(g.m), narrow_size(g.k), wide ? static_cast<const void*>(&one64) : &one32, g.b, type, narrow_size(g.ldb),
             g.stride_b, g.a, type, narrow_size(g.lda), g.stride_a, wide ? static_cast<const void*>(&added64) : &added32, g.c,
-            type, narrow_size(g.ldc), g.stride_c, narrow_size(g.batch), compute, CUBLAS_GEMM_DEFAULT),
+            type_of(sums), narrow_size(g.ldc), g.stride_c, narrow_size(g.batch), compute, CUBLAS_GEMM_DEFAULT),
         "cublasGemmStridedBatchedEx");
 }
 

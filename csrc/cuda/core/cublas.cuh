@@ -19,13 +19,10 @@ struct Gemm {
   bool add;  // onto what c holds, before the sum is rounded
 };
 
-// What cuBLAS may split sums over. It is given from the call's workspace: with memory of its own, which calls on several streams
-// share, or none, the order of its sums could be another one from call to call. The size is what NVIDIA recommends for the newest
-// architectures (32 MiB for compute capability 9.0 and later, less for others).
-#ifndef AI3_CUBLAS_WORKSPACE  // tests have a smaller one
-#define AI3_CUBLAS_WORKSPACE (int64_t{32} << 20)
-#endif
-inline constexpr int64_t kCublasWorkspace = AI3_CUBLAS_WORKSPACE;
+// Bytes of what cuBLAS may split sums over. A call gives it from its workspace: with memory of its own, which calls on several
+// streams share, or none, the order of its sums could be another one from call to call. As many as PyTorch gives it:
+// CUBLAS_WORKSPACE_CONFIG, else 32 MiB for compute capability 9.0 and later and 8.1 MiB for others.
+int64_t cublas_workspace();
 
 // Whether cuBLAS counts that far: the sizes of its matrices, of which -1 is not known.
 inline bool cublas_supports(std::initializer_list<int64_t> sizes, Reason& reason) {
@@ -36,8 +33,11 @@ inline bool cublas_supports(std::initializer_list<int64_t> sizes, Reason& reason
   return true;
 }
 
-// Accumulates in float32 (float64 for float64); TF32 only where allow_tf32. `scratch` has kCublasWorkspace bytes. Throws
-// std::runtime_error.
-void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch);
+// Products of a and b of `dtype` into c of `sums`: of the same or, of 16-bit types, of float32. Accumulates in float32 (float64
+// for float64); TF32 only where allow_tf32. `scratch` has cublas_workspace() bytes. Throws std::runtime_error.
+void cublas_gemm(DType dtype, DType sums, bool allow_tf32, const Gemm& g, void* scratch);
+inline void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch) {
+  cublas_gemm(dtype, dtype, allow_tf32, g, scratch);
+}
 
 }  // namespace ai3::inline AI3_LEVEL

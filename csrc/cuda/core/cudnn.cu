@@ -20,11 +20,41 @@ void check(cudnnStatus_t status, const char* what) {
   if (status != CUDNN_STATUS_SUCCESS) throw std::runtime_error(std::string("ai3: ") + what + ": " + words_of(status));
 }
 
+// What says that this method, of this problem, is not for this device. Other categories, and the rest of this one, say that the
+// call or the installation is wrong: as a refusal that would be kept, and nobody would hear of it.
+bool is_refusal(cudnnStatus_t status) {
+  switch (static_cast<int>(status)) {
+    case 3000:  // NOT_SUPPORTED, and in particular
+    case 3001:  // GRAPH_PATTERN
+    case 3002:  // SHAPE
+    case 3003:  // DATA_TYPE
+    case 3004:  // LAYOUT
+    case 3007:  // ARCH_MISMATCH
+    case 3010:  // SHARED_MEMORY_INSUFFICIENT
+    case 3011:  // PADDING
+      return true;
+    default: return false;
+  }
+}
+
 int current_device() {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   return device;
 }
+
+// While it lives, this thread may allocate memory although it captures a stream: what is made then is no part of the graph.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  void exchange() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
 
 // A thread's handles, one for each device. A thread that ends leaves them to the next, since a handle takes milliseconds and
 // device memory to make; none is destroyed, because CUDA may be gone when the process ends.
@@ -46,6 +76,7 @@ class Handles {
       }
     }
     cudnnHandle_t handle = nullptr;
+    const RelaxedCapture relaxed;
     check(cudnnCreate(&handle), "cudnnCreate");
     mine_.emplace_back(device, handle);
     return handle;
@@ -85,12 +116,15 @@ using TensorDescriptor = Descriptor<cudnnTensorDescriptor_t, cudnnCreateTensorDe
 using FilterDescriptor = Descriptor<cudnnFilterDescriptor_t, cudnnCreateFilterDescriptor, cudnnDestroyFilterDescriptor>;
 using ConvolutionDescriptor =
     Descriptor<cudnnConvolutionDescriptor_t, cudnnCreateConvolutionDescriptor, cudnnDestroyConvolutionDescriptor>;
+using ActivationDescriptor =
+    Descriptor<cudnnActivationDescriptor_t, cudnnCreateActivationDescriptor, cudnnDestroyActivationDescriptor>;
 
 // What is asked of cuDNN once for each problem. Nothing changes in it afterwards, so threads share it.
 struct Plan {
-  TensorDescriptor x, y;
+  TensorDescriptor x, y, b;
   FilterDescriptor w;
   ConvolutionDescriptor convolution;
+  ActivationDescriptor identity;
   size_t workspace = 0;
   std::string refusal;  // empty: supported
 };
@@ -127,9 +161,12 @@ cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudn
   };
   cudnnStatus_t status = tensor(plan.x, p.in_channels, p.in_height, p.in_width, p.x_stride);
   if (!status) status = tensor(plan.y, p.out_channels, p.out_height, p.out_width, p.y_stride);
+  if (!status) status = cudnnSetTensor4dDescriptorEx(plan.b, type, 1, to(p.out_channels), 1, 1, to(p.out_channels), 1, 1, 1);
+  if (!status) status = cudnnSetActivationDescriptor(plan.identity, CUDNN_ACTIVATION_IDENTITY, CUDNN_PROPAGATE_NAN, 0);
   if (!status)
-    status = cudnnSetFilter4dDescriptor(plan.w, type, CUDNN_TENSOR_NCHW, to(p.out_channels), to(p.in_channels / p.groups),
-                                        to(p.kernel_height), to(p.kernel_width));
+    status =
+        cudnnSetFilter4dDescriptor(plan.w, type, cudnn_reads_krsc(p, method) ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW,
+                                   to(p.out_channels), to(p.in_channels / p.groups), to(p.kernel_height), to(p.kernel_width));
   if (!status)
     status = cudnnSetConvolution2dDescriptor(plan.convolution, to(p.pad_h), to(p.pad_w), to(p.stride_h), to(p.stride_w),
                                              to(p.dilation_h), to(p.dilation_w), CUDNN_CROSS_CORRELATION,
@@ -150,41 +187,47 @@ std::shared_ptr<const Plan> make_plan(const Conv2dProblem& p, const Key& key, cu
     return plan;
   }
   const cudnnStatus_t status = ask(p, method, handle, *plan);
-  const int category = status / 1000 * 1000;
-  if (category == CUDNN_STATUS_NOT_SUPPORTED || category == CUDNN_STATUS_BAD_PARAM)
+  if (is_refusal(status))
     plan->refusal = "cuDNN refuses: " + words_of(status);
   else
     check(status, "cudnnGetConvolutionForwardWorkspaceSize");  // such as memory that is missing now: nothing to keep
   return plan;
 }
 
-// The plan of a problem, from the table of all threads or made for it. The table is emptied when it is full: a plan is made in
-// microseconds, and a network has fewer layers. The thread's last one is found without the table, as `supports`, `workspace` and
-// the convolution ask for the same.
-constexpr size_t kPlans = 1024;
+// The plan of a problem, from the tables of all threads or made for it. Of many tables a call locks one, so that threads seldom
+// meet; one that is full is emptied: a plan is made in microseconds, and a network has fewer layers than the tables hold.
+struct alignas(64) Table {
+  std::mutex mutex;
+  std::map<Key, std::shared_ptr<const Plan>> plans;
+};
+constexpr size_t kTables = 64, kPlansInTable = 16;
 std::shared_ptr<const Plan> plan_of(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
-  static auto& mutex = *new std::mutex;
-  static auto& plans = *new std::map<Key, std::shared_ptr<const Plan>>;
-  static thread_local std::pair<Key, std::shared_ptr<const Plan>> last;
+  static auto& tables = *new std::array<Table, kTables>;
   const int device = current_device();
   const Key key = key_of(p, method, device);
-  if (last.second && last.first == key) return last.second;
-  std::shared_ptr<const Plan> plan;
+  uint64_t hash = 0;
+  for (const int64_t number : key) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
+  Table& table = tables[hash % kTables];
   {
-    const std::lock_guard lock(mutex);
-    if (const auto found = plans.find(key); found != plans.end()) plan = found->second;
+    const std::lock_guard lock(table.mutex);
+    if (const auto found = table.plans.find(key); found != table.plans.end()) return found->second;
   }
-  if (!plan) {  // made without the lock; of two threads that make one, the first one's is kept
-    plan = make_plan(p, key, method, handle_on(device));
-    const std::lock_guard lock(mutex);
-    if (plans.size() == kPlans) plans.clear();
-    plan = plans.emplace(key, plan).first->second;
-  }
-  last = {key, plan};
-  return plan;
+  // Made without the lock; of two threads that make one, the first one's is kept.
+  std::shared_ptr<const Plan> plan = make_plan(p, key, method, handle_on(device));
+  const std::lock_guard lock(table.mutex);
+  if (table.plans.size() == kPlansInTable) table.plans.clear();
+  return table.plans.emplace(key, std::move(plan)).first->second;
 }
 
 }  // namespace
+
+bool cudnn_reads_krsc(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
+  const bool implicit =
+      method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM || method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;
+  const bool tensor_cores = size_of(p.dtype) == 2 || (p.dtype == DType::f32 && p.allow_tf32);
+  const bool channels_last = p.x_stride.c == 1 && p.y_stride.c == 1;
+  return implicit && tensor_cores && channels_last;
+}
 
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason) {
   const int capability = current_capability();
@@ -195,23 +238,30 @@ bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Re
 }
 
 int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
-  return p.batch == 0 ? 0 : workspace_bytes<char>(static_cast<int64_t>(plan_of(p, method)->workspace));
+  return p.batch == 0 ? 0 : piece_bytes<char>(static_cast<int64_t>(plan_of(p, method)->workspace));
 }
 
-void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const void* x, const void* w, bool add, void* y,
-                       Workspace& workspace) {
+void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const void* x, const void* w, const void* b,
+                       BiasSpread spread, void* y, Workspace& workspace) {
   const auto plan = plan_of(p, method);
   if (!plan->refusal.empty()) throw std::runtime_error(plan->refusal);
   const cudnnHandle_t handle = handle_on(current_device());
   check(cudnnSetStream(handle, stream_of(workspace)), "cudnnSetStream");
-  void* scratch = plan->workspace ? workspace.take<char>(static_cast<int64_t>(plan->workspace)) : nullptr;
-  const double one64 = 1, added64 = add;
-  const float one32 = 1, added32 = add;
+  void* scratch = plan->workspace ? take<char>(workspace, static_cast<int64_t>(plan->workspace)) : nullptr;
+  const double one64 = 1, zero64 = 0;
+  const float one32 = 1, zero32 = 0;
   const bool wide = p.dtype == DType::f64;
-  check(
-      cudnnConvolutionForward(handle, wide ? static_cast<const void*>(&one64) : &one32, plan->x, x, plan->w, w, plan->convolution,
-                              method, scratch, plan->workspace, wide ? static_cast<const void*>(&added64) : &added32, plan->y, y),
-      "cudnnConvolutionForward");
+  const void *one = wide ? static_cast<const void*>(&one64) : &one32, *zero = wide ? static_cast<const void*>(&zero64) : &zero32;
+  if (b && method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM) {  // the one method whose store adds a bias alone
+    const cudnnStatus_t status =
+        cudnnConvolutionBiasActivationForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch,
+                                              plan->workspace, zero, plan->y, y, plan->b, b, plan->identity, plan->y, y);
+    if (!is_refusal(status)) return check(status, "cudnnConvolutionBiasActivationForward");
+  }
+  if (b) spread(p, b, y, workspace);
+  check(cudnnConvolutionForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch, plan->workspace,
+                                b ? one : zero, plan->y, y),
+        "cudnnConvolutionForward");
 }
 
 }  // namespace ai3::inline AI3_LEVEL

@@ -10,9 +10,10 @@
 
 namespace ai3::inline AI3_LEVEL {
 
-// Storage type -> accumulator, on the device.
-__device__ __forceinline__ float load_acc(const float* p) { return __ldg(p); }
-__device__ __forceinline__ double load_acc(const double* p) { return __ldg(p); }
+// Storage type -> accumulator, on the device. Not through __ldg: that cache does not see what the same launch writes, as one does
+// whose output is its input.
+__device__ __forceinline__ float load_acc(const float* p) { return *p; }
+__device__ __forceinline__ double load_acc(const double* p) { return *p; }
 __device__ __forceinline__ float load_acc(const bfloat16* p) { return __uint_as_float(static_cast<uint32_t>(p->bits) << 16); }
 __device__ __forceinline__ float load_acc(const float16* p) { return __half2float(__ushort_as_half(p->bits)); }
 
@@ -27,6 +28,17 @@ __device__ __forceinline__ void store_acc(bfloat16* p, float v) {  // to nearest
 
 inline cudaStream_t stream_of(const Workspace& workspace) { return static_cast<cudaStream_t>(workspace.stream); }
 
+// Pieces of a workspace begin at multiples of 256 bytes, as cuBLAS and cuDNN want it: PyTorch's allocator aligns the first, and
+// each is as long. The bytes that take<T>(workspace, count) uses:
+template <class T>
+int64_t piece_bytes(int64_t count) {
+  return round_up(checked_mul(count, static_cast<int64_t>(sizeof(T))), 256);
+}
+template <class T>
+T* take(Workspace& workspace, int64_t count) {
+  return reinterpret_cast<T*>(workspace.take<char>(piece_bytes<T>(count)));
+}
+
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // the runtime keeps it, and the next kernel's caller would take it for its own
@@ -34,15 +46,17 @@ inline void check_cuda(cudaError_t status, const char* what) {
 }
 
 // What the library has code for (cmake/cuda.cmake gives it): machine code runs on GPUs of the same major version that are no
-// older, PTX on all that are no older. A kernel on another GPU would fail.
+// older, PTX on all that are no older, code for one architecture's own instructions on that one alone. A kernel on another GPU
+// would fail.
 #ifndef AI3_CUDA_CODE
 #define AI3_CUDA_CODE AI3_REAL(80) AI3_REAL(90) AI3_PTX(120)
 #endif
-#define AI3_REAL(capability) {capability, false},
-#define AI3_PTX(capability) {capability, true},
+#define AI3_ONLY(capability) {capability, capability},
+#define AI3_REAL(capability) {capability, capability / 10 * 10 + 9},
+#define AI3_PTX(capability) {capability, INT32_MAX},
 struct DeviceCode {
-  int capability;
-  bool ptx;
+  int oldest, newest;
+  constexpr bool runs_on(int capability) const { return capability >= oldest && capability <= newest; }
 };
 inline constexpr DeviceCode kDeviceCode[] = {AI3_CUDA_CODE};
 // Of the current device, as 10 * major + minor; 0 where there is none to ask, as in a query without a GPU.
@@ -56,10 +70,10 @@ inline int current_capability() {
 }
 inline bool supports_capability(int capability, Reason& reason) {
   if (capability == 0) return true;
-  int oldest = kDeviceCode[0].capability;
+  int oldest = kDeviceCode[0].oldest;
   for (const DeviceCode& code : kDeviceCode) {
-    if (capability >= code.capability && (code.ptx || capability / 10 == code.capability / 10)) return true;
-    if (code.capability < oldest) oldest = code.capability;
+    if (code.runs_on(capability)) return true;
+    if (code.oldest < oldest) oldest = code.oldest;
   }
   if (capability < oldest)
     return refuse(reason, "needs a GPU of compute capability %d.%d or later, got %d.%d", oldest / 10, oldest % 10,
@@ -75,6 +89,31 @@ bool device_supports(const P&, Reason& reason) {
 
 inline constexpr int kBlock = 256;
 
+// The shared memory of a block, as many bytes as its launch asks for.
+template <class T>
+__device__ __forceinline__ T* shared() {
+#ifdef __CUDACC__
+  extern __shared__ __align__(16) char memory[];
+#else
+  char* const memory = fake::shared_memory;
+#endif
+  return reinterpret_cast<T*>(memory);
+}
+
+// kernel(arguments...) on a grid of blocks of `threads` threads.
+struct Grid2 {
+  int64_t x, y = 1;
+};
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), Grid2 blocks, int threads, int64_t shared_bytes, const Workspace& workspace,
+            const char* what, const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim.x = static_cast<unsigned>(blocks.x), config.gridDim.y = static_cast<unsigned>(blocks.y);
+  config.blockDim.x = static_cast<unsigned>(threads), config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream_of(workspace);
+  check_cuda(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...), what);
+}
+
 // kernel(i) for i in [0, count), in a grid-stride loop: indices are 64 bits wide, grids are not.
 template <class Body>
 __global__ void __launch_bounds__(kBlock) for_each_kernel(int64_t count, Body body) {
@@ -86,10 +125,7 @@ template <class Body>
 void for_each(int64_t count, const Workspace& workspace, const char* what, const Body& body) {
   if (count == 0) return;
   const int64_t blocks = ceil_div(count, kBlock), most = 1 << 20;
-  cudaLaunchConfig_t config{};
-  config.gridDim.x = static_cast<unsigned>(blocks < most ? blocks : most), config.blockDim.x = kBlock;
-  config.stream = stream_of(workspace);
-  check_cuda(cudaLaunchKernelEx(&config, for_each_kernel<Body>, count, body), what);
+  launch(for_each_kernel<Body>, {blocks < most ? blocks : most}, kBlock, 0, workspace, what, count, body);
 }
 
 // A flat index over (batch, channel, row, column), split so that neighbouring threads touch neighbouring memory.

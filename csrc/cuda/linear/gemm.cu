@@ -15,15 +15,18 @@ void linear_gemm(const LinearProblem& p, const T* x, const T* w, const T* b, T* 
     cublas_gemm(p.dtype, p.allow_tf32,
                 {p.rows, p.out_features, p.in_features, x, p.in_features, 0, false, w, p.in_features, 0, true, y, p.out_features,
                  0, 1, b != nullptr},
-                workspace.take<char>(kCublasWorkspace));
+                take<char>(workspace, cublas_workspace()));
 }
 
 bool gemm_supports(const LinearProblem& p, Reason& reason) {
   return device_supports(p, reason) && cublas_supports({p.rows, p.in_features, p.out_features}, reason);
 }
-int64_t gemm_workspace(const LinearProblem&) { return kCublasWorkspace; }
+int64_t gemm_workspace(const LinearProblem&) { return cublas_workspace(); }
 
-AI3_ALGORITHM(linear, gemm, .supports = gemm_supports, .workspace = gemm_workspace)
+// With the call's switches, where PyTorch's product has those of the process.
+GradientNames gemm_gradients(const LinearProblem&) { return {"gemm", "gemm"}; }
+
+AI3_ALGORITHM(linear, gemm, .supports = gemm_supports, .workspace = gemm_workspace, .gradients = gemm_gradients)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -52,7 +52,10 @@ inline cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void* workspace, size
   return CUBLAS_STATUS_SUCCESS;
 }
 
-// Column-major C = alpha op(A) op(B) + beta C, `batch` times. Without a workspace its sums would have no fixed order: it fails.
+inline int size_of(cudaDataType type) { return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : 2; }
+
+// Column-major C = alpha op(A) op(B) + beta C, `batch` times. Without a
+// workspace its sums would have no fixed order: it fails.
 inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperation_t transpose_a, cublasOperation_t transpose_b,
                                                  int m, int n, int k, const void* alpha, const void* a, cudaDataType type_a,
                                                  int lda, long long stride_a, const void* b, cudaDataType type_b, int ldb,
@@ -60,7 +63,9 @@ inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperati
                                                  long long stride_c, int batch, cublasComputeType_t compute, cublasGemmAlgo_t) {
   const bool ta = transpose_a == CUBLAS_OP_T, tb = transpose_b == CUBLAS_OP_T;
   if (m < 0 || n < 0 || k < 0 || batch < 0 || lda < (ta ? k : m) || ldb < (tb ? n : k) || ldc < m || type_a != type_b ||
-      type_a != type_c || (compute == CUBLAS_COMPUTE_64F) != (type_a == CUDA_R_64F) || !h->workspace || !h->workspace_bytes)
+      (type_a != type_c && (size_of(type_a) != 2 || type_c != CUDA_R_32F)) ||
+      (compute == CUBLAS_COMPUTE_64F) != (type_a == CUDA_R_64F) || !h->workspace || !h->workspace_bytes ||
+      reinterpret_cast<uintptr_t>(h->workspace) % 256 != 0)
     return CUBLAS_STATUS_INVALID_VALUE;
   std::memset(h->workspace, 0xff, 1), std::memset(h->workspace + h->workspace_bytes - 1, 0xff, 1);
   h->products++, h->math_used = h->math, h->compute_used = compute, h->stream_used = h->stream, h->workspace_used = h->workspace;
@@ -68,21 +73,24 @@ inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperati
                            : type_a == CUDA_R_32F ? ai3::DType::f32
                            : type_a == CUDA_R_16F ? ai3::DType::f16
                                                   : ai3::DType::bf16;
-  ai3::with_type(dtype, [&]<class T>() {
+  auto multiply = [&]<class T, class C>() {
     using A = ai3::Acc<T>;
     const A scale = *static_cast<const A*>(alpha), kept = *static_cast<const A*>(beta);
     for (int64_t z = 0; z < batch; z++) {
       const T *az = static_cast<const T*>(a) + z * stride_a, *bz = static_cast<const T*>(b) + z * stride_b;
-      T* cz = static_cast<T*>(c) + z * stride_c;
+      C* cz = static_cast<C*>(c) + z * stride_c;
       for (int64_t j = 0; j < n; j++)
         for (int64_t i = 0; i < m; i++) {
           A sum = 0;
           for (int64_t l = 0; l < k; l++)
             sum += ai3::widen(az[ta ? i * lda + l : l * lda + i]) * ai3::widen(bz[tb ? l * ldb + j : j * ldb + l]);
-          T& out = cz[j * ldc + i];
-          out = ai3::narrowed<T>(scale * sum + (kept == 0 ? A(0) : kept * ai3::widen(out)));
+          C& out = cz[j * ldc + i];
+          out = ai3::narrowed<C>(scale * sum + (kept == 0 ? A(0) : kept * ai3::widen(out)));
         }
     }
+  };
+  ai3::with_type(dtype, [&]<class T>() {
+    type_c == type_a ? multiply.template operator()<T, T>() : multiply.template operator()<T, ai3::Acc<T>>();
   });
   return CUBLAS_STATUS_SUCCESS;
 }
