@@ -122,6 +122,13 @@ class Attention(Operation):
             patterns.check_own(f"ai3::{self.name}_{algorithm}", args[0], problem.sizes, problem.shape, own)
         return problem
 
+    tags = (torch.Tag.nondeterministic_seeded,)
+
+    def draw(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """What dropout's masks are computed from, in both passes."""
+        dropout = args[4] if len(args) > 4 else options.get("dropout_p", 0.0)
+        return {"dropout_seed": torch.randint(2**62, (1,), device=args[0].device)} if dropout else {}
+
     def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:
         """(N, L, H, E) in memory where the query is, as models have it before they split heads and after they join them."""
         query = args[0]
@@ -139,21 +146,23 @@ class Attention(Operation):
         ctx.sight = Sight.of(ctx.causal, options)
         kept = output if isinstance(output, tuple) else (None, None)
         ctx.own, tensors = _own(ctx.algorithm, options)
-        ctx.save_for_backward(query, key, value, mask, *kept, *tensors)
+        ctx.save_for_backward(query, key, value, mask, *kept, options.get("dropout_seed"), *tensors)
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """By the algorithm's own backward operator; a mask's gradient, and those without one, in PyTorch's functions."""
-        query, key, value, mask, output, logsumexp, *tensors = ctx.saved_tensors
+        query, key, value, mask, output, logsumexp, seed, *tensors = ctx.saved_tensors
         names = [name for name, value in ctx.own.items() if value is _TENSOR]
         given = dict(zip(names, tensors, strict=True))
-        own = ctx.own | given
-        needs, own_needs, rank = ctx.needs[:4], dict(zip(names, ctx.needs[6:], strict=True)), grad.ndim
+        first = len(ctx.needs) - len(names)  # behind a seed, where the operator has one
+        needs, own_needs, rank = ctx.needs[:4], dict(zip(names, ctx.needs[first:], strict=True)), grad.ndim
+        of_seed = [None] * (first - 6)
         if ctx.operator is None or logsumexp is None or needs[3]:
-            call = Plain(ctx.algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, own)
+            own = ctx.own | given | {"dropout_seed": seed}
+            call = Plain(ctx.algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, own, ctx.dropout)
             found = call.backward(grad, needs[3])
             wanted = [*zip(("query", "key", "value", "attn_mask"), needs, strict=True), *own_needs.items()]
             back = [found.get(name) if needed else None for name, needed in wanted]
-            return (*back[:4], None, None, *back[4:])
+            return (*back[:4], None, None, *of_seed, *back[4:])
         lead = grad.shape[:-3]
 
         def wide(tensor: Tensor, heads: Any) -> Tensor:
@@ -165,13 +174,13 @@ class Attention(Operation):
             if tensor is not None and name in _LIKE:
                 like = all_wide[_LIKE[name]]
                 given[name] = wide(fitted(tensor, rank), like.shape[-3] if rank > 2 else None)
-        options = {"scale": ctx.scale, "enable_gqa": ctx.grouped, **ctx.options, **given}
+        options = {"scale": ctx.scale, "enable_gqa": ctx.grouped, "dropout_seed": seed, **ctx.options, **given}
         asked = [*needs[:3], *own_needs.values()]
         asked += [False] * (len(ctx.operator._schema.returns) - len(asked))
         grads = ctx.operator(grad, *all_wide, mask, output, logsumexp, ctx.dropout, ctx.causal, asked, **options)
         pairs = zip(grads, (query, key, value, *tensors), asked, strict=False)
         back = [reduced(g, t) if wanted and t is not None else None for g, t, wanted in pairs]
-        return (*back[:3], None, None, None, *back[3:])
+        return (*back[:3], None, None, None, *of_seed, *back[3:])
 
     def pytorch(self, *args: Any, **options: Any) -> Tensor:
         """In functions that have every derivative, which PyTorch's fused ones do not."""
@@ -179,10 +188,10 @@ class Attention(Operation):
 
     def by_definition(self, algorithm: str, *args: Any, **options: Any) -> Tensor:
         """The same, of an algorithm's pattern."""
-        query, key, value, mask, _, causal = self.in_full(f"ai3::{self.name}", args)
+        query, key, value, mask, dropout, causal = self.in_full(f"ai3::{self.name}", args)
         scale, grouped = options.get("scale"), options.get("enable_gqa", False)
         sight = Sight.of(causal, options)
-        return Plain(algorithm, query, key, value, mask, sight, scale, grouped, options).forward()
+        return Plain(algorithm, query, key, value, mask, sight, scale, grouped, options, dropout).forward()
 
     def derivable(self, algorithm: str) -> Callable[..., Tensor]:
         """`by_definition` of that algorithm."""
@@ -195,7 +204,7 @@ class Attention(Operation):
         moved = [t if t is None or d is None else t.movedim(d, 0) for t, d in zip(tensors, at, strict=True)]
         samples = [d is not None for d in at]
         rank = max(t.ndim - s for t, s in zip(moved[:3], samples[:3], strict=True))
-        if rank < _RANK:
+        if rank < _RANK and options.get("dropout_seed") is None:
             if not any(samples[:3]):  # a mask of each sample's own
                 moved[0], samples[0] = moved[0].expand(size, *moved[0].shape), True
             for i, (t, sample) in enumerate(zip(moved, samples, strict=True)):
@@ -414,7 +423,7 @@ def register_forward(rules: Attention, op: OpOverload, algorithm: str) -> None:
 
 def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
     """ai3::_attention_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
-    own, count = base.own_tensors(op), len(op._schema.returns)
+    own, count = [n for n in base.own_tensors(op) if n != "dropout_seed"], len(op._schema.returns)
 
     def fake(
         grad: Tensor,
@@ -454,8 +463,8 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         enable_gqa: bool = False,
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
-        call = Plain(algorithm, query, key, value, mask, Sight.of(causal, options), scale, enable_gqa, options)
-        found = call.backward(grad)
+        sight = Sight.of(causal, options)
+        found = Plain(algorithm, query, key, value, mask, sight, scale, enable_gqa, options, dropout).backward(grad)
         names = ["query", "key", "value", *own]
         pairs = zip(names, wanted, strict=False)
         results = [found.get(name) if w else None for name, w in pairs]
@@ -463,19 +472,19 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
 
     def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         """Not output and log-sum-exp: the second derivatives are those of query, key and value alone."""
-        grad, query, key, value, mask, _, _, _, causal, ctx.wanted = inputs
+        grad, query, key, value, mask, _, _, ctx.dropout, causal, ctx.wanted = inputs
         ctx.scale, ctx.grouped, ctx.sight = options["scale"], options["enable_gqa"], Sight.of(causal, options)
         ctx.own, tensors = _own(algorithm, options)
-        ctx.save_for_backward(grad, query, key, value, mask, *tensors)
+        ctx.save_for_backward(grad, query, key, value, mask, options["dropout_seed"], *tensors)
 
     def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad, query, key, value, mask, *tensors = ctx.saved_tensors
-        all_own = ctx.own | dict(zip(own, tensors, strict=True))
-        call = Plain(algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, all_own)
+        grad, query, key, value, mask, seed, *tensors = ctx.saved_tensors
+        all_own = ctx.own | dict(zip(own, tensors, strict=True)) | {"dropout_seed": seed}
+        call = Plain(algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, all_own, ctx.dropout)
         names = ["query", "key", "value", *own]
         given = {n: t if w else None for n, t, w in zip(names, grads, ctx.wanted, strict=False)}
         of_grad, found = call.second(grad, given)
-        return (of_grad, *(found.get(n) for n in names[:3]), *[None] * 6, *(found.get(n) for n in own))
+        return (of_grad, *(found.get(n) for n in names[:3]), *[None] * 7, *(found.get(n) for n in own))
 
     base.register_fake(op, fake)
     base.register_autograd(op, double_backward, save, pytorch)
@@ -604,8 +613,8 @@ class AttentionCall(Call):
 
     def gains(self, args: tuple[Any, ...]) -> bool:
         """Where there are several queries and enough to compute; not where PyTorch multiplies pairs of 16 bits."""
-        query, key, dropout = args[0], args[1], args[4]
-        return dropout == 0 and self.gains_sizes(query, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
+        query, key = args[:2]
+        return self.gains_sizes(query, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
 
     def gains_sizes(self, like: Tensor, heads: int, queries: int, keys: int) -> bool:
         """As `gains`, of so many heads in all batches, of a tensor's dtype and device."""
@@ -628,9 +637,9 @@ class AttentionCall(Call):
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """Where there is more to compute than the rules of gradients take, and the mask has none."""
-        mask = args[3]
-        needed = mask is not None and mask.requires_grad
-        return self.gains(args) and not needed and scores_of(args[0], args[1]) >= _SCORES_IN_TRAINING
+        mask, dropout = args[3:5]
+        needed, least = mask is not None and mask.requires_grad, _SCORES_DROPPED if dropout else _SCORES_IN_TRAINING
+        return self.gains(args) and not needed and scores_of(args[0], args[1]) >= least
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
         """With the last two by name."""
@@ -642,6 +651,7 @@ class AttentionCall(Call):
 
 
 _QUERIES, _SCORES, _SCORES_IN_TRAINING = 4, 2**15, 2**20
+_SCORES_DROPPED = 2**17  # PyTorch computes dropout step by step
 
 
 def scores_of(query: Tensor, key: Tensor) -> int:

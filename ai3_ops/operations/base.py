@@ -483,7 +483,7 @@ def register_vmap(op: OpOverload, rule: Callable[..., Any]) -> None:
             if all(d is None for d in dims[count:]):
                 return batch(info, dims[:count], *given[:count], **rest, **dict(zip(names, given[count:], strict=True)))
             results = [
-                call(*(g if d is None else g.select(d, i) for g, d in zip(given, dims, strict=True)), **rest)
+                call(*(g.select(d, i) if isinstance(d, int) else g for g, d in zip(given, dims, strict=True)), **rest)
                 for i in range(info.batch_size)
             ]
             if isinstance(results[0], tuple):

@@ -94,7 +94,7 @@ def attend(
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-    output = call(q, k, v, mask, 0.0, causal).transpose(1, 2).flatten(2)
+    output = call(q, k, v, mask, m.dropout if m.training else 0.0, causal).transpose(1, 2).flatten(2)
     output = F.linear(output, m.out_proj.weight, m.out_proj.bias)
     found = weights(q, k, mask, average_attn_weights) if need_weights else None
     if not batched:
@@ -104,8 +104,8 @@ def attend(
 
 def _left(m: Any, call: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool, batched: bool) -> str:
     """Why PyTorch computes the module, "" where it does not."""
-    if m.training and m.dropout > 0:
-        return "PyTorch draws the dropout"
+    if m.training and m.dropout > 0 and need_weights:
+        return "PyTorch drops weights that are asked for"
     if any(t.is_nested or t.ndim not in (2, 3) for t in (query, key, value)):
         return "needs dense tensors"
     if not call.is_free:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +107,8 @@ class Plain(NamedTuple):
     sight: Sight
     scale: float | None
     grouped: bool
-    own: dict[str, Any]
+    own: dict[str, Any]  # and dropout's seed
+    dropout: float = 0.0
 
     def parts(self) -> list[patterns.Part]:
         """What is computed."""
@@ -191,6 +192,15 @@ class Plain(NamedTuple):
             found, of_sink = columns[..., :-1], columns[..., -1:]
         return _Weights(found if none is None else found.masked_fill(none, 0), k, v, slope, bend, of_sink)
 
+    def dropped(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
+        """What dropout makes of weights, as the kernels do (docs/attention.md)."""
+        if not self.dropout:
+            return lambda weights: weights
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        kept = _kept(self.own["dropout_seed"], (*lead, q.shape[-2]), k.shape[-2], self.dropout)
+        factor = 1 / (1 - self.dropout) if self.dropout < 1 else 0.0
+        return lambda weights: weights * kept * factor
+
     # The output and its derivatives -----------------------------------------------------------------------------------------
     def forward(self) -> Tensor:
         """The output."""
@@ -199,7 +209,8 @@ class Plain(NamedTuple):
             query, key, value = self.tensors(part)
             q, k, v = _widened(query, key, value, self.grouped)
             found = self.weights(q, k, v, part.mask, _scale_of(query, self.scale))
-            outputs.append(_rows(found.weights @ found.value, part.rows))
+            dropped = self.dropped(q, k, v)
+            outputs.append(_rows(dropped(found.weights) @ found.value, part.rows))
         return sum(outputs[1:], outputs[0]).to(self.query.dtype)
 
     def backward(self, grad: Tensor, of_mask: bool = False) -> dict[str, Tensor]:
@@ -211,11 +222,12 @@ class Plain(NamedTuple):
             g, factor = _rows(grad.to(q.dtype), part.rows), _scale_of(query, self.scale)
             found = self.weights(q, k, v, part.mask, factor)
             p, k, v = found[:3]
-            dp = g @ v.mT
+            dropped = self.dropped(q, k, v)
+            dp = dropped(g @ v.mT)
             d = _row_sums(p * dp)
             dt = p * (dp - d)
             ds = found.sloped(dt)
-            grads = ((part.query, ds @ k * factor), (part.key, ds.mT @ q * factor), (part.value, p.mT @ g))
+            grads = ((part.query, ds @ k * factor), (part.key, ds.mT @ q * factor), (part.value, dropped(p).mT @ g))
             _add(sums, (*grads, *self.of_added(q, k, dt)))
             if found.of_sink is not None:
                 _add(sums, [("sinks", _by_head(-found.of_sink * d))])
@@ -227,9 +239,10 @@ class Plain(NamedTuple):
     def second(self, grad: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
         """Gradients of grad and of the tensors, `given` those of the tensors' gradients.
 
-        Of dQ = s dS K, dK = s dS^T Q, dV = P^T G, with dS = U dT, dT = P (dP - D), dP = G V^T, D the rows' sums of P dP. U is
-        the slope of capped scores, or 1. With a, b, c the gradients of those three: f is that of dS, e of dT, x of dP, w of P,
-        r of the scores before they are capped, t of those after. A sink is one more column of P, with a value of zeros.
+        Of dQ = s dS K, dK = s dS^T Q, dV = (M P)^T G, with dS = U dT, dT = P (dP - D), dP = M (G V^T), D the rows' sums of P dP.
+        U is the slope of capped scores, or 1, M what dropout multiplies weights by. With a, b, c the gradients of those three: f
+        is that of dS, e of dT, x of dP, w of P, r of the scores before they are capped, t of those after. A sink is one more
+        column of P, with a value of zeros.
         """
         sums: dict[str, Tensor] = {}
         of_grad = []
@@ -245,7 +258,8 @@ class Plain(NamedTuple):
                 b, c = (None if t is None else t.repeat_interleave(times, -3) for t in (b, c))
             found = self.weights(q, k, v, part.mask, s)
             p, k, v = found[:3]
-            dp = g @ v.mT
+            dropped = self.dropped(q, k, v)
+            dp = dropped(g @ v.mT)
             d = _row_sums(p * dp)
             dt = p * (dp - d)
             ds, f = found.sloped(dt), torch.zeros_like(p)
@@ -260,7 +274,7 @@ class Plain(NamedTuple):
                 sum_e = sum_e + found.of_sink * e_sink
                 w_sink = -e_sink * d
             x, w = p * (e - sum_e), e * (dp - d) - sum_e * dp
-            w = w if c is None else w + g @ c.mT
+            w = w if c is None else w + dropped(g @ c.mT)
             sum_w = _row_sums(p * w)
             if found.of_sink is not None and w_sink is not None:
                 sum_w = sum_w + found.of_sink * w_sink
@@ -268,9 +282,10 @@ class Plain(NamedTuple):
             t = p * (w - sum_w)
             r = found.sloped(t)
             r = r if found.bend is None else r + f * dt * found.bend
+            x = dropped(x)
             to_g, to_v = x @ v, x.mT @ g
             to_q, to_k = r @ k * s, r.mT @ q * s
-            to_g = to_g if c is None else to_g + p @ c
+            to_g = to_g if c is None else to_g + dropped(p) @ c
             to_q = to_q if b is None else to_q + ds @ b * s
             to_k = to_k if a is None else to_k + ds.mT @ a * s
             of_grad.append(_rows(to_g, part.rows))
@@ -285,6 +300,20 @@ class Plain(NamedTuple):
             n: g.to(known[n].dtype) if n == "attn_mask" else _narrowed(g, known[n], grouped.get(n, False))
             for n, g in sums.items()
         }
+
+
+def _kept(seed: Tensor, rows: tuple[int, ...], keys: int, dropout: float) -> Tensor:
+    """(*rows, keys), True where dropout keeps a weight. Numbers are of 64 bits, and shifted without their sign."""
+    low, words = 2**32 - 1, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    step, one, other = (w - 2**64 for w in words)
+    x = seed + step * (torch.arange(math.prod(rows), device=seed.device) + 1)
+    x = (x ^ (x >> 30 & 2**34 - 1)) * one
+    x = (x ^ (x >> 27 & 2**37 - 1)) * other
+    state = (x ^ (x >> 31 & 2**33 - 1)).view(*rows, 1)
+    x = (state & low) + torch.arange(keys, device=seed.device) * 0x9E3779B9 & low
+    x = (x ^ x >> 16) * 0x7FEB352D & low ^ (state >> 32 & low)
+    x = (x ^ x >> 15) * 0x846CA68B & low
+    return (x ^ x >> 16) >> 8 >= math.ceil(dropout * 2**24)
 
 
 _ADDED = ("alibi_slopes", "rel_h", "rel_w")

@@ -15,6 +15,7 @@ struct Call {
   bool causal = false;
   std::optional<double> scale;
   bool grouped = false;
+  std::optional<Tensor> dropout_seed = std::nullopt;
   std::optional<Parameters> parameters = std::nullopt;  // of the algorithm's own
   Arguments::Own own = {};                              // tensors among them
 };
@@ -260,11 +261,28 @@ Tensor empty_logsumexp(const Tensor& output, const Call& c) {
   return empty(sizes, c.query.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float, c.query);
 }
 
+// A number that forward and backward pass have in common, of `dropout_p` above 0.
+void check_seed(const Entry& entry, const Call& c) {
+  if (!c.dropout) return;
+  check(c.dropout_seed.has_value(), entry, "needs dropout_seed where dropout_p is not 0");
+  const Tensor& seed = *c.dropout_seed;
+  check(seed.scalar_type() == ScalarType::Long && seed.numel() == 1 && seed.device() == c.query.device(), entry,
+        "needs one number of int64 on the query's device as dropout_seed, got ", seed);
+}
+// From PyTorch's generator.
+Tensor drawn_seed(const Tensor& query) {
+  const Tensor seed = empty({1}, ScalarType::Long, query);
+  call_aten("aten::random_", "from", seed, int64_t{0}, std::optional<int64_t>(int64_t{1} << 62), std::optional<int64_t>());
+  return seed;
+}
+
+template <bool takes_seed>
 Call take_call(const Entry& entry, Arguments& in) {
   Call c;
   c.query = in.take<Tensor>(), c.key = in.take<Tensor>(), c.value = in.take<Tensor>(), c.mask = in.take<std::optional<Tensor>>();
   c.dropout = in.take<double>(), c.causal = in.take<bool>();
   c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>();
+  if (takes_seed) c.dropout_seed = in.take<std::optional<Tensor>>();
   c.parameters = in.take_parameters(entry, &c.own);
   return c;
 }
@@ -272,7 +290,7 @@ Call take_call(const Entry& entry, Arguments& in) {
 template <bool records>
 void forward(const Entry& entry, StableIValue* stack) {
   Arguments in(stack);
-  Call c = take_call(entry, in);
+  Call c = take_call<records>(entry, in);
   AttentionProblem p = problem(entry, c);
   prepare_own(entry, c, p);
   Tensor output = empty_output(p, c);
@@ -280,6 +298,8 @@ void forward(const Entry& entry, StableIValue* stack) {
   if (records) logsumexp = empty_logsumexp(output, c);
   const bool runs = output.numel() > 0 || (records && logsumexp->numel() > 0);
   const Prepared<AttentionProblem> call = prepare(entry, where_of(entry, c.query), p, runs);
+  if (c.dropout > 0 && !records) c.dropout_seed = drawn_seed(c.query);
+  check_seed(entry, c);
   if (runs) {
     c.query = with_rows(c.query), c.key = with_rows(c.key), c.value = with_rows(c.value);
     lay(p, c, output);
@@ -288,7 +308,8 @@ void forward(const Entry& entry, StableIValue* stack) {
                                .value = c.value.const_data_ptr(),
                                .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
                                .output = output.mutable_data_ptr(),
-                               .logsumexp = records ? logsumexp->mutable_data_ptr() : nullptr};
+                               .logsumexp = records ? logsumexp->mutable_data_ptr() : nullptr,
+                               .dropout_seed = c.dropout_seed ? c.dropout_seed->const_data_ptr() : nullptr};
     set_own(operands, c);
     run_kernel(call, p, operands, c.query);
   }
@@ -309,10 +330,12 @@ void backward(const Entry& entry, StableIValue* stack) {
   c.dropout = in.take<double>(), c.causal = in.take<bool>();
   const auto wanted = in.take<std::vector<bool>>();
   c.scale = in.take<std::optional<double>>(), c.grouped = in.take<bool>();
+  c.dropout_seed = in.take<std::optional<Tensor>>();
   c.parameters = in.take_parameters(entry, &c.own);
   check(wanted.size() == gradients, entry, "needs ", gradients, " flags in output_mask, got ", wanted.size());
   AttentionProblem p = problem(entry, c);
   prepare_own(entry, c, p);
+  check_seed(entry, c);
   check_same(entry, c.query, grad, "grad_output"), check_same(entry, c.query, output, "output");
   const Tensor like = empty_output(p, c), sums = empty_logsumexp(like, c);  // of their sizes
   check(sizes_of(grad) == sizes_of(like) && sizes_of(output) == sizes_of(like), entry, "needs output and grad_output of sizes ",
@@ -361,6 +384,7 @@ void backward(const Entry& entry, StableIValue* stack) {
                                 .mask = c.mask ? c.mask->const_data_ptr() : nullptr,
                                 .output = output.const_data_ptr(),
                                 .logsumexp = per_query.const_data_ptr(),
+                                .dropout_seed = c.dropout_seed ? c.dropout_seed->const_data_ptr() : nullptr,
                                 .grad_query = written(0),
                                 .grad_key = written(1),
                                 .grad_value = written(2)};
@@ -439,19 +463,19 @@ bool has_more_gradients(const AlgorithmInfo& info) { return has_gradients(info) 
 
 #define AI3_ATTENTION_ARGUMENTS                                                                                            \
   "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, float? " \
-  "scale=None, bool enable_gqa=False)"
+  "scale=None, bool enable_gqa=False"
+#define AI3_ATTENTION_GRADIENTS(COUNT)                                                                                      \
+  "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, Tensor logsumexp, float " \
+  "dropout_p, bool is_causal, bool[" COUNT                                                                                  \
+  "] output_mask, *, float? scale=None, bool enable_gqa=False, Tensor? dropout_seed=None) "
 constexpr OperatorKind kinds[] = {
-    {"attention_", "", AI3_ATTENTION_ARGUMENTS " -> Tensor", forward<false>, nullptr},
-    {"_attention_", "_forward", AI3_ATTENTION_ARGUMENTS " -> (Tensor output, Tensor logsumexp)", forward<true>, has_gradients},
+    {"attention_", "", AI3_ATTENTION_ARGUMENTS ") -> Tensor", forward<false>, nullptr},
+    {"_attention_", "_forward", AI3_ATTENTION_ARGUMENTS ", Tensor? dropout_seed=None) -> (Tensor output, Tensor logsumexp)",
+     forward<true>, has_gradients},
+    {"_attention_", "_backward", AI3_ATTENTION_GRADIENTS("3") "-> (Tensor, Tensor, Tensor)", backward<3>, has_three_gradients},
     {"_attention_", "_backward",
-     "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, Tensor logsumexp, float "
-     "dropout_p, bool is_causal, bool[3] output_mask, *, float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor, Tensor)",
-     backward<3>, has_three_gradients},
-    {"_attention_", "_backward",
-     "(Tensor grad_output, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor output, Tensor logsumexp, float "
-     "dropout_p, bool is_causal, bool[8] output_mask, *, float? scale=None, bool enable_gqa=False) -> (Tensor, Tensor, Tensor, "
-     "Tensor, Tensor, Tensor, Tensor, Tensor)",
-     backward<8>, has_more_gradients},
+     AI3_ATTENTION_GRADIENTS("8") "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", backward<8>,
+     has_more_gradients},
 };
 AI3_OPERATION(attention, "batch heads kv_heads queries keys size value_size has_mask is_causal has_dropout", kinds,
               std::size(kinds), nullptr, 0, AI3_QUERIES(AttentionProblem, problem_from))

@@ -111,8 +111,9 @@ def test_lengths_that_differ_are_an_error_that_names_both():
 
 def test_dropout_is_refused_by_reason():
     q, k, v = made((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
-    with pytest.raises(RuntimeError, match="draws no dropout"):
-        torch.ops.ai3.attention_flash(q, k, v, None, 0.1)
+    for context in (torch.enable_grad, torch.inference_mode):
+        with context(), pytest.raises(RuntimeError, match="draws no dropout"):
+            torch.ops.ai3.attention_longformer(q, k, v, None, 0.1)
 
 
 @pytest.mark.parametrize("options", [{}, {"enable_gqa": True}])
@@ -162,8 +163,14 @@ def test_swap_reaches_every_call():
         assert layer["used"] == "flash"
         near(swapped(x), model(x.double()))
     dropped = ai3_ops.swap(Attends(dropout_p=0.5), {"attention": "flash"}, x)
-    dropped(x)
-    assert "draws no dropout" in str(ai3_ops.explain(dropped))
+    torch.manual_seed(2)
+    expected = torch.ops.ai3.attention_flash(x, x, x, None, 0.5)
+    torch.manual_seed(2)
+    assert torch.equal(dropped(x), expected)
+    with pytest.warns(UserWarning, match="keep PyTorch's implementation"):
+        refused = ai3_ops.swap(Attends(dropout_p=0.5), {"attention": "bigbird"}, x)
+    refused(x)
+    assert "draws no dropout" in str(ai3_ops.explain(refused))
 
 
 def test_default_leaves_decoding_to_pytorch():

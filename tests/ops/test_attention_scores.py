@@ -247,3 +247,112 @@ def test_the_mask_of_lengths():
     ]  # fmt: skip
     with pytest.raises(TypeError, match="no parameter 'sinks'"):
         ai3_ops.attention_mask("flash", 3, 4, sinks=torch.zeros(2))
+
+
+# Dropout ----------------------------------------------------------------------------------------------------------------
+def what_is_kept(function, q, k, dropout, **options):
+    """The weights that are not dropped: values of one output element each make them visible."""
+    keys = k.shape[-2]
+    eye = torch.eye(keys, dtype=q.dtype).expand(*k.shape[:-1], keys)
+    torch.manual_seed(5)
+    weights = function(q, k, eye, None, dropout, **options)
+    return weights, weights != 0
+
+
+@pytest.mark.parametrize("queries", [2, 70])
+@pytest.mark.parametrize("name", METHODS)
+def test_dropout_drops_as_many_as_it_says(name, queries):
+    q, k = made((3, 4, queries, 8), (3, 2, 600, 8))
+    whole = operator(name)(q, k, torch.eye(600).expand(3, 2, 600, 600), enable_gqa=True)
+    for dropout in (0.1, 0.5):
+        weights, kept = what_is_kept(operator(name), q, k, dropout, enable_gqa=True)
+        share = 1 - kept.float().mean()
+        assert abs(share - dropout) < 5 * math.sqrt(dropout * (1 - dropout) / kept.numel())
+        near(weights, torch.where(kept, whole / (1 - dropout), 0))
+        by_row, by_key = kept.float().mean(-1), kept.float().mean((0, 1, 2))
+        assert (by_row - 1 + dropout).abs().max() < 6 * math.sqrt(dropout * (1 - dropout) / 600)
+        assert (by_key - 1 + dropout).abs().max() < 6 * math.sqrt(dropout * (1 - dropout) / (12 * queries))
+        rows = kept.flatten(0, 2).float() - 1 + dropout
+        alike = (rows[:-1] * rows[1:]).mean() / (dropout * (1 - dropout))  # of neighbouring rows
+        assert abs(alike) < 6 / math.sqrt(kept.numel())
+
+
+def test_dropout_is_the_generators_and_the_same_for_all_methods():
+    q, k, v = made((1, 2, 40, 8), (1, 2, 150, 8), (1, 2, 150, 8))
+    outputs = []
+    for name in METHODS:
+        for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            for leaf in (False, True):
+                torch.manual_seed(1)
+                with context():
+                    outputs.append(operator(name)(q.detach().requires_grad_(leaf), k, v, None, 0.3).detach())
+    assert all(torch.equal(outputs[0], y) or (outputs[0] - y).abs().max() < 1e-5 for y in outputs)
+    again, other = (torch.ops.ai3.attention_flash(q, k, v, None, 0.3) for _ in range(2))
+    assert not torch.equal(again, other)
+    assert (torch.ops.ai3.attention_flash(q, k, v, None, 1.0) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["all", "sinks", "alibi"])
+@pytest.mark.parametrize("queries", [3, 70])
+def test_dropout_has_derivatives(queries, kind):
+    grid = (2, 3) if queries == 3 else (13, 11)
+    keys = grid[0] * grid[1]
+    leaves = made((2, 2, queries, 2), (2, 2, keys, 2), (2, 2, keys, 2), dtype=torch.float64)
+    own = terms(2, 2, queries, grid, torch.float64)[kind]
+    names = [n for n, t in own.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    rest = {n: t for n, t in own.items() if n not in names}
+    leaves = [t.requires_grad_() for t in (*leaves, *(own[n] for n in names))]
+
+    def function(*tensors):
+        torch.manual_seed(3)
+        given = dict(zip(names, tensors[3:], strict=True))
+        return torch.ops.ai3.attention_flash(*tensors[:3], None, 0.4, **rest, **given)
+
+    if queries == 3:
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradcheck(function, leaves, check_forward_ad=True, check_backward_ad=False)
+        assert torch.autograd.gradgradcheck(function, leaves)
+    torch.manual_seed(3)
+    y = function(*leaves)
+    grads = torch.autograd.grad(y.square().sum(), leaves)
+    with torch.no_grad():
+        moved = [t + 1e-6 * torch.randn(t.shape, dtype=t.dtype) for t in leaves]
+        change = (function(*moved).square().sum() - function(*leaves).square().sum()).item()
+    slope = sum(((m - t) * g).sum() for m, t, g in zip(moved, leaves, grads, strict=True)).item()
+    assert abs(change - slope) < 1e-4 * max(abs(slope), 1e-6)
+
+
+def test_dropout_of_a_batch_of_calls_and_compiled():
+    q, k, v = made((3, 2, 9, 8), (3, 2, 20, 8), (3, 2, 20, 8))
+
+    def loss(q, k, v):
+        return torch.ops.ai3.attention_flash(q, k, v, None, 0.5).square().sum()
+
+    for randomness in ("same", "different"):
+        torch.manual_seed(4)
+        grads = torch.vmap(torch.func.grad(loss), randomness=randomness)(q, k, v)
+        assert grads.shape == q.shape
+        torch.manual_seed(4)
+        moved, losses = q + 1e-3 * torch.randn(q.shape, generator=torch.Generator().manual_seed(8)), []
+        for queries in (q, moved):
+            torch.manual_seed(4)
+            losses.append(torch.vmap(torch.func.grad_and_value(loss), randomness=randomness)(queries, k, v)[1])
+        change = losses[1] - losses[0]
+        slope = ((moved - q) * grads).sum((1, 2, 3))
+        assert ((change - slope).abs() < 0.05 * slope.abs().max()).all()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    leaf = q.clone().requires_grad_()
+    torch.manual_seed(6)
+    (got,) = torch.autograd.grad(compiled(leaf, k, v), leaf)
+    torch.manual_seed(6)
+    (expected,) = torch.autograd.grad(loss(leaf, k, v), leaf)
+    near(got, expected, 1e-6)
+
+
+def test_seeds_that_cannot_be():
+    q, k, v = made((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
+    forward = torch.ops.ai3._attention_flash_forward
+    with pytest.raises(RuntimeError, match="needs dropout_seed where dropout_p is not 0"):
+        forward(q, k, v, None, 0.5)
+    with pytest.raises(RuntimeError, match="one number of int64"):
+        forward(q, k, v, None, 0.5, dropout_seed=torch.zeros(2))

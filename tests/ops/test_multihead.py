@@ -75,13 +75,25 @@ def test_self_attention_unbatched_causal_and_in_training():
         swapped(x, x, x, is_causal=True)
 
 
-def test_dropout_in_training_stays_pytorchs():
+def test_dropout_in_training():
     m = made(nn.MultiheadAttention(16, 2, dropout=0.5))
     x = torch.randn(6, 3, 16)
     m(x, x, x)
     (layer,) = used(m)
     assert (layer["calls"], layer["torch_calls"]) == (1, 1)
-    assert "PyTorch draws the dropout" in layer["reason"]
+    assert "PyTorch drops weights that are asked for" in layer["reason"]
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(m(x, x, x, need_weights=False)[0])
+    assert used(m)[0]["torch_calls"] == 1
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    m.eval()
+    near(m(x, x, x, need_weights=False)[0], nn.MultiheadAttention.forward(m, x, x, x, need_weights=False)[0])
+    many = torch.stack([m.train()(x, x, x, need_weights=False)[0] for _ in range(4000)])
+    expected = m.eval()(x, x, x, need_weights=False)[0]
+    assert (many.mean(0) - expected).abs().max() < 6 * (many.std(0) / 4000**0.5).max()
 
 
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])

@@ -30,14 +30,6 @@ int64_t list_bytes(const AttentionProblem& p) {
   return checked_add(workspace_bytes<int64_t>(rows), workspace_bytes<int64_t>(checked_mul(rows, most_listed(p))));
 }
 
-// The random numbers of docs/algorithms/attention/bigbird.md.
-uint64_t mixed(uint64_t x) {
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return x ^ x >> 31;
-}
-uint64_t next(uint64_t state, int64_t number) { return mixed(state + 0x9e3779b97f4a7c15u * (static_cast<uint64_t>(number) + 1)); }
-
 SparsePattern blocks_listed(const AttentionProblem& p, const Operand* own, Workspace& workspace) {
   const Parameters& o = p.parameters;
   const int64_t n = blocks_of(p), most = most_listed(p), random = o.whole(random_blocks), block = o.whole(block_size);
@@ -62,10 +54,10 @@ SparsePattern blocks_listed(const AttentionProblem& p, const Operand* own, Works
       } else if (o.whole(random_plan) == hf_eval) {
         for (int64_t k = 0; k < random; k++) list[count++] = 0;
       } else {
-        const uint64_t state = next(next(static_cast<uint64_t>(o.whole(seed)), head), i);
+        const uint64_t state = random_bits(random_bits(static_cast<uint64_t>(o.whole(seed)), head), i);
         const int64_t wanted = smaller(random, n - count);
         for (int64_t drawn = 0, k = 0; drawn < wanted; k++)
-          drawn += add_once(static_cast<int64_t>((next(state, k) >> 32) * static_cast<uint64_t>(n) >> 32));
+          drawn += add_once(static_cast<int64_t>((random_bits(state, k) >> 32) * static_cast<uint64_t>(n) >> 32));
       }
     }
     counts[row] = count;

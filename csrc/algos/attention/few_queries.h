@@ -157,6 +157,14 @@ void attend_few(const AttentionProblem& whole, const AttentionOperands& m, Works
         store(s + j, e);
         total += e;
       }
+      if (const Dropout<A> dropout(p, m.dropout_seed); dropout) {
+        const int64_t row = index_of(head, r) * p.queries + r % p.queries;
+        for (int64_t j = 0; j < count; j += V::width) {
+          alignas(64) A kept[V::width];
+          dropout.of_row(row, first + j, V::width, kept);
+          store(s + j, load(s + j) * load(kept));
+        }
+      }
       for (int64_t c = 0; c < of.value_ld; c += V::width) store(to + c, V(A(0)));
       to[of.value_ld] = largest, to[of.value_ld + 1] = sum_of(total);
     }

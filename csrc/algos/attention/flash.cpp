@@ -18,8 +18,8 @@ AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
   return cut_size<A>({checked_mul(kTile<T>, p.size), kKeys * P, p.has_mask ? kKeys * P : 0, checked_mul(kTile<T>, rel_columns(p)),
-                      checked_mul(kTile<T>, padded<A>(p.value_size)), kTile<T>, kTile<T>, buffer_of<T>(kKeys, p.size, false),
-                      buffer_of<T>(kKeys, p.value_size, true)});
+                      checked_mul(kTile<T>, padded<A>(p.value_size)), kTile<T>, kTile<T>, p.dropout > 0 ? kKeys * P : 0,
+                      buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true)});
 }
 int64_t flash_workspace(const AttentionProblem& p) {
   if (p.queries <= kFew)
@@ -48,6 +48,7 @@ void attention_flash(const AttentionProblem& whole, const AttentionOperands& m, 
         const HeadAt at(whole, n / tiles);
         const AttentionProblem p = of_head(whole, m.own, at);
         const Positions<T> positions(p, m.own, at);
+        const Dropout<A> dropout(p, m.dropout_seed);
         Cut<A> cut{all + thread * own};
         A* const packed = cut.take(kTile<T> * p.size);
         A* const scores = cut.take(kKeys * P);
@@ -55,6 +56,7 @@ void attention_flash(const AttentionProblem& whole, const AttentionOperands& m, 
         A* const rel = cut.take(kTile<T> * columns);
         A* const sums = cut.take(kTile<T> * ld);
         A *const most = cut.take(kTile<T>), *const total = cut.take(kTile<T>);
+        A* const kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
         A* const of_keys = cut.take(buffer_of<T>(kKeys, p.size, false));
         A* const of_values = cut.take(buffer_of<T>(kKeys, p.value_size, true));
         const int64_t first = n % tiles * kTile<T>, rows = smaller(kTile<T>, p.queries - first), panels = ceil_div(rows, P);
@@ -87,6 +89,10 @@ void attention_flash(const AttentionProblem& whole, const AttentionOperands& m, 
             if (diagonal) hide_keys(p, i, j, keys, scores);
             alignas(64) A scale[P];
             soften(scores, keys, most + b * P, total + b * P, scale);
+            if (dropout) {
+              dropout.template of_lanes<P>(n / tiles * p.queries + i, j, keys, kept);
+              drop(kept, keys, scores);
+            }
             A* const to = sums + b * P * ld;
             scale_rows(to, queries, p.value_size, scale);
             if ((mask || diagonal) && finite < 0) finite = all_finite(v, most_keys, p.value_size);

@@ -19,9 +19,10 @@ AI3_INLINE int64_t backward_size(const AttentionProblem& p) {
   constexpr int64_t P = kPanel<A>;
   const int64_t of_rows = checked_add(padded<A>(p.size), padded<A>(p.value_size));
   return cut_size<A>({checked_mul(kTile<T>, p.size), checked_mul(kTile<T>, p.value_size), kKeys * P, kKeys * P,
-                      p.has_mask ? kKeys * P : 0, p.softcap != 0 ? kKeys * P : 0, checked_mul(kTile<T>, rel_columns(p)),
-                      checked_mul(kTile<T>, rel_columns(p)), checked_mul(kTile<T>, of_rows), buffer_of<T>(kKeys, p.size, true),
-                      buffer_of<T>(kKeys, p.value_size, true), kTile<T>, kTile<T>});
+                      p.has_mask ? kKeys * P : 0, p.softcap != 0 ? kKeys * P : 0, p.dropout > 0 ? kKeys * P : 0,
+                      checked_mul(kTile<T>, rel_columns(p)), checked_mul(kTile<T>, rel_columns(p)),
+                      checked_mul(kTile<T>, of_rows), buffer_of<T>(kKeys, p.size, true), buffer_of<T>(kKeys, p.value_size, true),
+                      kTile<T>, kTile<T>});
 }
 template <class T>
 AI3_INLINE int64_t query_rows(const AttentionProblem& p) {
@@ -51,7 +52,8 @@ struct Backward {
 
   // What a thread works in.
   struct Place {
-    A *first, *second, *scores, *products, *added, *slopes, *rel, *of_rel, *sums, *of_size, *of_value_size, *lanes, *more_lanes;
+    A *first, *second, *scores, *products, *added, *slopes, *kept, *rel, *of_rel, *sums, *of_size, *of_value_size, *lanes,
+        *more_lanes;
   };
   Place place(int thread) const {
     const AttentionProblem& p = whole;
@@ -62,13 +64,15 @@ struct Backward {
     A* const products = cut.take(kKeys * P);
     A* const added = cut.take(p.has_mask ? kKeys * P : 0);
     A* const slopes = cut.take(p.softcap != 0 ? kKeys * P : 0);
+    A* const kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
     A* const rel = cut.take(kTile<T> * columns);
     A* const of_rel = cut.take(kTile<T> * columns);
     A* const sums = cut.take(kTile<T> * (padded<A>(p.size) + padded<A>(p.value_size)));
     A* const of_size = cut.take(buffer_of<T>(kKeys, p.size, true));
     A* const of_value_size = cut.take(buffer_of<T>(kKeys, p.value_size, true));
     A* const lanes = cut.take(kTile<T>);
-    return {first, second, scores, products, added, slopes, rel, of_rel, sums, of_size, of_value_size, lanes, cut.take(kTile<T>)};
+    return {first, second, scores, products, added,         slopes, kept,
+            rel,   of_rel, sums,   of_size,  of_value_size, lanes,  cut.take(kTile<T>)};
   }
 
   // delta[query]: the sum of output times its gradient.
@@ -127,6 +131,7 @@ struct Backward {
       const HeadAt at(whole, n / tiles);
       const AttentionProblem p = of_head(whole, m.own, at);
       const Positions<T> positions(p, m.own, at);
+      const Dropout<A> dropout(p, m.dropout_seed);
       const int64_t first = n % tiles * kTile<T>, rows = smaller(kTile<T>, p.queries - first), panels = ceil_div(rows, P),
                     row = n / tiles * p.queries + first;
       const T *const query = m.query.read<T>() + at.of(p.query_at) + first * p.query_at.row,
@@ -164,6 +169,10 @@ struct Backward {
           if (mask) add_mask(w.added, keys, w.scores);
           if (diagonal) hide_keys(p, i, j, keys, w.scores);
           multiply_rows(v, keys, w.second + b * P * p.value_size, p.value_size, w.products);
+          if (dropout) {
+            dropout.template of_lanes<P>(row + b * P, j, keys, w.kept);
+            drop(w.kept, keys, w.products);
+          }
           differentiate<A, true>(w.scores, w.products, keys, w.lanes + b * P, w.more_lanes + b * P);
           if (positions.has_slope && of_slopes) of_slope += sum_distances(p, i, queries, j, keys, w.products);
           if (positions.rel_h) sum_rel(positions, j, keys, w.products, w.of_rel + b * P * columns);
@@ -227,6 +236,7 @@ struct Backward {
         const int64_t index = head * group + h;
         const HeadAt at(p, index);
         const Positions<T> positions(p, m.own, at);
+        const Dropout<A> dropout(p, m.dropout_seed);
         const T *const query = m.query.read<T>() + at.of(p.query_at), *const grad = m.grad_output.read<T>() + at.of(p.output_at),
                        *const key = m.key.read<T>() + at.of_kv(p.key_at) + first * p.key_at.row,
                        *const value = m.value.read<T>() + at.of_kv(p.value_at) + first * p.value_at.row;
@@ -258,7 +268,12 @@ struct Backward {
             if (mask) add_mask(w.added, queries, w.scores);
             if (hides_some(p)) hide_lanes_of_keys(p, i, queries, j, w.scores);
             multiply_rows(g, queries, w.second + b * P * p.value_size, p.value_size, w.products);
+            if (dropout) {
+              for (int64_t r = 0; r < queries; r++) dropout.of_row(index * p.queries + i + r, j, P, w.kept + r * P);
+              drop(w.kept, queries, w.products);
+            }
             differentiate<A, false>(w.scores, w.products, queries, logsumexp + i, less + i);
+            if (dropout) drop(w.kept, queries, w.scores);
             if (p.softcap != 0) apply_slopes(w.slopes, queries, w.products);
             add_weighted(keys, w.scores, g, queries, p.value_size, of_values + b * P * value_ld);
             add_weighted(keys, w.products, q, queries, p.size, of_keys + b * P * ld);

@@ -83,6 +83,13 @@ void attention_math(const AttentionProblem& whole, const AttentionOperands& m, W
         total += static_cast<double>(scores[l]);
       }
     }
+    if (const Dropout<A> dropout(p, m.dropout_seed); dropout) {
+      A* const kept = sums;  // a few at a time
+      for (int64_t j = 0; j < keys; j += V::width) {
+        dropout.of_row(n, j, V::width, kept);
+        store(scores + j, load(scores + j) * load(kept));
+      }
+    }
     for (int64_t c = 0; c < sums_row; c += V::width) store(sums + c, V(A(0)));
     for (int64_t j = 0; j < keys; j++) {
       if (added[j] == kHidden<A>) continue;

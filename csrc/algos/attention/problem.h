@@ -8,6 +8,7 @@ namespace ai3 {
 struct AttentionOperands {
   Operand query = {}, key = {}, value = {}, mask = {};
   Operand output = {}, logsumexp = {};    // of each query's scaled scores, in the accumulator's type; -inf of none
+  Operand dropout_seed = {};              // one number
   Operand own[Parameters::kAtMost] = {};  // tensors among the algorithm's own parameters, at their places, with sizes and strides
   template <class T, class Body>
   AI3_INLINE void plain(const Body& body) const {
@@ -16,6 +17,7 @@ struct AttentionOperands {
 };
 struct AttentionGradients {
   Operand grad_output = {}, query = {}, key = {}, value = {}, mask = {}, output = {}, logsumexp = {};
+  Operand dropout_seed = {};                                                  // the forward pass's
   Operand grad_query = {}, grad_key = {}, grad_value = {};                    // contiguous
   Operand own[Parameters::kAtMost] = {}, grad_own[Parameters::kAtMost] = {};  // as in AttentionOperands, and contiguous
 };

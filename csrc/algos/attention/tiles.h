@@ -342,6 +342,11 @@ AI3_INLINE void scale_rows(A* sums, int64_t rows, int64_t columns, const A* scal
   }
 }
 
+template <class A>
+AI3_INLINE void drop(const A* kept, int64_t count, A* weights) {
+  for (int64_t i = 0; i < count * kPanel<A>; i += Vec<A>::width) store(weights + i, load(weights + i) * load(kept + i));
+}
+
 // ---- Gradients --------------------------------------------------------------------------------------------------------------
 // Scores, and dO v^T in `products`, [row][lane], become weights exp(score - logsumexp) and the scores' gradients, weight *
 // (product - delta); 0 where a key is hidden. Of a row or of a lane each, as the queries lie.

@@ -15,8 +15,7 @@ AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
   const double softcap = own.real(Dense::softcap);
   if (left < -1 || right < -1) return refuse(reason, "needs windows from -1 (open), got %lld and %lld", left, right);
   if (!(softcap >= 0 && softcap < __builtin_inf())) return refuse(reason, "needs softcap from 0, got %g", softcap);
-  if (own.flag(Dense::rel_h) != own.flag(Dense::rel_w)) return refuse(reason, "needs both of rel_h and rel_w, or neither");
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+  return own.flag(Dense::rel_h) == own.flag(Dense::rel_w) || refuse(reason, "needs both of rel_h and rel_w, or neither");
 }
 
 template <class A>
@@ -155,6 +154,56 @@ struct Positions {
     if (rel_h) sum += widen(rel_h[i * rel_h_row + j / width]) + widen(rel_w[i * rel_w_row + j % width]);
     return sum;
   }
+};
+
+// The random numbers of docs/algorithms/attention/bigbird.md.
+AI3_INLINE uint64_t random_bits(uint64_t state, int64_t number) {
+  uint64_t x = state + 0x9e3779b97f4a7c15u * (static_cast<uint64_t>(number) + 1);
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+// Which weights dropout keeps, by 24 random bits for each that depend on the seed and its place alone (docs/attention.md), so
+// that every pass finds the same ones: what a weight is multiplied by, 0 or the factor.
+template <class A>
+class Dropout {
+ public:
+  AI3_INLINE Dropout(const AttentionProblem& p, const Operand& seed)
+      : used_(p.dropout > 0),
+        seed_(used_ ? static_cast<uint64_t>(*seed.read<int64_t>()) : 0),
+        least_(static_cast<uint32_t>(__builtin_ceil(p.dropout * (1 << 24)))),
+        factor_(static_cast<A>(1 / (1 - p.dropout))) {}
+  AI3_INLINE explicit operator bool() const { return used_; }
+  // Of a query, counted over all heads and batches, and `keys` keys.
+  void of_row(int64_t row, int64_t key, int64_t keys, A* to) const {
+    const uint64_t state = random_bits(seed_, row);
+    for (int64_t l = 0; l < keys; l++)
+      to[l] = multiplier(static_cast<uint32_t>(state), static_cast<uint32_t>(state >> 32), static_cast<uint32_t>(key + l));
+  }
+  // to[key][query], of `lanes` queries.
+  template <int64_t lanes>
+  void of_lanes(int64_t row, int64_t key, int64_t keys, A* to) const {
+    uint32_t low[lanes], high[lanes];
+    for (int64_t l = 0; l < lanes; l++) {
+      const uint64_t state = random_bits(seed_, row + l);
+      low[l] = static_cast<uint32_t>(state), high[l] = static_cast<uint32_t>(state >> 32);
+    }
+    for (int64_t r = 0; r < keys; r++)
+      for (int64_t l = 0; l < lanes; l++) to[r * lanes + l] = multiplier(low[l], high[l], static_cast<uint32_t>(key + r));
+  }
+
+ private:
+  AI3_INLINE A multiplier(uint32_t low, uint32_t high, uint32_t key) const {
+    uint32_t x = low + key * 0x9e3779b9u;
+    x = (x ^ x >> 16) * 0x7feb352du ^ high;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    x ^= x >> 16;
+    return x >> 8 >= least_ ? factor_ : A(0);
+  }
+  bool used_;
+  uint64_t seed_;
+  uint32_t least_;
+  A factor_;
 };
 
 // The further logit of a head's softmax; -inf of none.
