@@ -107,8 +107,100 @@ def test_a_window_without_padding_makes_no_mask(kind, monkeypatch):
     assert seen == [None, None]
 
 
+def test_clip_and_whisper():
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    eager, *others = models("CLIPVision", small | {"image_size": 32, "patch_size": 4}, "Model")
+    image = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        for model in others:
+            assert (model(image)[0] - eager(image)[0]).abs().max() <= 1e-4 * eager(image)[0].abs().max()
+    config = {
+        "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 60, "num_mel_bins": 8, "max_source_positions": 40,
+        "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 59, "decoder_start_token_id": 1,
+    }  # fmt: skip
+    eager, *others = models("Whisper", config, "ForConditionalGeneration")
+    sound = torch.randn(2, 8, 80, generator=torch.Generator().manual_seed(3))
+    ids, mask = batch("right", 12)
+    with torch.no_grad():
+        expected = eager(sound, decoder_input_ids=ids, decoder_attention_mask=mask)[0]
+        for model in others:
+            got = model(sound, decoder_input_ids=ids, decoder_attention_mask=mask)[0]
+            assert (got - expected)[mask.bool()].abs().max() <= 1e-4 * expected.abs().max()
+            steps = [m.generate(sound, max_new_tokens=6, do_sample=False) for m in (eager, model)]
+            assert torch.equal(*steps)
+
+
 def test_names_that_mean_something_else():
     with pytest.raises(ValueError, match="means something else"):
         ai3_ops.register_transformers(name="ai3_flash")
     with pytest.raises(ValueError, match="none_such"):
         ai3_ops.register_transformers("none_such", name="ai3_none")
+
+
+# Classes with attention of their own, as references of our operators -------------------------------------------------------
+def _heads(m, x, names, heads=4):
+    return [getattr(m, name)(x).unflatten(-1, (heads, -1)).transpose(1, 2) for name in names]
+
+
+@pytest.mark.parametrize("length", [16, 64])
+@pytest.mark.parametrize("window", [4, 8])
+def test_longformer_is_transformers_layer(window, length):
+    from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
+
+    torch.manual_seed(0)
+    config = transformers.LongformerConfig(**SMALL, attention_window=[window])
+    layer = LongformerSelfAttention(config, 0).double().eval()
+    x = torch.randn(3, length, 32, dtype=torch.float64)
+    kind = torch.zeros(3, length)
+    kind[0, [0, 5, length - 1]] = 1  # global ones, others in each row of the batch, and none in the last
+    kind[1, [2, 3, length // 2]] = 1
+    kind[1, -6:] = kind[2, -1:] = -1
+    for asked in (kind, kind.clamp_max(0)):
+        is_global, padded = asked > 0, asked < 0
+        (expected,) = layer(
+            x, attention_mask=asked * 10000, is_index_masked=padded, is_index_global_attn=is_global,
+            is_global_attn=bool(is_global.any()),
+        )  # fmt: skip
+        q, k, v = _heads(layer, x, ("query", "key", "value"))
+        of_global = _heads(layer, x, ("query_global", "key_global", "value_global"))
+        names = ("global_query", "global_key", "global_value")
+        got = torch.ops.ai3.attention_longformer(
+            q,
+            k,
+            v,
+            window=window,
+            global_mask=is_global,
+            key_padding=padded,
+            **dict(zip(names, of_global, strict=True)),
+        )
+        got, shown = got.transpose(1, 2).flatten(2), ~padded
+        assert (got - expected)[shown].abs().max() <= 1e-6 * expected[shown].abs().max()
+        assert (got[padded] == 0).all()
+
+
+@pytest.mark.parametrize("blocks", [6, 12])
+@pytest.mark.parametrize("random", [1, 2])
+def test_bigbird_is_transformers_layer_in_evaluation(random, blocks):
+    from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
+
+    torch.manual_seed(0)
+    config = transformers.BigBirdConfig(
+        **SMALL, attention_type="block_sparse", block_size=8, num_random_blocks=random, max_position_embeddings=128
+    )
+    layer = BigBirdBlockSparseAttention(config).double().eval()
+    length = 8 * blocks
+    x = torch.randn(2, length, 32, dtype=torch.float64)
+    seen = torch.ones(2, length, dtype=torch.float64)
+    seen[1, -11:] = 0
+    blocked, band, rows, columns = BigBirdModel.create_masks_for_block_sparse_attn(seen, 8)
+    expected = layer(x, band, rows, columns, blocked, blocked)[0]
+    q, k, v = _heads(layer, x, ("query", "key", "value"))
+    options = {"block_size": 8, "random_blocks": random}
+    if length > (5 + 2 * random) * 8:  # below, transformers' model takes another layer
+        options["random"] = "hf_eval"
+    else:
+        options["random_indices"] = torch.zeros(4, blocks - 2, random, dtype=torch.long)
+    got = torch.ops.ai3.attention_bigbird(q, k, v, seen[:, None, None].bool(), **options).transpose(1, 2).flatten(2)
+    shown = seen.bool()
+    assert (got - expected)[shown].abs().max() <= 1e-6 * expected[shown].abs().max()
