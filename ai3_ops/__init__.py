@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ai3_ops import _machine
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.checking.check import CheckReport, check
-from ai3_ops.cli import doctor as _doctor
 from ai3_ops.explaining.explain import Report, explain
 from ai3_ops.operations.patterns import attention_mask
 from ai3_ops.optimizing.optimize import load, optimize, save
@@ -16,7 +16,7 @@ from ai3_ops.selecting.selectors import Algorithm, prefer
 from ai3_ops.swapping.swap import swap, unswap
 from ai3_ops.tuning.tune import tune
 
-__version__ = _doctor.version()
+__version__ = _machine.version()
 
 __all__ = [
     "Algorithm",

@@ -232,3 +232,14 @@ def below_autocast() -> AbstractContextManager[Any]:
 def after_backend_select() -> DispatchKeySet:
     """The keys that come after BackendSelect, the one that every eager call passes."""
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def autocast(value: Any, device: str) -> Any:
+    """A floating-point tensor of `device` but float64 ones in the autocast dtype; anything else as it is."""
+    eligible = (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dtype != torch.float64
+        and value.device.type == device
+    )
+    return value.to(torch.get_autocast_dtype(device)) if eligible else value

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ai3_ops import _library
 from ai3_ops._torch import OpOverload, alert_not_deterministic
+from ai3_ops.problem import Problem
 
 if TYPE_CHECKING:
-    from ai3_ops.operations.base import Operation, Problem
+    from ai3_ops.operations.base import Operation
 
 DTYPE_NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in _library.DTYPES)
 _loading = threading.RLock()
@@ -289,6 +290,12 @@ def algorithm(operation: str, name: str, device: str | None = None) -> Algorithm
     _known(name, [a.name for a in found], f"{operation} algorithm", _OWN)
     matches = [a for a in found if a.name == name]
     return next((a for a in matches if a.device == device), matches[0])
+
+
+def operator_named(name: str) -> OpOverload | None:
+    """`torch.ops.ai3.<name>.default`, if it is defined."""
+    packet = getattr(torch.ops.ai3, name, None)
+    return packet and packet.default
 
 
 def is_rule(operation: str, name: str) -> bool:

@@ -31,9 +31,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops import _library, registry
+from ai3_ops import _library, _machine, registry
 from ai3_ops.calls.call import Call
-from ai3_ops.cli import doctor
 from ai3_ops.measuring.steady import Steady
 from ai3_ops.nn import leaf_class
 
@@ -346,7 +345,7 @@ def machine(threads: int, load: Load) -> dict[str, str]:
     """What the figures of a run must be read with."""
     flops, bandwidth = limits(threads)
     onednn = re.search(r"MKL-DNN v([\d.]+)", torch.__config__.show())
-    found = doctor.machine()
+    found = _machine.machine()
     found["threads"] = str(threads)
     found["versions"] += f", oneDNN {onednn.group(1) if onednn else 'unknown'}"
     found["compiler"] = _library.BUILD.get("compiler", "unknown")
@@ -375,7 +374,7 @@ def stored(page: Path, empty: dict[str, Any]) -> dict[str, Any]:
     """What earlier runs measured for a page, or `empty`; ends the program where another machine did."""
     path = page.with_suffix(".json")
     data = json.loads(path.read_text()) if path.exists() else empty
-    there, here = data.get("machine", {}), doctor.machine()
+    there, here = data.get("machine", {}), _machine.machine()
     for what in ("processor", "instruction set"):
         if there.get(what, here[what]) != here[what]:
             sys.exit(f"{page} has figures of {what} {there[what]}, this is {here[what]}: --output names another page")

@@ -3,7 +3,7 @@
     python -m benchmarks.oversubscribed [--models squeezenet1_1 ...] [--times 2 4] [--turns 5]
 
 Each network runs with as many threads as the machine has cores, then with that many times as many; every engine in a process of
-its own (`ai3_ops.bench`). Networks that were measured before stay on the page until they are measured again.
+its own (`python -m ai3_ops bench`). Networks that were measured before stay on the page until they are measured again.
 """
 
 from __future__ import annotations

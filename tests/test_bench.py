@@ -12,7 +12,8 @@ from rich.progress import Progress
 from torch import nn
 
 import ai3_ops
-from ai3_ops.cli import bench, doctor, models, peers
+from ai3_ops import _machine
+from ai3_ops.cli import bench, models, peers
 from ai3_ops.cli.bench import Engine, Result
 from ai3_ops.cli.main import main, selectors
 from ai3_ops.measuring import steady as steady_module
@@ -166,7 +167,7 @@ def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "measure", fake)
     output = tmp_path / "page.md"
     foreign = results()
-    bench.save(output, {key: replace(result, machine=doctor.machine()) for key, result in foreign.items()})
+    bench.save(output, {key: replace(result, machine=_machine.machine()) for key, result in foreign.items()})
     command = [
         "bench",
         "--models",

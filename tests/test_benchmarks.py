@@ -15,7 +15,7 @@ LINES = sorted({layer for path in measure.SHAPES.glob("*.txt") for layer in meas
 def test_figures_of_two_machines_do_not_share_a_page(tmp_path):
     page = tmp_path / "page.md"
     assert measure.stored(page, {"cells": {}}) == {"cells": {}}
-    here = measure.doctor.machine()
+    here = measure._machine.machine()
     measure.write(page, [], {"machine": here})
     assert measure.stored(page, {}) == {"machine": here}
     measure.write(page, [], {"machine": here | {"processor": "Abacus"}})

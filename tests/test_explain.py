@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ai3_ops
-from ai3_ops import Plan, explain, swap
-from ai3_ops.measuring import records
+from ai3_ops import Plan, _machine, explain, swap
 from ai3_ops.optimizing import backend, pipeline
 from ai3_ops.selecting.plan import PlannedLayer
 
@@ -371,7 +370,7 @@ def test_times_of_a_plan_sort_the_layers_and_begin_the_summary():
     plan = Plan(
         {"0": entry("conv2d", "direct", 100.0, 150.0), "2": entry("conv2d", "direct", 300.0, 900.0)}
         | {str(i): entry("relu", "torch", 50.0, 50.0) for i in (1, 3, 4, 5, 6)},
-        records.machine(),
+        _machine.machine(),
     )  # fmt: skip
     swapped = swap(net, plan)
     report = explain(swapped)

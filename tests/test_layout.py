@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 import ai3_ops
-from ai3_ops import Plan, _library
+from ai3_ops import Plan, _library, _machine
 from ai3_ops.checking.calling import profiled
-from ai3_ops.measuring import records
 from ai3_ops.nn import layout
-from ai3_ops.operations.base import is_channels_last
 from ai3_ops.operations.conv2d import is_wrong_in_training
+from ai3_ops.problem import is_channels_last
 from ai3_ops.selecting.plan import PlannedLayer
 
 
@@ -278,7 +277,7 @@ def test_what_counts_as_the_same_output(one, other, expected):
 def of_plan(form):
     """A plan for a model whose one layer is `conv`."""
     entry = PlannedLayer("conv2d", "direct", form, None, None, None, None, "", [], {})
-    return Plan({"conv": entry}, records.machine(), {})
+    return Plan({"conv": entry}, _machine.machine(), {})
 
 
 @pytest.mark.parametrize("kernel", [1, 3])

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 
 import ai3_ops
-from ai3_ops import Plan, _library, registry
+from ai3_ops import Plan, _library, _machine, registry
 from ai3_ops.calls.call import Spec
-from ai3_ops.measuring import records, timing
+from ai3_ops.measuring import timing
 from ai3_ops.measuring.timing import Layer, Measured, Surroundings, measure, median, percentile
 from ai3_ops.optimizing.choose import Case
 from ai3_ops.selecting import plan as plans
@@ -422,7 +422,7 @@ def test_a_plan_is_json_that_a_person_can_edit(model, x, given, tmp_path):
     plan.save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
     assert data["version"] == 1
-    assert data["machine"] == records.machine()
+    assert data["machine"] == _machine.machine()
     first = data["layers"]["first"]
     assert {"operation", "algorithm", "time_us", "error", "workspace_bytes", "candidates"} <= set(first)
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -528,7 +528,7 @@ def test_verify(model, x, given):
     given["asked"].clear()
     same = plan.verify(model, x, progress=False)
     assert algorithms(same) == algorithms(plan)
-    assert same.machine == records.machine()
+    assert same.machine == _machine.machine()
     everything = {name for _, _, names in given["asked"] for name in names}
     assert "winograd_f6" not in everything  # only the choices and their rivals were timed
     given |= {"winograd_f4": 300.0, "winograd_f6": 20.0}
@@ -579,7 +579,7 @@ def test_cache(model, x, given, tmp_path):
     assert len(given["asked"]) == 2 * measured
     assert entries(tmp_path) == files
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(records, "machine", lambda: {"processor": "Abacus"})
+        patch.setattr(_machine, "machine", lambda: {"processor": "Abacus"})
         tuned(model, x)
     assert len(given["asked"]) == 3 * measured
     assert len(entries(tmp_path)) == 2 * len(files)

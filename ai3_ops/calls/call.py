@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ai3_ops import _library, _torch, registry
-from ai3_ops.operations import base
-from ai3_ops.operations.base import Problem
+from ai3_ops.problem import Problem, spread
+from ai3_ops.registry import operator_named
 from ai3_ops.selecting.selectors import Algorithm
 
 # Looked up once: a call asks each of these.
@@ -86,7 +86,7 @@ class CallPlan:
         numbers: list[Any] = []
         for argument, value in zip(operator._schema.arguments, args, strict=False):
             if argument.N:
-                numbers += base.spread("", value, argument.N, argument.name, -(2**31))
+                numbers += spread("", value, argument.N, argument.name, -(2**31))
             elif isinstance(value, (list, tuple)):
                 numbers += [len(value), *value]
             elif not str(argument.type).endswith("Tensor") and not str(argument.type).startswith("Optional[Tensor"):
@@ -652,7 +652,7 @@ class Call:
         name = self.algorithm.name
         if self.rule:
             name = self.resolved(name, args)
-        infer = base.operator_named(f"_{self.operation}_{name}_infer")
+        infer = operator_named(f"_{self.operation}_{name}_infer")
         own, given = registry.parameters(self.operation, name), self.algorithm.parameters
         if infer is None or given.keys() - {p.name for p in own}:
             return None
@@ -746,7 +746,7 @@ class WeightedCall(Call):
         super().choose(algorithm)
         own = {p.name for p in registry.parameters(self.operation, algorithm.name)}
         plain = not any(algorithm.backward) and self.options.keys() <= {*SWITCHES, *own}
-        self.held = base.operator_named(f"_{self.operation}_{algorithm.name}_held") if plain else None
+        self.held = operator_named(f"_{self.operation}_{algorithm.name}_held") if plain else None
 
     def forward(self, args: tuple[Any, ...]) -> Tensor:
         """With a slot, but for a weight that is trained, or that is no parameter and may be computed for every call."""
@@ -852,7 +852,7 @@ class WeightedCall(Call):
         """Under autocast, the input in its dtype: C++ casts the weight once, when it packs it."""
         if not _any_autocast() or args[1].dtype == torch.float64 or not torch.is_autocast_enabled("cpu"):
             return args
-        return (base.autocast(args[0], "cpu"), *args[1:])
+        return (_torch.autocast(args[0], "cpu"), *args[1:])
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
         """As PyTorch's switch has it; in the dtype of the input."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ai3_ops import registry
-from ai3_ops.operations.base import Problem
 from ai3_ops.operations.case import Case, Draw
 from ai3_ops.operations.conv2d import conv as conv
+from ai3_ops.problem import Problem
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
 
 DTYPES = {name: getattr(torch, name) for name in registry.DTYPE_NAMES}

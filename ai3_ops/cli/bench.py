@@ -34,7 +34,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops.cli import doctor, models, peers
+from ai3_ops import _machine
+from ai3_ops.cli import models, peers
 from ai3_ops.measuring.steady import Steady
 from ai3_ops.registry import near
 
@@ -285,7 +286,7 @@ def commit() -> str:
     """Of the source tree that this package lies in; the version where it lies in none."""
     root = Path(ai3_ops.__file__).parent.parent
     done = subprocess.run(["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return done.stdout.strip() if done.returncode == 0 and (root / "csrc").exists() else f"version {doctor.version()}"
+    return done.stdout.strip() if done.returncode == 0 and (root / "csrc").exists() else f"version {_machine.version()}"
 
 
 # What is written ------------------------------------------------------------------------------------------------------
@@ -432,7 +433,7 @@ def main(options: argparse.Namespace, console: Console) -> int:
         engines.append(name)
     threads = options.threads or torch.get_num_threads()
     command = shlex.join(["python", "-m", "ai3_ops", *sys.argv[1:]])
-    machine = doctor.machine() | {"threads": str(threads)}
+    machine = _machine.machine() | {"threads": str(threads)}
     for earlier in load(options.output).values() if options.output else ():
         if earlier.machine.get("processor") != machine["processor"]:
             raise ValueError(

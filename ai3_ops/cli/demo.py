@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops import registry
+from ai3_ops import _machine, registry
 from ai3_ops.cli import doctor
 from ai3_ops.registry import near
 
@@ -420,7 +420,7 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
         ai3_ops.swap(net.model, arguments.selectors)  # wrong selectors are refused before anything takes time
     with _progress(1) as step:
         step("measuring the machine's limits")
-        facts = {**doctor.machine(), **doctor.limits()}
+        facts = {**_machine.machine(), **doctor.limits()}
     _print_facts(facts, console)
     net.model.to(arguments.device)
     with _progress(1 + DIGITS_EPOCHS) as step:
@@ -581,7 +581,8 @@ def _figure(
         figsize=(14, 8.2), dpi=110, facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08)
     )
     figure.suptitle(
-        f"{net.name}, {net.origin}, on {doctor.cpu_name()} ({level()}, threads: {torch.get_num_threads()})", fontsize=13
+        f"{net.name}, {net.origin}, on {_machine.cpu_name()} ({level()}, threads: {torch.get_num_threads()})",
+        fontsize=13,
     )
     grid = figure.add_gridspec(4, 3, width_ratios=[0.8, 1.5, 0.75], height_ratios=[1, 1, 0.75, 0.75])
 
@@ -681,4 +682,4 @@ def _figure(
 
 def level() -> str:
     """The instruction-set level that runs."""
-    return doctor.machine()["instruction set"]
+    return _machine.machine()["instruction set"]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import re
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from ai3_ops import _library, registry
+from ai3_ops import _library, _machine, registry
 from ai3_ops.checking.cases import CASES, Call
 from ai3_ops.registering.register import find_compiler
 
@@ -26,16 +24,6 @@ DEMO_PACKAGES = {"torchvision": "torchvision", "sklearn": "scikit-learn", "matpl
 _OPENMP = re.compile(r"/(lib(?:gomp|omp|iomp5)[^/\s]*\.so[^/\s]*)$")
 
 
-def cpu_name() -> str:
-    """The processor's name, as it gives it, with family and model, which tell generations apart where a name does not."""
-    try:
-        said = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
-    except OSError:
-        said = {}
-    name = said.get("model name") or platform.processor() or platform.machine()
-    return f"{name}, family {said['cpu family']}, model {said['model']}" if "cpu family" in said else name
-
-
 def openmp_runtimes() -> list[str]:
     """The OpenMP runtimes loaded into this process, by real path."""
     try:
@@ -44,36 +32,6 @@ def openmp_runtimes() -> list[str]:
         return []
     paths = {line.split(maxsplit=5)[-1] for line in lines if _OPENMP.search(line)}
     return sorted({os.path.realpath(p) for p in paths})
-
-
-def gpu_names() -> list[str]:
-    """The CUDA devices that torch can use."""
-    return (
-        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    )
-
-
-def machine() -> dict[str, str]:
-    """What a measurement needs to be told with: processor, level, threads, GPU, versions."""
-    known = _library.registry()
-    level = known["level"] + (" and AMX" if known["matrix_tiles"] else "")
-    forced = " (AI3_OPS_ISA)" if os.environ.get("AI3_OPS_ISA") else ""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "processor": f"{cpu_name()}, {cores} logical cores",
-        "instruction set": level + forced,
-        "threads": str(torch.get_num_threads()),
-        "GPU": ", ".join(gpu_names()) or "none",
-        "versions": f"ai3_ops {version()}, torch {torch.__version__}, Python {platform.python_version()}",
-    }
-
-
-def version() -> str:
-    """The installed package's version."""
-    try:
-        return metadata.version("ai3_ops")
-    except metadata.PackageNotFoundError:
-        return "from the source tree"
 
 
 def limits() -> dict[str, str]:
@@ -114,7 +72,7 @@ def remarks() -> list[str]:
 
 def cuda_state() -> tuple[str, str]:
     """The CUDA part in words, and what to do about it ("" when there is nothing to do)."""
-    build, gpus = _library.BUILD, gpu_names()
+    build, gpus = _library.BUILD, _machine.gpu_names()
     if Path(_library.__file__).with_name("_C_cuda.so").exists():
         built = f"built with CUDA {build['cuda']} for {build['cuda_architectures']}"
         if torch.version.cuda is None:
@@ -187,7 +145,7 @@ def main(console: Console | None = None) -> int:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     rows = {
-        **machine(),
+        **_machine.machine(),
         **limits(),
         "built": f"against torch {build.get('torch', 'unknown')} with {build.get('compiler', 'an unknown compiler')}",
         "levels built": f"{', '.join(build.get('levels', [])) or 'unknown'}; AI3_OPS_ISA chooses a lower one",

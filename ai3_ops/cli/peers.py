@@ -1,4 +1,4 @@
-"""One engine in a process of its own, for `ai3_ops.bench`: `python -P peers.py ENGINE FOLDER THREADS`.
+"""One engine in a process of its own, for `cli.bench`: `python -P peers.py ENGINE FOLDER THREADS`.
 
 Imports nothing of this package but where it is the engine, so that a peer's process holds the peer alone. Answers with
 lines of JSON on the standard output that it was started with: first what it is, then, for each line on its standard
@@ -75,10 +75,9 @@ def compile(folder: Path, threads: int) -> Ready:
 def _ours(folder: Path, threads: int, make: Callable[..., Any]) -> Ready:
     torch, model, inputs = _torch(folder, threads)
     import ai3_ops
-    from ai3_ops.cli import doctor
 
     made = make(ai3_ops, model, inputs)
-    return _call(torch, made, inputs), doctor.version()
+    return _call(torch, made, inputs), ai3_ops.__version__
 
 
 def swap_default(folder: Path, threads: int) -> Ready:

@@ -12,16 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ai3_ops import _library, registry
-from ai3_ops.cli import doctor
-from ai3_ops.registering.register import cache_directory
+from ai3_ops import _library, _machine, registry
+from ai3_ops._directories import cache_directory
 
 VERSION = 1  # of what the entries hold, and of how it is measured
-
-
-def machine() -> dict[str, str]:
-    """What measurements depend on: processor, instruction set, threads, GPU, versions."""
-    return doctor.machine()
 
 
 @functools.cache
@@ -37,7 +31,13 @@ def machine_key() -> dict[str, Any]:
     """What all entries of a directory have in common: the machine, the built-in algorithms, and those that a user registered."""
     own = {f"{o}_{name}": digest for (o, name), digest in sorted(registry.digests.items())}
     defaults = {o: name for o, name in sorted(registry.preferred.items()) if name}
-    return {"version": VERSION, **machine(), "library": _library_digest(), "registered": own, "defaults": defaults}
+    return {
+        "version": VERSION,
+        **_machine.machine(),
+        "library": _library_digest(),
+        "registered": own,
+        "defaults": defaults,
+    }
 
 
 def digest(key: Mapping[str, Any]) -> str:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ai3_ops import _library, registry
 from ai3_ops.calls.call import Call, Spec
-from ai3_ops.operations import base
+from ai3_ops.problem import Problem
+from ai3_ops.registry import operator_named
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS
 from ai3_ops.selecting.selectors import Algorithm
 
@@ -133,7 +134,7 @@ class Layer:
             for a in self.arguments
         )
 
-    def problem(self, layout: str) -> base.Problem:
+    def problem(self, layout: str) -> Problem:
         """What the registry is asked about."""
         call = Call.by_name[self.operation]()
         return call.problem(*self.meta(layout))._replace(device=self.device)
@@ -170,7 +171,7 @@ class Layer:
             return 0, 0
         p = self.problem(layout)
         both = registry.workspace_sizes(self.operation, name, p.device, p.dtype, **p.sizes)
-        if base.operator_named(f"_{self.operation}_{name}_pack") is None:
+        if operator_named(f"_{self.operation}_{name}_pack") is None:
             return both, 0
         packed = registry.packed_bytes_sizes(self.operation, name, p.device, p.dtype, **p.sizes)
         return max(both - packed, 0), packed

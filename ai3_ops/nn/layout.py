@@ -17,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ai3_ops._torch import pytree
 from ai3_ops.calls.call import Call
-from ai3_ops.operations.base import is_channels_last
+from ai3_ops.problem import is_channels_last
 
 FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}  # by the words of plans
 

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops.calls.call import Call
-from ai3_ops.operations import base
-from ai3_ops.operations.base import Problem, check
 from ai3_ops.operations.case import LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.pooling import Pooling, batch_of
+from ai3_ops.problem import Problem, check, is_channels_last, spread
 
 
 class AdaptiveAvgPool2d(Pooling):
@@ -24,14 +23,14 @@ class AdaptiveAvgPool2d(Pooling):
 
     def problem(self, label: str, input: Tensor, output_size: Any, **_: Any) -> Problem:
         """Input (N, C, H, W) or (C, H, W); RuntimeError for what does not fit."""
-        height, width = base.spread(label, output_size, 2, "output_size", 0)
+        height, width = spread(label, output_size, 2, "output_size", 0)
         n, c, h, w = batch_of(label, input).shape
         check(
             (h > 0) & (w > 0),
             label,
             f"needs input with a height and width of at least 1, got {tuple(input.shape)}",
         )
-        channels_last = base.is_channels_last(input)
+        channels_last = is_channels_last(input)
         sizes = {
             "batch": n, "channels": c, "in_height": h, "in_width": w, "out_height": height, "out_width": width,
             "channels_last": channels_last,

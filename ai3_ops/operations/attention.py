@@ -16,10 +16,11 @@ from ai3_ops import registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.calls.call import Call, CallPlan, fast_in
 from ai3_ops.operations import base, multihead, patterns
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.plain_attention import Plain, Sight, fitted, reduced
 from ai3_ops.operations.step import Step, computed
+from ai3_ops.problem import Problem, check, check_dtype, check_same
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -69,9 +70,9 @@ class Attention(Operation):
         **_: Any,
     ) -> Problem:
         """Query (..., H, L, E), key (..., H, S, E), value (..., H, S, Ev), mask broadcast to (..., H, L, S); RuntimeError."""
-        base.check_dtype(label, query)
-        base.check_same(label, query, key, "key")
-        base.check_same(label, query, value, "value")
+        check_dtype(label, query)
+        check_same(label, query, key, "key")
+        check_same(label, query, value, "value")
         for tensor, name in ((query, "query"), (key, "key"), (value, "value")):
             needs = "needs query, key and value of 2 to 5 dimensions, got"
             check(2 <= tensor.ndim <= _RANK, label, f"{needs} {name} of sizes {tuple(tensor.shape)}")

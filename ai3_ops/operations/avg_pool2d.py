@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops.calls.call import Call
-from ai3_ops.operations.base import Problem
 from ai3_ops.operations.case import BadCall, Case
 from ai3_ops.operations.pooling import WindowPooling, window_problem
+from ai3_ops.problem import Problem
 
 
 class AvgPool2d(WindowPooling):

@@ -1,4 +1,4 @@
-"""What every operation's Python rules share: checks, the fake kernel, and the registration of all rules with the dispatcher.
+"""What every operation's Python rules share: the fake kernel, and the registration of all rules with the dispatcher.
 
 The stable ABI has neither fake kernels nor autograd, autocast and vmap rules, so these live here, once per operation; an
 algorithm gets them by being registered. A new operation is one more subclass of `Operation` in a file of its own.
@@ -8,102 +8,26 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ai3_ops import _library, _torch, registry
+from ai3_ops import _torch, registry
 from ai3_ops._torch import DispatchKeySet, OpOverload, below_autograd
 from ai3_ops.operations.case import Tested
+from ai3_ops.problem import Problem, check, check_place, check_workspace, spread
+from ai3_ops.registry import operator_named
 
 LIBRARY = torch.library.Library("ai3", "FRAGMENT")
 AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 Dims = Sequence["int | None"]
 
 
-class Problem(NamedTuple):
-    """A call's arguments, checked: what the registry is asked about, and what the output looks like."""
-
-    device: str  # "cpu", "cuda:1", "meta"
-    dtype: torch.dtype
-    sizes: dict[str, Any]  # by the names of the operation's query; a size may be a SymInt
-    shape: tuple[Any, ...]  # of the output; with a batch dimension of 1 when `unbatched`
-    channels_last: bool = False
-    unbatched: bool = False
-
-    def empty(self, device: torch.device) -> Tensor:
-        """The output, uninitialized."""
-        layout = torch.channels_last if self.channels_last else torch.contiguous_format
-        output = torch.empty(self.shape, dtype=self.dtype, device=device, memory_format=layout)
-        return output.squeeze(0) if self.unbatched else output
-
-
-def check(condition: Any, label: str, needs: str) -> None:
-    """Raises `RuntimeError("<label>: <needs>")` unless the condition (which may be symbolic) holds."""
-    _torch.check(condition, lambda: f"{label}: {needs}")
-
-
-def check_dtype(label: str, tensor: Tensor) -> None:
-    """The dtypes that any algorithm computes in."""
-    check(
-        tensor.dtype in _library.DTYPES,
-        label,
-        f"needs float64, float32, bfloat16 or float16 tensors, got {str(tensor.dtype).removeprefix('torch.')}",
-    )
-
-
-def check_same(label: str, input: Tensor, other: Tensor, name: str) -> None:
-    """`input` and `other` have one dtype and one device."""
-    check(
-        input.dtype == other.dtype,
-        label,
-        f"needs input and {name} of one dtype, got {input.dtype} and {other.dtype}",
-    )
-    check(
-        input.device == other.device,
-        label,
-        f"needs input and {name} on one device, got {input.device} and {other.device}",
-    )
-
-
-def check_place(label: str, output: Tensor, tensor: Tensor, name: str) -> None:
-    """`tensor`, an `out` or a residual, has the output's sizes, dtype and device."""
-    fits = tensor.shape == output.shape
-    check(fits, label, f"needs {name} of sizes {tuple(output.shape)}, got {tuple(tensor.shape)}")
-    check_same(label, output, tensor, name)
-
-
-def check_workspace(label: str, output: Tensor, workspace: Tensor | None) -> None:
-    """A caller's workspace is bytes on the output's device; how many it must be is seen when the operator runs."""
-    if workspace is not None:
-        fits = workspace.dtype == torch.uint8 and workspace.is_contiguous() and workspace.device == output.device
-        what = f"{workspace.dtype} on {workspace.device}"
-        check(fits, label, f"needs a contiguous uint8 tensor on the output's device as workspace, got {what}")
-
-
-def spread(label: str, value: int | Sequence[int], count: int, name: str, least: int) -> tuple[int, ...]:
-    """A list argument for `count` dimensions: an int or one element stands for all of them, as in ATen."""
-    check(not isinstance(value, str), label, f"{name} needs numbers, got {value!r}")
-    values = (value,) if isinstance(value, (int, torch.SymInt, numbers.Integral)) else tuple(value)
-    if len(values) == 1:
-        values *= count
-    check(len(values) == count, label, f"{name} needs 1 or {count} elements, got {values}")
-    most = 2**31 - 1
-    check(all(least <= v <= most for v in values), label, f"{name} needs values from {least} to {most}, got {values}")
-    return values
-
-
 def batched(input: Tensor) -> Tensor:
     """(C, H, W) as (1, C, H, W)."""
     return input.unsqueeze(0) if input.ndim == 3 else input
-
-
-def is_channels_last(*tensors: Tensor) -> bool:
-    """Whether ATen would answer in channels_last for one of these 4-D tensors."""
-    return any(_torch.suggest_memory_format(t) == torch.channels_last for t in tensors)
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -119,12 +43,6 @@ def lead(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 def fold(tensor: Tensor, dim: int | None, into: int, size: int) -> Tensor:
     """Makes the vmap dimension the outer part of dimension `into` of the per-sample tensor."""
     return lead(tensor, dim, size).movedim(0, into).flatten(into, into + 1)
-
-
-def operator_named(name: str) -> OpOverload | None:
-    """`torch.ops.ai3.<name>.default`, if it is defined."""
-    packet = getattr(torch.ops.ai3, name, None)
-    return packet and packet.default
 
 
 def algorithm_operators(operation: str, algorithm: str) -> dict[str, OpOverload]:
@@ -502,17 +420,6 @@ def own_tensors(op: OpOverload) -> list[str]:
     return [a.name for a in op._schema.arguments if a.kwarg_only and "Tensor" in str(a.type)]
 
 
-def autocast(value: Any, device: str) -> Any:
-    """A floating-point tensor of `device` but float64 ones in the autocast dtype; anything else as it is."""
-    eligible = (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and value.dtype != torch.float64
-        and value.device.type == device
-    )
-    return value.to(torch.get_autocast_dtype(device)) if eligible else value
-
-
 def without_slot(op: Callable[..., Any]) -> Callable[..., Any]:
     """The operator for weights that are not the layer's own, which its slot must not keep."""
 
@@ -526,8 +433,8 @@ def cast_before(op: Callable[..., Any]) -> Callable[..., Any]:
     """The autocast rule that casts all tensors and calls the operator."""
 
     def rule(device: str, *args: Any, **options: Any) -> Any:
-        named = {name: autocast(value, device) for name, value in options.items()}
-        return op(*(autocast(value, device) for value in args), **named)
+        named = {name: _torch.autocast(value, device) for name, value in options.items()}
+        return op(*(_torch.autocast(value, device) for value in args), **named)
 
     return rule
 

@@ -14,9 +14,10 @@ from ai3_ops import _library, _torch, registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.calls.call import REMEMBERED, Spec, SwitchedCall, fast_in, weights_of
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Problem, check
+from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.weighted import Weighted
+from ai3_ops.problem import Problem, check, check_dtype, check_same, is_channels_last, spread
 
 
 class Window(NamedTuple):
@@ -72,7 +73,7 @@ class Conv2d(Weighted):
     def windows(self, label: str, stride: Any, padding: Any, dilation: Any) -> list[tuple[int, ...]]:
         """Each as one number for each dimension."""
         named = (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1))
-        return [base.spread(label, value, self.space, name, least) for name, value, least in named]
+        return [spread(label, value, self.space, name, least) for name, value, least in named]
 
     def batched(self, input: Tensor) -> Tensor:
         """With a batch of 1 where the input has none."""
@@ -119,11 +120,11 @@ class Conv2d(Weighted):
         **_: Any,
     ) -> Problem:
         """Input (N, C, H, W) or (C, H, W), weight (K, C/groups, R, S), bias (K); RuntimeError for what does not fit."""
-        base.check_same(label, input, weight, "weight")
+        check_same(label, input, weight, "weight")
         k, cg, kernel = self.checked_weight(label, weight, groups)
         fits = input.ndim in (self.space + 1, self.space + 2)
         check(fits, label, f"needs input {self.shapes[0]} or {self.shapes[1]}, got {tuple(input.shape)}")
-        base.check_dtype(label, input)
+        check_dtype(label, input)
         stride, padding, dilation = self.windows(label, stride, padding, dilation)
         x = self.batched(input)
         n, c, *image = x.shape
@@ -153,8 +154,8 @@ class Conv2d(Weighted):
                 label,
                 f"needs a bias of {k} elements, got {tuple(bias.shape)}",
             )
-            base.check_same(label, input, bias, "bias")
-        channels_last = self.space == 2 and base.is_channels_last(x, weight)
+            check_same(label, input, bias, "bias")
+        channels_last = self.space == 2 and is_channels_last(x, weight)
         sizes = {
             "batch": n, "in_channels": c, "out_channels": k, **self.named(image, kernel, stride, padding, dilation),
             "groups": groups, "has_bias": bias is not None, "deterministic": deterministic,
@@ -395,7 +396,7 @@ def register_backward(rules: Conv2d, op: OpOverload, algorithm: str) -> None:
         grads = (
             problem._replace(shape=rules.batched(input).shape),
             problem._replace(
-                shape=weight.shape, channels_last=rules.space == 2 and base.is_channels_last(weight), unbatched=False
+                shape=weight.shape, channels_last=rules.space == 2 and is_channels_last(weight), unbatched=False
             ),
         )
         return (
@@ -425,7 +426,7 @@ def double_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad, input, ggx = (None if t is None else t.unsqueeze(0) for t in (grad, input, ggx))
     grad, input, weight = base.plain(grad), base.plain(input), base.plain(weight)
     ggx, ggw = (None if t is None else base.plain(t) for t in (ggx, ggw))
-    lists = [base.spread("a convolution", v, space, "size", 0) for v in ctx.window]
+    lists = [spread("a convolution", v, space, "size", 0) for v in ctx.window]
     window = (*lists, False, [0] * space, ctx.groups)
     backward = torch.ops.aten.convolution_backward
     of_grad = of_input = of_weight = None

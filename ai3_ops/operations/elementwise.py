@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ai3_ops import _library
 from ai3_ops.calls.call import Call
-from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem
+from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import STRANGE, BadCall, Case
+from ai3_ops.problem import Problem, check_dtype
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -23,7 +23,7 @@ class Elementwise(Operation):
 
     def problem(self, label: str, input: Tensor, **_: Any) -> Problem:
         """Any shape; RuntimeError for other dtypes than the four."""
-        base.check_dtype(label, input)
+        check_dtype(label, input)
         return Problem(str(input.device), input.dtype, {"count": input.numel()}, tuple(input.shape))
 
     def fake(self, algorithm: str, *args: Any, **kwargs: Any) -> Tensor:

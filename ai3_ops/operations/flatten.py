@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ai3_ops.calls.call import Call
-from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
+from ai3_ops.problem import Problem, check, check_dtype
 
 
 class Flatten(Operation):
@@ -27,7 +27,7 @@ class Flatten(Operation):
             check(-rank <= value < rank, label, f"needs {name} in [{-rank}, {rank - 1}], got {value}")
         start, end = start_dim % rank, end_dim % rank
         check(start <= end, label, f"needs start_dim no later than end_dim, got {start_dim} and {end_dim}")
-        base.check_dtype(label, input)
+        check_dtype(label, input)
         shape = tuple(input.shape) or (1,)
         joined = 1
         for size in shape[start : end + 1]:

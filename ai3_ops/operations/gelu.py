@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops import registry
-from ai3_ops.operations.base import Problem, check
 from ai3_ops.operations.elementwise import MEASURED, MEASURED_IN, WIDEST, Elementwise, ElementwiseCall, ElementwiseLine
 from ai3_ops.operations.step import Step, computed
+from ai3_ops.problem import Problem, check
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line

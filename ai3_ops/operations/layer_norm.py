@@ -14,9 +14,10 @@ from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.calls.call import Call, CallPlan, weights_of
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.step import Step, computed
+from ai3_ops.problem import Problem, check, check_dtype
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -41,7 +42,7 @@ class LayerNorm(Operation):
         **_: Any,
     ) -> Problem:
         """Input (..., *normalized_shape), weight and bias (normalized_shape), also float32 ones beside 16 bits; RuntimeError."""
-        base.check_dtype(label, input)
+        check_dtype(label, input)
         shape = tuple(normalized_shape)
         check(len(shape) > 0, label, "needs a normalized_shape of at least one dimension")
         rows = input.shape[: max(input.ndim - len(shape), 0)]

@@ -13,9 +13,10 @@ from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
 from ai3_ops.calls.call import CallPlan, SwitchedCall, fast_in, weights_of
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Problem, check
+from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import CHANNELS, BadCall, Case, Draw
 from ai3_ops.operations.weighted import Weighted
+from ai3_ops.problem import Problem, check, check_dtype, check_same
 
 
 class Linear(Weighted):
@@ -36,7 +37,7 @@ class Linear(Weighted):
         **_: Any,
     ) -> Problem:
         """Input (..., in_features), weight (out_features, in_features) or (in_features,); RuntimeError otherwise."""
-        base.check_same(label, input, weight, "weight")
+        check_same(label, input, weight, "weight")
         check(input.ndim > 0, label, "needs input of at least one dimension")
         check(
             weight.ndim in (1, 2),
@@ -48,10 +49,10 @@ class Linear(Weighted):
             label,
             f"needs input of {weight.shape[-1]} features in its last dimension, got {tuple(input.shape)}",
         )
-        base.check_dtype(label, input)
+        check_dtype(label, input)
         out_features = weight.shape[0] if weight.ndim == 2 else 1
         if bias is not None:
-            base.check_same(label, input, bias, "bias")
+            check_same(label, input, bias, "bias")
             expected = "(out_features,)" if weight.ndim == 2 else "()"
             check(
                 bias.ndim == 0 or (bias.ndim == 1 and weight.ndim == 2 and bias.shape[0] in (1, out_features)),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops import registry
-from ai3_ops.operations.base import check
+from ai3_ops.problem import check
 
 _WORD, _STEP = 2**64, 0x9E3779B97F4A7C15
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import HUGE, BadCall, Case, Draw, image, pair
+from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, spread
 
 
 class Pooling(Operation):
@@ -76,7 +77,7 @@ class WindowPooling(Pooling):
 def batch_of(label: str, input: Tensor) -> Tensor:
     """The input as (N, C, H, W), checked."""
     check(input.ndim in (3, 4), label, f"needs input (N, C, H, W) or (C, H, W), got {tuple(input.shape)}")
-    base.check_dtype(label, input)
+    check_dtype(label, input)
     return base.batched(input)
 
 
@@ -92,10 +93,10 @@ def window_problem(
     divisor_override: int | None = None,
 ) -> Problem:
     """The problem of a pooling with explicit windows; an empty stride is the kernel's size."""
-    kernel = base.spread(label, kernel_size, 2, "kernel_size", 1)
-    steps = kernel if stride is None or stride == [] or stride == () else base.spread(label, stride, 2, "stride", 1)
-    pad = base.spread(label, padding, 2, "padding", 0)
-    spacing = base.spread(label, dilation, 2, "dilation", 1)
+    kernel = spread(label, kernel_size, 2, "kernel_size", 1)
+    steps = kernel if stride is None or stride == [] or stride == () else spread(label, stride, 2, "stride", 1)
+    pad = spread(label, padding, 2, "padding", 0)
+    spacing = spread(label, dilation, 2, "dilation", 1)
     check(
         all(p <= k // 2 for p, k in zip(pad, kernel, strict=True)),
         label,
@@ -114,7 +115,7 @@ def window_problem(
         label,
         f"the input of {h}x{w} is too small: no window of kernel_size {kernel} and dilation {spacing} fits",
     )
-    channels_last = base.is_channels_last(input)
+    channels_last = is_channels_last(input)
     sizes = {
         "batch": n, "channels": c, "in_height": h, "in_width": w,
         "kernel_height": kernel[0], "kernel_width": kernel[1], "stride_h": steps[0], "stride_w": steps[1],

@@ -16,6 +16,7 @@ from ai3_ops import _torch, registry
 from ai3_ops.operations import base
 from ai3_ops.operations.conv2d import WINDOW
 from ai3_ops.operations.step import Step
+from ai3_ops.problem import Problem, check
 
 LABEL = "ai3::_program"
 _LINE = re.compile(r"%(\d+) = (\S+)\s*(.*)")
@@ -63,7 +64,7 @@ def parse(text: str) -> tuple[list[Line], list[tuple[int, bool]]]:
     return lines, results
 
 
-def problem(line: Line, operands: Sequence[Tensor]) -> base.Problem:
+def problem(line: Line, operands: Sequence[Tensor]) -> Problem:
     """The problem of a line that is a layer's."""
     name = next(o for o in sorted(registry.OPERATIONS, key=len, reverse=True) if line.operation.startswith(f"{o}_"))
     x, rules, label = operands[0], registry.OPERATIONS[name], f"ai3::{line.operation}"
@@ -91,9 +92,9 @@ def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
         return tuple(line.numbers("sizes"))
     x = operands[0]
 
-    def check(condition: Any, needs: str) -> None:
+    def require(condition: Any, needs: str) -> None:
         shapes = " and ".join(str(tuple(t.shape)) for t in operands)
-        base.check(condition, f"{LABEL}: {line.operation}", f"{needs}, got {shapes}")
+        check(condition, f"{LABEL}: {line.operation}", f"{needs}, got {shapes}")
 
     match line.operation:
         case "activate" | "affine":
@@ -101,30 +102,30 @@ def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
         case "add" | "multiply":
             other = operands[1].shape
             broadcast = x.ndim == 4 and len(other) == 4 and other == (*x.shape[:2], 1, 1)
-            check(other == x.shape or broadcast, "needs values of the same sizes, or a second one (N, C, 1, 1)")
+            require(other == x.shape or broadcast, "needs values of the same sizes, or a second one (N, C, 1, 1)")
             return tuple(x.shape)
         case "concat":
             dim = line.flag("dim", 1)
             known = "dim" in line.options or x.ndim in (2, 4)
-            check(known and dim < x.ndim, "needs images (N, C, H, W) or rows (N, F), or a dimension that they have")
+            require(known and dim < x.ndim, "needs images (N, C, H, W) or rows (N, F), or a dimension that they have")
             for other_value in operands:
                 lead, rest = other_value.shape[:dim], other_value.shape[dim + 1 :]
                 fits = (*lead, *rest) == (*x.shape[:dim], *x.shape[dim + 1 :])
-                check(fits, "needs values that differ in channels alone")
+                require(fits, "needs values that differ in channels alone")
             return (*x.shape[:dim], sum(t.shape[dim] for t in operands), *x.shape[dim + 1 :])
         case "slice":
             dim, start, stop = line.flag("dim", 1), line.flag("start"), line.flag("stop")
             known = "dim" in line.options or x.ndim in (2, 4)
-            check(known and dim < x.ndim and 0 <= start < stop <= x.shape[dim], f"needs channels {start} to {stop}")
+            require(known and dim < x.ndim and 0 <= start < stop <= x.shape[dim], f"needs channels {start} to {stop}")
             return (*x.shape[:dim], stop - start, *x.shape[dim + 1 :])
         case "select":
             dim, index = line.flag("dim"), line.flag("index")
             fits = x.ndim > 1 and 0 <= dim < x.ndim and 0 <= index < x.shape[dim]
-            check(fits, "needs a dimension and an index of it")
+            require(fits, "needs a dimension and an index of it")
             return (*x.shape[:dim], *x.shape[dim + 1 :])
         case "permute":
             dims = line.numbers("dims")
-            check(sorted(dims) == [*range(x.ndim)], "needs a permutation of the dimensions")
+            require(sorted(dims) == [*range(x.ndim)], "needs a permutation of the dimensions")
             return tuple(x.shape[d] for d in dims)
         case "expand":
             like = operands[1] if len(operands) > 1 else None
@@ -132,18 +133,18 @@ def sizes(line: Line, operands: Sequence[Tensor]) -> tuple[Any, ...]:
             fits = len(to) == x.ndim and all(
                 n in (-1, s) or (s == 1 and (n > 0 or like is not None)) for n, s in zip(to, x.shape, strict=True)
             )
-            check(fits, "cannot expand")
+            require(fits, "cannot expand")
             return tuple(s if n == -1 else n for n, s in zip(to, x.shape, strict=True))
         case "roll":
             dims = line.numbers("dims")
-            check(
+            require(
                 len(dims) == len(line.numbers("shifts")) and all(0 <= d < x.ndim for d in dims), "has no such dimension"
             )
             return tuple(x.shape)
         case "reshape":
-            return reshaped(line.numbers("sizes"), x, check)
+            return reshaped(line.numbers("sizes"), x, require)
         case "flatten":
-            check(x.ndim == 4, "needs an image (N, C, H, W)")
+            require(x.ndim == 4, "needs an image (N, C, H, W)")
             return (x.shape[0], x.shape[1] * x.shape[2] * x.shape[3])
         case _:
             return problem(line, operands).shape
@@ -166,7 +167,7 @@ def _fake(inputs: list[Tensor], constants: list[Tensor], program: str) -> list[T
     values: list[Tensor] = []
     for line in lines:
         if line.operation == "input":
-            base.check(len(values) < len(inputs), LABEL, f"needs more inputs than {len(inputs)}")
+            check(len(values) < len(inputs), LABEL, f"needs more inputs than {len(inputs)}")
             values.append(inputs[len(values)])
         elif line.operation == "constant":
             dtype = getattr(torch, line.options["dtype"])

@@ -14,9 +14,10 @@ from ai3_ops import _library
 from ai3_ops._torch import OpOverload, implicit_softmax_dim
 from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Dims, Operation, Problem, check
+from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
 from ai3_ops.operations.step import Step, computed
+from ai3_ops.problem import Problem, check, check_dtype
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -30,7 +31,7 @@ class Softmax(Operation):
 
     def problem(self, label: str, input: Tensor, dim: int, **_: Any) -> Problem:
         """Any shape, and a dimension of it; RuntimeError."""
-        base.check_dtype(label, input)
+        check_dtype(label, input)
         rank = max(input.ndim, 1)
         fits = -rank <= dim < rank
         check(fits, label, f"needs dim in [{-rank}, {rank - 1}], got {dim}")

@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ai3_ops import registry
+from ai3_ops import _torch, registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
-from ai3_ops.operations.base import Operation, Problem, check
+from ai3_ops.operations.base import Operation
 from ai3_ops.operations.case import Case
+from ai3_ops.problem import Problem, check, check_dtype, check_place, check_workspace
+from ai3_ops.registry import operator_named
 
 SLOPED = ("prelu", "leaky_relu", "elu")  # activations with a slope (elu: its alpha), of all output channels or one each
 
@@ -63,7 +65,7 @@ class Weighted(Operation):
 
         def fake(weight: Tensor, *window: Any, **parameters: Any) -> Tensor:
             label = f"ai3::{self.name}_{algorithm}"
-            base.check_dtype(label, weight)
+            check_dtype(label, weight)
             known = self.weight_sizes(label, weight, *window, *self.window[len(window) :])
             # A traced weight's become constants.
             sizes: dict[str, Any] = {name: int(size) for name, size in known.items()}
@@ -121,8 +123,8 @@ class Weighted(Operation):
             label, epilogue = f"ai3::{self.name}_{algorithm}", args[count : count + 3]
             for tensor, name in ((next(iter(epilogue), None), "residual"), (out, "out")):
                 if tensor is not None:
-                    base.check_place(label, output, tensor, name)
-            base.check_workspace(label, output, workspace)
+                    check_place(label, output, tensor, name)
+            check_workspace(label, output, workspace)
             channels = weight.shape[0] if weight.ndim > 1 else 1
             self.check_epilogue(label, algorithm, input, channels, *epilogue)
             self.check_prologue(label, algorithm, input, *args[count + 3 :])
@@ -140,7 +142,7 @@ class Weighted(Operation):
         Compiled and exported programs call it, and swapped modules that record gradients. Under autocast the weight is
         handed over as it is, so that one pack serves all calls.
         """
-        public = base.operator_named(f"{self.name}_{algorithm}")
+        public = operator_named(f"{self.name}_{algorithm}")
         assert public is not None
         save = self.saver(algorithm)
 
@@ -163,9 +165,9 @@ class Weighted(Operation):
 
         def autocast(device: str, *args: Any, cast_weight: bool = False, **options: Any) -> Any:
             input, weight, bias, *rest = args
-            x = base.autocast(input, device)
+            x = _torch.autocast(input, device)
             if torch.is_grad_enabled() or weight.dtype == torch.float64 or x.dtype == torch.float64:
-                tensors = (base.autocast(t, device) for t in (weight, bias))
+                tensors = (_torch.autocast(t, device) for t in (weight, bias))
                 return public(x, *tensors, *rest[:-1], **options)
             return op(x, weight, bias, *rest, **options, cast_weight=True)
 

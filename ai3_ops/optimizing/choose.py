@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ai3_ops import registry
+from ai3_ops import _machine, registry
 from ai3_ops.calls.call import SWITCHES, Call, Spec
 from ai3_ops.graph import steps
 from ai3_ops.graph.fusion import arguments
 from ai3_ops.graph.network import Network, Node
-from ai3_ops.measuring import records, timing
+from ai3_ops.measuring import timing
 from ai3_ops.measuring.timing import Layer, Measured
 from ai3_ops.nn import leaf_class, original_class
-from ai3_ops.operations.base import Problem
 from ai3_ops.operations.step import Step
+from ai3_ops.problem import Problem
 from ai3_ops.selecting import selectors
 from ai3_ops.selecting.plan import CHANNELS_LAST, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import Algorithm, Place
@@ -407,7 +407,7 @@ def _plan(nodes: list[Node], cases: list[Case], names: list[str], settings: Tune
             [list(shape) for shape in case.layer.shapes],
             {f"{n} {case.layout}": m.to_dict() for n, m in (case.found or {}).items()},
         )
-    return Plan(layers, records.machine(), asdict(settings))
+    return Plan(layers, _machine.machine(), asdict(settings))
 
 
 @dataclass(frozen=True)

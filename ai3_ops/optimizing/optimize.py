@@ -82,7 +82,8 @@ def optimize(
         ValueError: settings or selectors that make no sense; a layer named singly that its algorithm cannot do; a module that
             `optimize` returned; a lazy module that has not run yet.
         RuntimeError: the model does not run on the example inputs.
-        ai3_ops.tune.Interrupted: on Ctrl-C while algorithms are measured; a KeyboardInterrupt whose `plan` has what was measured.
+        ai3_ops.tuning.Interrupted: on Ctrl-C while algorithms are measured; a KeyboardInterrupt whose `plan` has what was
+            measured.
     """
     from ai3_ops.graph.capture import Uncapturable
     from ai3_ops.optimizing.module import Optimized

@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from ai3_ops import _library
+from ai3_ops import _library, _machine
 from ai3_ops._torch import OpOverload, pytree
-from ai3_ops.cli import doctor
 from ai3_ops.explaining.report import Optimization, OptimizeReport, Step
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Rewrite
@@ -200,7 +199,7 @@ def _unfit(op: OpOverload) -> str | None:
 
 def _versions() -> dict[str, str]:
     return {
-        "ai3_ops": doctor.version(),
+        "ai3_ops": _machine.version(),
         "torch": torch.__version__,
         "level": str(_library.registry()["level"]),
         "byte order": sys.byteorder,

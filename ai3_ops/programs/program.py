@@ -12,11 +12,12 @@ from torch import Tensor
 
 from ai3_ops import _library, registry
 from ai3_ops.calls.call import CallPlan
-from ai3_ops.operations import base
 from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 from ai3_ops.operations.step import Step
 from ai3_ops.operations.weighted import SLOPED
+from ai3_ops.problem import spread
+from ai3_ops.registry import operator_named
 
 ACTIVATIONS = (
     "none", "relu", "relu6", "hardswish", "silu", "gelu", "sigmoid", "hardsigmoid", "tanh", "gelu_tanh", *SLOPED
@@ -553,7 +554,7 @@ class _Constants:
 
     def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
         operation = step.operation.removesuffix(f"_{step.algorithm}")
-        pack = base.operator_named(f"_{operation}_{step.algorithm}_pack")
+        pack = operator_named(f"_{operation}_{step.algorithm}_pack")
 
         def make() -> Tensor:
             weight = tensor
@@ -657,7 +658,7 @@ def _check_activation(name: str, parameter: Parameter) -> None:
 
 def _pair(value: Pair, name: str, least: int = 0) -> tuple[int, int]:
     try:
-        first, second = base.spread("a program", value, 2, name, least)
+        first, second = spread("a program", value, 2, name, least)
     except RuntimeError as error:
         raise _refuses(error) from None
     return int(first), int(second)

@@ -10,9 +10,7 @@ import os
 import re
 import shlex
 import shutil
-import stat
 import subprocess
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import Any, TypeVar, overload
 import torch
 
 from ai3_ops import _flags, _library, operations, registry
+from ai3_ops._directories import cache_directory
 from ai3_ops._torch import OpOverloadPacket
 
 _INCLUDE = Path(__file__).resolve().parent.parent / "include"
@@ -226,52 +225,6 @@ def _flags_for(compiler: tuple[str, ...]) -> tuple[str, list[str]]:
     else:
         flags.append("-fopenmp")
     return version, flags
-
-
-def cache_directory(kind: str = "algorithms") -> Path:
-    """Where compiled algorithms are kept, or measurements ("tune"): `$XDG_CACHE_HOME/ai3_ops/<kind>`, its owner's alone.
-
-    The directory is opened once and what is opened is checked; the answer leads through that descriptor, so that what takes
-    the directory's place under its name later is never looked at.
-    """
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ai3_ops" / kind
-    try:
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-    except OSError:
-        return _private_directory(kind)
-    if not os.access(directory, os.W_OK):
-        return _private_directory(kind)
-    return _opened(directory) or _private_directory(kind)
-
-
-_descriptors: dict[Path, int] = {}  # of directories; they stay open, since libraries are loaded through them
-
-
-def _opened(directory: Path) -> Path | None:
-    """The directory by an open descriptor, None without /proc; RuntimeError where others may write to it."""
-    try:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as cause:
-        raise RuntimeError(f"ai3_ops: {directory} must be a directory of yours: {cause.strerror}") from cause
-    kept = _descriptors.get(directory)
-    if kept is not None and os.path.samestat(os.fstat(kept), os.fstat(descriptor)):
-        os.close(descriptor)
-        descriptor = kept
-    _descriptors[directory] = descriptor
-    owner = os.fstat(descriptor)
-    if owner.st_uid != os.geteuid() or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RuntimeError(f"ai3_ops: {directory} must belong to you and be writable by nobody else")
-    path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
-    return path if path.is_dir() else None
-
-
-@cache
-def _private_directory(kind: str) -> Path:
-    """For a home that cannot be written: lives as long as the process."""
-    keep = tempfile.TemporaryDirectory(prefix=f"ai3_ops_{kind}_")
-    _kept.append(keep)
-    return Path(keep.name)
 
 
 _kept: list[Any] = []

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops.operations.attention import AttentionCall
-from ai3_ops.operations.base import operator_named
+from ai3_ops.registry import operator_named
 from ai3_ops.selecting.selectors import Algorithm
 
 

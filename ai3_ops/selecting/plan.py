@@ -6,13 +6,14 @@ import io
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
+from ai3_ops import _machine
 from ai3_ops.registry import near
 
 VERSION = 1
@@ -52,6 +53,8 @@ class Plan:
     layers: dict[str, PlannedLayer]
     machine: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)  # what `tune` was asked for
+
+    _verifier: ClassVar[Callable[..., Plan]]  # what `verify` does, set by `ai3_ops.tuning`, which is built on this
 
     # Files ------------------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
@@ -191,9 +194,8 @@ class Plan:
 
     def check_machine(self, stacklevel: int) -> None:
         """Warns where the plan was measured on another machine than this one; `stacklevel` as in `warnings.warn`."""
-        from ai3_ops.measuring import records
 
-        here = records.machine()
+        here = _machine.machine()
         other = [f"{k}: {v} there, {here[k]} here" for k, v in self.machine.items() if here.get(k, v) != v]
         if other:
             warnings.warn(
@@ -209,9 +211,7 @@ class Plan:
         algorithm is slower than one of them by more than the noise is measured as by `tune`, with the plan's settings.
         Returns a plan for this machine. ValueError where the plan names layers or algorithms that do not exist.
         """
-        from ai3_ops.tuning.tune import verify
-
-        return verify(self, model, example_inputs, cache=cache, progress=progress)
+        return Plan._verifier(self, model, example_inputs, cache=cache, progress=progress)
 
 
 def _layer(name: str, value: Any) -> PlannedLayer:

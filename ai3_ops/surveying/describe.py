@@ -14,7 +14,7 @@ from ai3_ops.nn import leaf_class, original_class
 from ai3_ops.nn.computed import advice
 from ai3_ops.nn.rewrite import Sites
 from ai3_ops.nn.sites import Site, known_arguments
-from ai3_ops.operations.base import Problem
+from ai3_ops.problem import Problem
 from ai3_ops.selecting.selectors import Place
 
 

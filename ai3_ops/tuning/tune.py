@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ai3_ops import registry
+from ai3_ops import _machine, registry
 from ai3_ops._torch import pytree
 from ai3_ops.calls.call import Call, Spec
 from ai3_ops.measuring import records, timing
 from ai3_ops.measuring.timing import Layer, Measured, Surroundings
 from ai3_ops.nn.computed import copied
 from ai3_ops.nn.layout import FORMER
-from ai3_ops.operations import base
+from ai3_ops.problem import is_channels_last
 from ai3_ops.registry import near
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import check_algorithm, listed
@@ -145,6 +145,9 @@ def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, cache: bool = T
     return _on_rank_0(lambda: _verify(plan, model, example_inputs, cache, progress))
 
 
+Plan._verifier = verify
+
+
 def _on_rank_0(make: Callable[[], Plan]) -> Plan:
     """The plan that rank 0 makes, on all ranks; its failure, too, so that nobody waits."""
     distributed = torch.distributed
@@ -242,7 +245,7 @@ class Network:
         node = nodes[-1]
         for tensor in images:
             if tensor not in self._producers:
-                layout = CHANNELS_LAST if base.is_channels_last(tensor) else CONTIGUOUS
+                layout = CHANNELS_LAST if is_channels_last(tensor) else CONTIGUOUS
                 self._producers[tensor] = self._node((layout,))
             self.edges.append(_Edge(self._producers[tensor], node, tuple(tensor.shape)))
         for tensor in outputs:
@@ -602,7 +605,7 @@ def _choose(network: Network, times: Times, settings: Settings, meter: Meter) ->
     )
     for site, (name, why) in zip(network.sites, solution.algorithms, strict=True):
         layers[site.name] = _planned(site, name, solution.layouts[site.nodes[0]], why, times)
-    return Plan(layers, records.machine(), asdict(settings))
+    return Plan(layers, _machine.machine(), asdict(settings))
 
 
 def warn_of_errors(function: str, names: list[str], stacklevel: int) -> None:
@@ -701,7 +704,7 @@ def _verify(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, prog
         why = "verified" if chosen == algorithm else lost
         for name in cases[case]:
             layers[name] = _planned(sites[name], chosen, layout, why, {(layer, layout): times[case]})
-    return Plan(layers, records.machine(), plan.settings)
+    return Plan(layers, _machine.machine(), plan.settings)
 
 
 def _rivals(planned: PlannedLayer, layer: Layer, layout: str) -> list[str]:

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from tester import integers
 
 import ai3_ops
-from ai3_ops import _library
-from ai3_ops.cli import doctor
+from ai3_ops import _library, _machine
 
 ops = torch.ops.ai3
 # Around the heights of tiles, slabs and groups of slabs, last slabs of one and two tiles; steps of 16, 12, 11 and 4 pairs, with a
@@ -69,7 +68,7 @@ def test_rules_know_the_tiles_of_the_processor() -> None:
     if ai3_ops.supports("conv2d", "onednn", x, w, padding=1)[0]:
         chosen = ai3_ops.resolve("conv2d", "default", x, w, padding=1)
         assert chosen == ("onednn" if tiles else "winograd_f4")
-    assert ("AMX" in doctor.machine()["instruction set"]) == _library.registry()["matrix_tiles"]
+    assert ("AMX" in _machine.machine()["instruction set"]) == _library.registry()["matrix_tiles"]
 
 
 @pytest.mark.parametrize("groups", [1, 2])
