@@ -6,6 +6,7 @@ from ai3_ops import _machine
 from ai3_ops import operations as operations  # loads the library and registers the operators' rules
 from ai3_ops.checking.check import CheckReport, check
 from ai3_ops.explaining.explain import Report, explain
+from ai3_ops.nn.unswap import unswap
 from ai3_ops.operations.patterns import attention_mask
 from ai3_ops.optimizing.optimize import load, optimize, save
 from ai3_ops.registering.register import register
@@ -13,7 +14,7 @@ from ai3_ops.registering.transformers import register_transformers
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.selecting.selectors import Algorithm, prefer
-from ai3_ops.swapping.swap import swap, unswap
+from ai3_ops.swapping.swap import swap
 from ai3_ops.tuning.tune import tune
 
 __version__ = _machine.version()

@@ -34,7 +34,7 @@ import ai3_ops
 from ai3_ops import _library, _machine, registry
 from ai3_ops.calls.call import Call
 from ai3_ops.measuring.steady import Steady
-from ai3_ops.nn import leaf_class
+from ai3_ops.nn.classes import leaf_class
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = ROOT / "benchmarks" / "shapes"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import ai3_ops
 from ai3_ops import _library
-from ai3_ops.nn import Leaf
+from ai3_ops.nn.classes import Leaf
 from benchmarks import measure, ways
 
 PAGE = measure.ROOT / "docs" / "benchmarks" / "others.md"

@@ -762,7 +762,7 @@ def test_a_method_replaced_on_the_class_is_seen_at_the_next_swap(monkeypatch):
 def test_files_have_a_format(model, monkeypatch):
     swapped = swap(model, EVERY)
     with monkeypatch.context() as patch:
-        patch.setattr("ai3_ops.nn.rewrite.FORMAT", 99)
+        patch.setattr("ai3_ops.nn.classes.FORMAT", 99)
         data = pickle.dumps(swapped)
     with pytest.raises(ValueError, match="saved in format 99, and this version reads format 1"):
         pickle.loads(data)

@@ -15,12 +15,12 @@ from torch import nn
 from ai3_ops import registry
 from ai3_ops.calls.call import Call, Spec
 from ai3_ops.explaining.report import OptimizeReport, shown_bytes
-from ai3_ops.nn import leaf_class, original_class
-from ai3_ops.nn.rewrite import Sites, found_in
+from ai3_ops.nn.classes import Sites, found_in, leaf_class
+from ai3_ops.nn.kinds import original_class
+from ai3_ops.nn.unswap import MARKS
 from ai3_ops.registry import near
 from ai3_ops.selecting.selectors import listed
 from ai3_ops.surveying.discover import is_of_torch, is_optimized, reachable
-from ai3_ops.swapping.apply import MARKS
 
 
 @dataclass(frozen=True)

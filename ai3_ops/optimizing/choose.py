@@ -20,7 +20,8 @@ from ai3_ops.graph.fusion import arguments
 from ai3_ops.graph.network import Network, Node
 from ai3_ops.measuring import timing
 from ai3_ops.measuring.timing import Layer, Measured
-from ai3_ops.nn import leaf_class, original_class
+from ai3_ops.nn.classes import leaf_class
+from ai3_ops.nn.kinds import original_class
 from ai3_ops.operations.step import Step
 from ai3_ops.problem import Problem
 from ai3_ops.selecting import selectors

@@ -86,11 +86,11 @@ def optimize(
             measured.
     """
     from ai3_ops.graph.capture import Uncapturable
+    from ai3_ops.nn.unswap import unswap
     from ai3_ops.optimizing.module import Optimized
     from ai3_ops.optimizing.pipeline import Budget, Settings
     from ai3_ops.selecting.plan import Plan
     from ai3_ops.selecting.selectors import check_words
-    from ai3_ops.swapping.swap import unswap
 
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.optimize needs an nn.Module, got {type(model).__name__}")

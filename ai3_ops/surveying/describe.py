@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ai3_ops._torch import is_sharded
 from ai3_ops.calls.call import Call, Spec, unfit
-from ai3_ops.nn import leaf_class, original_class
+from ai3_ops.nn.classes import Sites, leaf_class
 from ai3_ops.nn.computed import advice
-from ai3_ops.nn.rewrite import Sites
+from ai3_ops.nn.kinds import original_class
 from ai3_ops.nn.sites import Site, known_arguments
 from ai3_ops.problem import Problem
 from ai3_ops.selecting.selectors import Place

@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from ai3_ops import registry
 from ai3_ops._torch import is_sharded
 from ai3_ops.calls.call import Call, Spec
-from ai3_ops.nn import LEAVES, layout, leaf_class, original_class, set_class, swapped_class
-from ai3_ops.nn.rewrite import Sites, found_in
+from ai3_ops.nn import layout
+from ai3_ops.nn.classes import Sites, found_in, leaf_class, swapped_class
+from ai3_ops.nn.kinds import LEAVES, original_class, set_class
 from ai3_ops.nn.sites import operations_in
+from ai3_ops.nn.unswap import unswap
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.examples import Inputs, arguments, copied
-from ai3_ops.swapping.apply import unswap
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Fourth step of swap: modules get the classes that make the chosen calls; and back."""
+"""Fourth step of swap: modules get the classes that make the chosen calls."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ai3_ops.nn import layout, original_class, set_class, swapped_class
-from ai3_ops.nn.rewrite import Sites, Swapped
+from ai3_ops.nn import layout
+from ai3_ops.nn.classes import Sites, Swapped, swapped_class
+from ai3_ops.nn.kinds import original_class, set_class
 from ai3_ops.operations.conv2d import is_wrong_in_training
 
 if TYPE_CHECKING:
     from ai3_ops.surveying.describe import Described
     from ai3_ops.surveying.discover import Lost
-
-# What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
-MARKS = ("_ai3", "_ai3_lost", layout.FORMER)
 
 
 def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:
@@ -130,28 +128,3 @@ def _outputs(run: Callable[[Any], Any], examples: Iterable[Any]) -> list[tuple[A
         if number == 1:
             break
     return found
-
-
-def revert(model: nn.Module) -> Callable[[], None]:
-    """`unswap`; returns what gives the weights the memory format again that the swap gave them."""
-    holds = layout.holds_strides(model)
-    undo = [layout.convert(layout.former(model, word), format, holds) for word, format in layout.FORMATS.items()]
-    for module in model.modules():
-        if isinstance(module, Swapped):
-            set_class(module, original_class(module))
-        for mark in MARKS:
-            vars(module).pop(mark, None)
-
-    def again() -> None:
-        for one in undo:
-            one()
-
-    return again
-
-
-def unswap(model: nn.Module) -> nn.Module:
-    """Gives every module of `model` its original class back, and weights their memory format, in place; returns the model."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
-    revert(model)
-    return model

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from ai3_ops.nn import layout
 from ai3_ops.nn.computed import copied
+from ai3_ops.nn.unswap import MARKS, revert, unswap
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.selecting.selectors import ITSELF, Selector, Tuner, listed
 from ai3_ops.surveying.discover import discover, is_lazy, is_optimized, observe, refuse_optimized, run
 from ai3_ops.surveying.examples import of_other_sizes
-from ai3_ops.swapping.apply import MARKS, apply, lay_out, revert, unswap
+from ai3_ops.swapping.apply import apply, lay_out
 from ai3_ops.swapping.decide import Outcome, decide
-
-__all__ = ["swap", "unswap"]
+from ai3_ops.tuning.tune import tune_calls
 
 
 def swap(
@@ -109,8 +109,6 @@ def _tuner(model: nn.Module, example_inputs: Any, approximate: bool) -> Tuner | 
     """What "auto" stands for."""
     if example_inputs is None:
         return None
-    from ai3_ops.tuning.tune import tune_calls  # which needs this file
-
     return lambda names: tune_calls(model, example_inputs, names, allow_approximate=approximate)
 
 

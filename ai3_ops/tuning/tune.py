@@ -20,12 +20,12 @@ from ai3_ops.measuring import records, timing
 from ai3_ops.measuring.timing import Layer, Measured, Surroundings
 from ai3_ops.nn.computed import copied
 from ai3_ops.nn.layout import FORMER
+from ai3_ops.nn.unswap import unswap
 from ai3_ops.problem import is_channels_last
 from ai3_ops.registry import near
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import check_algorithm, listed
 from ai3_ops.surveying.discover import refuse_meta, refuse_optimized, survey
-from ai3_ops.swapping.apply import unswap
 from ai3_ops.tuning import pbqp
 
 T = TypeVar("T")

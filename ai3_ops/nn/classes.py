@@ -1,31 +1,30 @@
-"""Makes the classes of modules whose own functional calls are computed by chosen algorithms.
+"""The classes of swapped modules: subclasses of the user's, whose calls are computed by chosen algorithms.
 
-Such a class is a subclass of the user's. A method in which calls are replaced is compiled anew from its source, with
-`F.relu(x)` as `(self._ai3.relu_0 if F.relu is <that function> else F.relu)(x)`; everything else about the method is as it was:
-its globals, the cells of its closure, defaults, decorators, and the file and line in tracebacks. It stands in a class of its own
-just before the one that has the original, so that `super()` finds its way through rewritten and original classes alike.
+A module whose forward is one call gets the class of its kind (`ai3_ops.nn.Conv2d`). One with calls in its own methods gets one in
+which those methods are compiled anew (`methods`). Each stands in a class of its own just before the one that has the original, so
+that `super()` finds its way through rewritten and original classes alike.
 """
 
 from __future__ import annotations
 
-import ast
 import copy
 import copyreg
 import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from ai3_ops import registry
+from ai3_ops._torch import is_sharded
 from ai3_ops.calls.call import Call
 from ai3_ops.nn import layout
-from ai3_ops.nn.sites import Found, Site, end_of, find, source_of, undecorated
+from ai3_ops.nn.kinds import LEAVES, original_class, set_class
+from ai3_ops.nn.methods import Originals, rewritten
+from ai3_ops.nn.sites import Found, Site, find
 
-__all__ = ["FORMAT", "Sites", "Swapped", "found_in", "sites_class"]
 FORMAT = 1  # of pickled swapped modules
 _newobj: Any = vars(copyreg)["__newobj__"]
 
@@ -65,8 +64,6 @@ class Sites:
 
     def install(self, module: nn.Module, every: bool = False) -> None:
         """Gives the module the class in which calls with an algorithm (all, to watch them) are replaced."""
-        from ai3_ops.nn import original_class, set_class
-
         assert self.found is not None
         calls = self.calls
         chosen = tuple(s for s in self.found if s.name in calls and (every or calls[s.name].algorithm is not None))
@@ -77,8 +74,6 @@ class Sites:
 
     def restore(self, module: nn.Module) -> None:
         """After unpickling or copying: finds the call sites again; calls that the source no longer has are dropped."""
-        from ai3_ops.nn import original_class, set_class
-
         if self.found is None:
             found = found_in(module)
             self.found = found.sites
@@ -95,27 +90,7 @@ class Sites:
 
 def found_in(module: nn.Module) -> Found:
     """The call sites of a module's own methods."""
-    from ai3_ops.nn import LEAVES, original_class
-
     return find(module, original_class(module), registry.operations(), tuple(cls for cls, _, _ in LEAVES))
-
-
-class _Originals:
-    """What the rewritten methods call in a module that the user's code made from type(self): PyTorch's functions."""
-
-    def __init__(self, sites: Iterable[Site]) -> None:
-        for site in sites:
-            vars(self)[site.name] = getattr(Tensor, site.word) if site.callee is None else site.callee
-
-
-def _method(entry: Callable[..., Any], receiver: Any, name: str) -> Callable[..., Any]:
-    """`receiver.name`, or the call that replaces it if the receiver is a tensor."""
-    if isinstance(receiver, fx.Proxy) or (
-        isinstance(receiver, Tensor)
-        and (type(receiver) in (Tensor, nn.Parameter) or getattr(type(receiver), name) is getattr(Tensor, name))
-    ):
-        return functools.partial(entry, receiver)
-    return getattr(receiver, name)
 
 
 # Classes --------------------------------------------------------------------------------------------------------------
@@ -166,8 +141,6 @@ def _check_format(found: Any) -> None:
 
 
 def _new(found: Any, original: type[nn.Module], *args: Any) -> nn.Module:
-    from ai3_ops.nn import swapped_class
-
     _check_format(found)
     cls = swapped_class(original)
     return cls.__new__(cls, *args)
@@ -230,7 +203,7 @@ def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]
     ]
     for owner in owners:
         methods = {site.method for site in sites if site.owner is owner}
-        rewritten = {name: _rewritten([s for s in sites if (s.owner, s.method) == (owner, name)]) for name in methods}
+        rewritten = {name: rewritten([s for s in sites if (s.owner, s.method) == (owner, name)]) for name in methods}
         if rewritten:
             bases.append(type(owner.__name__, (), {"__slots__": (), "__module__": owner.__module__, **rewritten}))
         bases.append(owner)
@@ -240,74 +213,83 @@ def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]
         "__doc__": original.__doc__,
         "_ai3_original": original,
         "_ai3_sites": sites,
-        "_ai3": _Originals(sites),
+        "_ai3": Originals(sites),
     }
     return types.new_class(original.__name__, tuple(bases), exec_body=lambda space: space.update(names))
 
 
-# Methods --------------------------------------------------------------------------------------------------------------
-class _Replace(ast.NodeTransformer):
-    def __init__(self, self_name: str, sites: list[Site]) -> None:
-        self.self_name = self_name
-        self.wanted = {site.position: site for site in sites}
-        self.names = {id(f): f"_ai3_function_{i}" for i, f in enumerate(site.callee for site in sites)}
+# Of PyTorch's classes -------------------------------------------------------------------------------------------------
+class Leaf(Swapped):
+    """What these classes add to PyTorch's; `_ai3` in an instance is its Call."""
 
-    def visit_Call(self, node: ast.Call) -> ast.Call:
-        site = self.wanted.get(end_of(node.func))
-        self.generic_visit(node)
-        if site is None:
-            return node
-
-        def at(made: Any) -> Any:
-            return ast.copy_location(made, func)
-
-        def name(word: str) -> Any:
-            return at(ast.Name(word, ast.Load()))
-
-        func = node.func
-        entry = at(ast.Attribute(at(ast.Attribute(name(self.self_name), "_ai3", ast.Load())), site.name, ast.Load()))
-        if site.callee is None:
-            assert isinstance(func, ast.Attribute)
-            node.func = at(ast.Call(name("_ai3_method"), [entry, func.value, at(ast.Constant(func.attr))], []))
-        else:
-            same = at(ast.Compare(func, [ast.Is()], [name(self.names[id(site.callee)])]))
-            node.func = at(ast.IfExp(same, entry, func))
-        return node
+    def extra_repr(self) -> str:
+        """PyTorch's, and the algorithm."""
+        call = self.__dict__.get("_ai3")
+        return ", ".join(filter(None, [super().extra_repr(), f"algorithm={call.algorithm}" if call else ""]))
 
 
-def _rewritten(sites: list[Site]) -> FunctionType:
-    """The method in which these calls are replaced, inside the decorators that it has."""
-    function = sites[0].function
-    source = source_of(function)
-    replace = _Replace(source.self_name, sites)
-    definition = source.parse()
-    definition.body = [replace.visit(statement) for statement in definition.body]
-    extra = {replace.names[id(s.callee)]: s.callee for s in sites if s.callee is not None} | {"_ai3_method": _method}
-    code = source.compile(definition, tuple(extra))
-    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    cells |= {name: CellType(held) for name, held in extra.items()}
-    made = _copy(function, code, tuple(cells[name] for name in code.co_freevars))
-    chain = undecorated(sites[0].decorated, f"{sites[0].owner.__qualname__}.{sites[0].method}")
-    for outer, inner in zip(reversed(chain[:-1]), reversed(chain[1:]), strict=True):
-        assert outer.__closure__ is not None
-        closure = tuple(CellType(made) if _contents(c) is inner else c for c in outer.__closure__)
-        wrapped, made = made, _copy(outer, outer.__code__, closure)
-        if vars(made).get("__wrapped__") is inner:
-            made.__wrapped__ = wrapped  # type: ignore[attr-defined]
-    return made
+def _leaf_class(
+    original: type[nn.Module], operation: str, arguments: Callable[..., Any], module: str
+) -> type[nn.Module]:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        call = self.__dict__.get("_ai3")
+        if call is None:  # made by the user's code from type(self)
+            return original.forward(self, input)
+        if is_sharded(self):
+            call.gathered = True
+        return call.of_module(arguments(self, input))
+
+    wholes = [f for cls, f in Call.by_name[operation].forwards.items() if issubclass(original, cls)]
+
+    def forward_whole(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self.__dict__.get("_ai3")
+        return original.forward(self, *args, **kwargs) if call is None else wholes[0](self, call, *args, **kwargs)
+
+    if wholes:
+        forward = forward_whole
+    forward.__doc__, forward.__qualname__ = original.forward.__doc__, original.forward.__qualname__
+    names: dict[str, Any] = {
+        "__module__": module,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+    }
+    names |= {"_ai3_original": original, "_ai3_operation": operation, "_ai3_arguments": staticmethod(arguments)}
+    return type(original.__name__, (Leaf, original), names)
 
 
-def _contents(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
+OF_KINDS = {original: _leaf_class(original, operation, made, "ai3_ops.nn") for original, operation, made in LEAVES}
+
+
+class TransformerEncoderLayer(Slow, nn.TransformerEncoderLayer):
+    """nn.TransformerEncoderLayer without its fast path."""
+
+    __module__ = "ai3_ops.nn"
+    _ai3_original = nn.TransformerEncoderLayer
+
+
+def leaf_class(original: type[nn.Module]) -> type[Any] | None:
+    """The class that makes the one call of `original`'s forward; None where the forward is something else.
+
+    A user's subclass of a known class counts where it inherits the forward.
+    """
+    if original in OF_KINDS:
+        return OF_KINDS[original]
+    if original.__module__.startswith("torch."):
         return None
+    for base, operation, arguments in LEAVES:
+        inherits = all(
+            getattr(original, name, None) is getattr(base, name, None)
+            for name in ("forward", "_conv_forward", "weight", "bias")
+        )
+        if issubclass(original, base) and inherits:
+            known = [cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)]
+            return known[0] if known else _leaf_class(original, operation, arguments, original.__module__)
+    return None
 
 
-def _copy(function: FunctionType, code: types.CodeType, closure: tuple[CellType, ...]) -> FunctionType:
-    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure or None)
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__qualname__, made.__module__, made.__doc__ = function.__qualname__, function.__module__, function.__doc__
-    made.__annotations__ = function.__annotations__
-    vars(made).update(vars(function))
-    return made
+def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
+    """The subclass that instances of `original` get, before any call in its own methods is replaced."""
+    if original is nn.TransformerEncoderLayer:
+        return TransformerEncoderLayer
+    return leaf_class(original) or sites_class(original, ())
