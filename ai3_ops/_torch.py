@@ -243,3 +243,11 @@ def autocast(value: Any, device: str) -> Any:
         and value.device.type == device
     )
     return value.to(torch.get_autocast_dtype(device)) if eligible else value
+
+
+def users_level() -> int:
+    """The stacklevel of a warning about the frame that is neither this package's, PyTorch's nor generated."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("ai3_ops", "torch", "None"):
+        level, frame = level + 1, frame.f_back
+    return level

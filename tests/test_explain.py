@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import ai3_ops
 from ai3_ops import Plan, _machine, explain, swap
+from ai3_ops.explaining.compiled import graphs_of
 from ai3_ops.optimizing import backend, pipeline
 from ai3_ops.selecting.plan import PlannedLayer
 
@@ -312,10 +313,10 @@ def test_graphs_are_forgotten_with_what_was_compiled(gains, compiler):
     compiled = torch.compile(net, **SMALL)
     with torch.inference_mode():
         compiled(X)
-    assert len(backend.graphs_of(net)) == 1
+    assert len(graphs_of(net)) == 1
     torch.compiler.reset()
     gc.collect()
-    assert backend.graphs_of(net) == []
+    assert graphs_of(net) == []
     assert "none of it yet" in str(explain(compiled))
 
 

@@ -8,7 +8,6 @@ sits in.
 from __future__ import annotations
 
 import secrets
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -128,14 +127,6 @@ def weights_of(m: nn.Module) -> tuple[Any, Any]:
 def approximation(chosen: str) -> str:
     """Why a rule may not be taken that chooses this algorithm."""
     return f"chooses {chosen}, which approximates (allow_approximate=True allows it)"
-
-
-def _users_level() -> int:
-    """The stacklevel of a warning about the frame that is neither this package's, PyTorch's nor generated."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("ai3_ops", "torch", "None"):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 class Once:
@@ -707,7 +698,7 @@ class Call:
             if self.missing not in self.once.said:
                 self.once.said.add(self.missing)
                 others = "and any other that needs it; ai3_ops.explain names them"
-                warnings.warn(f"{self.trouble}; PyTorch computes this layer, {others}", stacklevel=_users_level())
+                warnings.warn(f"{self.trouble}; PyTorch computes this layer, {others}", stacklevel=_torch.users_level())
             self.calls += 1
             self.torch_calls += 1
         return type(self).function(*args)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import pickle
 import statistics
 import threading
 import time
@@ -31,85 +30,13 @@ from torch import Tensor, nn
 import ai3_ops
 from ai3_ops import _machine, registry
 from ai3_ops.cli import doctor
-from ai3_ops.registry import near
+from ai3_ops.cli.models import Network, network
 
 CERTAIN_TURNS = 5  # of fewer, a median says little where the machine does other things too
 SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
 OPTIMIZED = "optimized"  # the row of ai3_ops.optimize
 OPTIMIZE_SECONDS = 5.0  # for its search
 SILENT_SECONDS = 5.0  # after so long a line says what is done, where there is no terminal for a bar
-
-
-class Network(NamedTuple):
-    """A torchvision classification network in eval mode, and what its input must look like."""
-
-    name: str
-    model: nn.Module
-    origin: str  # where the weights are from, in words
-    size: int
-    mean: list[float]
-    std: list[float]
-    categories: list[str] | None  # names of the outputs, where the weights are trained ones
-
-
-def network(name: str, weights: Path | None = None) -> Network:
-    """A torchvision network: with the weights given, else with those in torch's cache, else with seeded random ones."""
-    try:
-        from torchvision import models
-    except ImportError:
-        raise ImportError("needs torchvision: pip install 'ai3_ops[demo]'") from None
-    known = models.list_models(module=models)
-    if name not in known:
-        raise ValueError(f"torchvision has no classification network {name!r}{near(name, known)}")
-    pretrained = models.get_model_weights(name).DEFAULT
-    preset = pretrained.transforms()
-    cached = Path(torch.hub.get_dir(), "checkpoints", pretrained.url.rsplit("/", 1)[-1])
-    torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # GoogLeNet and Inception announce a change of their initialization
-        size = {"image_size": preset.crop_size[0]} if name.startswith("vit_") else {}
-        model = models.get_model(name, weights=None, **size)
-    source = weights or (cached if cached.exists() else None)
-    if source:
-        try:
-            state = torch.load(source, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{source} is no file of weights (a state_dict): {str(error).splitlines()[0]}") from None
-        if not isinstance(state, dict):
-            raise ValueError(f"{source} holds no state_dict but a {type(state).__name__}")
-        # Auxiliary classifiers are trained along but not part of every checkpoint, and eval mode does not run them.
-        try:
-            missing, unexpected = model.load_state_dict(state, strict=False)
-        except RuntimeError as error:  # sizes differ
-            raise ValueError(f"{source} does not fit {name}: {str(error).splitlines()[-1].strip()}") from None
-        wrong = [key for key in (*missing, *unexpected) if "aux" not in key.lower()]
-        if wrong:
-            raise ValueError(f"{source} does not fit {name}: {len(wrong)} keys differ, such as {wrong[0]!r}")
-        if hasattr(model, "transform_input"):  # the checkpoints of GoogLeNet and Inception want their own normalization
-            model.transform_input = True
-    origin = (
-        f"weights from {weights}"
-        if weights
-        else "pretrained weights from torch's cache"
-        if source
-        else _randomly(model)
-    )
-    categories = pretrained.meta["categories"] if source else None
-    return Network(name, model.eval(), origin, preset.crop_size[0], list(preset.mean), list(preset.std), categories)
-
-
-def _randomly(model: nn.Module) -> str:
-    """Random weights also where a network begins with zeros, as the heads of vision transformers do: its output would be 0."""
-    filled = []
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, (nn.Linear, nn.Conv2d)) or not isinstance(weight, nn.Parameter):
-            continue
-        if not weight.is_meta and not weight.any():
-            nn.init.trunc_normal_(weight, std=0.02)
-            filled.append(name)
-    begin = "begins" if len(filled) == 1 else "begin"
-    return "seeded random weights" + (f", also in {', '.join(filled)}, which {begin} as zeros" if filled else "")
 
 
 def photographs(net: Network) -> tuple[Tensor, list[Any]]:

@@ -6,11 +6,20 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+
+import ai3_ops
+from ai3_ops import registry
+from ai3_ops.cli import bench, demo, doctor, models
+from ai3_ops.selecting.plan import Plan
+from ai3_ops.selecting.selectors import Algorithm, prefer
+from ai3_ops.tuning.tune import Interrupted
 
 
 def selectors(text: str) -> Any:
@@ -31,8 +40,6 @@ def selectors(text: str) -> Any:
         return given
     try:
         if {"version", "layers"} <= set(given):
-            from ai3_ops.selecting.plan import Plan
-
             return Plan.from_dict(given)
         return {key: _choice(value) for key, value in given.items()}
     except (TypeError, ValueError) as error:
@@ -41,8 +48,6 @@ def selectors(text: str) -> Any:
 
 def _choice(value: Any) -> Any:
     """What a key's value means: {"prefer": [...]}, {"algorithm": name, parameters}, anything else as it is."""
-    from ai3_ops.selecting.selectors import Algorithm, prefer
-
     if not isinstance(value, dict):
         return value
     if value.keys() == {"prefer"} and isinstance(value["prefer"], list):
@@ -166,10 +171,6 @@ def parser() -> argparse.ArgumentParser:
 
 def list_algorithms(operation: str | None, as_json: bool, console: Console) -> int:
     """Prints the registry."""
-    from dataclasses import asdict
-
-    from ai3_ops import registry
-
     found = registry.algorithms(operation)
     if as_json:
         print(json.dumps([asdict(a) for a in found], indent=2))
@@ -196,8 +197,6 @@ def list_algorithms(operation: str | None, as_json: bool, console: Console) -> i
 
 def _laid_out(inputs: Any, channels_last: bool) -> Any:
     """Images in channels_last where that is wanted; what a factory gives stays as it is."""
-    import torch
-
     if channels_last and isinstance(inputs, torch.Tensor) and inputs.ndim == 4:
         return inputs.contiguous(memory_format=torch.channels_last)
     return inputs
@@ -205,8 +204,6 @@ def _laid_out(inputs: Any, channels_last: bool) -> Any:
 
 def _described(inputs: Any) -> str:
     """The size and memory layout of images, after a comma."""
-    import torch
-
     if not isinstance(inputs, torch.Tensor) or inputs.ndim != 4:
         return ""
     last = inputs.is_contiguous(memory_format=torch.channels_last) and not inputs.is_contiguous()
@@ -215,11 +212,6 @@ def _described(inputs: Any) -> str:
 
 def explain_network(arguments: argparse.Namespace, console: Console) -> int:
     """Swaps a network, runs it once, and prints what computes each layer."""
-    import torch
-
-    import ai3_ops
-    from ai3_ops.cli import models
-
     net = models.named(arguments.model, batch=arguments.batch, size=arguments.size, weights=arguments.weights)
     inputs = _laid_out(net.inputs, arguments.channels_last)
     swapped = ai3_ops.swap(net.model, arguments.selectors, inputs)
@@ -236,12 +228,6 @@ def explain_network(arguments: argparse.Namespace, console: Console) -> int:
 
 def tune_network(arguments: argparse.Namespace, console: Console) -> int:
     """Tunes a network, or verifies a plan for it; prints the plan, and saves it where asked."""
-    import torch
-
-    import ai3_ops
-    from ai3_ops.cli import models
-    from ai3_ops.tuning.tune import Interrupted
-
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     for path in filter(None, (arguments.output, arguments.plot)):
@@ -271,11 +257,6 @@ def tune_network(arguments: argparse.Namespace, console: Console) -> int:
 
 def optimize_network(arguments: argparse.Namespace, console: Console) -> int:
     """Optimizes a network, prints what was done to it, and saves it where asked."""
-    import torch
-
-    import ai3_ops
-    from ai3_ops.cli import models
-
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     if arguments.output and not arguments.output.parent.is_dir():
@@ -320,16 +301,10 @@ def main(argv: list[str] | None = None) -> int:
             case "optimize":
                 return optimize_network(arguments, console)
             case "bench":
-                from ai3_ops.cli import bench
-
                 return bench.main(arguments, console)
             case "doctor":
-                from ai3_ops.cli import doctor
-
                 return doctor.main(console)
             case _:
-                from ai3_ops.cli import demo
-
                 return demo.main(arguments, console)
     except BrokenPipeError:  # who reads the pipe has enough; nothing more is to be written at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,6 +14,7 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.calls.call import Call, Spec
+from ai3_ops.explaining.compiled import graphs_of
 from ai3_ops.explaining.report import OptimizeReport, shown_bytes
 from ai3_ops.nn.classes import Sites, found_in, leaf_class
 from ai3_ops.nn.kinds import original_class
@@ -352,8 +353,6 @@ def _compiler(module: nn.Module) -> str | None:
     """The backend of the torch.compile that made a module or was called by its `compile()`; None where none was."""
     own = vars(module)
     if own.get("_compiled_call_impl") is not None:
-        from ai3_ops.optimizing.backend import graphs_of
-
         return "ai3" if graphs_of(module) else ""  # which backend it has does not show
     context = own.get("dynamo_ctx")
     if context is None or "_orig_mod" not in module._modules or not callable(getattr(context, "callback", None)):
@@ -366,8 +365,6 @@ def _compiler(module: nn.Module) -> str | None:
 
 def _compiled(model: nn.Module) -> Report:
     """Of a model that torch.compile computes."""
-    from ai3_ops.optimizing.backend import graphs_of
-
     backend = _compiler(model)
     layers, unreached, optimized, notes, uncovered = _listed(model)
     if list(optimized) == ["_orig_mod"]:  # of what `optimize` returned

@@ -2,53 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops import _library, _torch
 from ai3_ops._torch import pytree
-from ai3_ops.explaining.report import Optimization
-
-Compiled = Callable[..., Any]
-
-
-@dataclass(eq=False)
-class Graph:
-    """One of Dynamo's graphs, for `ai3_ops.explain`."""
-
-    report: Optimization | None = None  # what was made of it
-    left: str = ""  # why Inductor compiled it, where it did
-    code: Callable[[], Any] = lambda: True  # None once Dynamo has dropped what was compiled
-
-
-_graphs: MutableMapping[Tensor, list[Graph]] = WeakIdKeyDictionary()  # by the parameters and buffers that a graph reads
-_FORGOTTEN = 16  # graphs of one parameter that are kept at most
-
-
-def graphs_of(module: nn.Module) -> list[Graph]:
-    """The graphs that were compiled of a module's code and read its weights, in the order in which they came."""
-    tensors = [*module.parameters(), *module.buffers()]
-    found = dict.fromkeys(graph for tensor in tensors for graph in _graphs.get(tensor, ()))
-    return [graph for graph in found if graph.code() is not None]
-
-
-def _remember(graph: Graph, weights: Sequence[Any], code: Compiled) -> None:
-    while hasattr(code, "_torchdynamo_orig_callable"):  # Dynamo keeps what is inside of its own wrappers
-        code = code._torchdynamo_orig_callable
-    with contextlib.suppress(TypeError):  # not everything can be referenced weakly
-        graph.code = weakref.ref(code)
-    for tensor in weights:
-        if isinstance(tensor, Tensor):
-            _graphs[tensor] = [*[g for g in _graphs.get(tensor, ()) if g.code() is not None], graph][-_FORGOTTEN:]
+from ai3_ops.explaining.compiled import Compiled, Graph, remember
+from ai3_ops.graph.capture import Uncapturable
+from ai3_ops.optimizing.pipeline import Settings, make_plan
+from ai3_ops.registry import near
 
 
 @dataclass(eq=False)
@@ -101,10 +70,6 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
     says which changes show). Graphs that need gradients, have sizes that are not known (`dynamic=False` avoids them) or cannot
     be captured are left to Inductor.
     """
-    from ai3_ops.graph.capture import Uncapturable
-    from ai3_ops.optimizing.pipeline import Settings, make_plan
-    from ai3_ops.registry import near
-
     known = [setting.name for setting in fields(Settings) if setting.name not in ("resolved", "thorough")]
     for name in options or {}:
         if name not in known:
@@ -115,7 +80,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
     record = Graph()
     if left := _left(graph, inputs):
         record.left, compiled = left, _inductor(graph, list(inputs))
-        _remember(record, [inputs[i] for i in watched], compiled)
+        remember(record, [inputs[i] for i in watched], compiled)
         return compiled
 
     others = [i for i, known in enumerate(static) if not known]
@@ -145,7 +110,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
     first = [inputs[i] for i in watched]
     state = made(inputs, record)
     if inductors:
-        _remember(record, first, inductors[0])
+        remember(record, first, inductors[0])
         return inductors[0]
     states.keep(state, first)
 
@@ -157,7 +122,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
                 return found  # Inductor's code reads the weights at each call
             new = made(values, Graph() if found is None else found.record)
             if found is None:
-                _remember(new.record, weights, run)
+                remember(new.record, weights, run)
             states.keep(new, weights)
             return new
 
@@ -169,7 +134,7 @@ def ai3(graph: fx.GraphModule, inputs: Sequence[Any], *, options: dict[str, Any]
             current = state = other(values, weights)
         return _tuple(current.compiled(*[values[i] for i in current.takes]))
 
-    _remember(record, first, run)
+    remember(record, first, run)
     return run
 
 

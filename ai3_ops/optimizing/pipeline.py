@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.nn.utils import fuse_conv_bn_eval
 
 from ai3_ops import _library
-from ai3_ops._torch import pytree
+from ai3_ops._torch import pytree, users_level
 from ai3_ops.explaining.explain import explain
 from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import fusion, steps
@@ -218,7 +218,7 @@ def _inexact(report: Optimization, reason: str) -> None:
     name = report.name or "the model"
     warnings.warn(
         f"ai3_ops.optimize: {name} stays as it was: {reason}; ai3_ops.explain names the algorithms that were chosen",
-        stacklevel=5,
+        stacklevel=users_level(),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ai3_ops.graph import steps
 from ai3_ops.graph.fusion import arguments
 from ai3_ops.graph.network import Network, Node, is_constant
+from ai3_ops.programs.lower import Part, build, fits
 
 TURN_SECONDS = 0.002  # a turn repeats a short call until it takes this long
 _measured: dict[Any, float] = {}
@@ -151,8 +152,6 @@ def _bandwidth() -> float:
 
 def _measure(node: Node) -> float:
     """The step alone as a program; of steps that the engine does not have, by PyTorch."""
-    from ai3_ops.programs.lower import Part, build, fits
-
     network = Network(fx.Graph(), {})
     names: dict[Node, Node] = {}
     anchor = network.graph.output(None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -13,10 +13,8 @@ from ai3_ops.nn import layout
 from ai3_ops.nn.classes import Sites, Swapped, swapped_class
 from ai3_ops.nn.kinds import original_class, set_class
 from ai3_ops.operations.conv2d import is_wrong_in_training
-
-if TYPE_CHECKING:
-    from ai3_ops.surveying.describe import Described
-    from ai3_ops.surveying.discover import Lost
+from ai3_ops.surveying.describe import Described
+from ai3_ops.surveying.discover import Lost
 
 
 def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:

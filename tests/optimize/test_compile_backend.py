@@ -11,6 +11,7 @@ import torch
 from nets import BOUND, agree, exact
 from torch import nn
 
+from ai3_ops.explaining.compiled import graphs_of
 from ai3_ops.graph.capture import Uncapturable
 from ai3_ops.graph.network import difference
 from ai3_ops.optimizing import backend, pipeline
@@ -166,4 +167,4 @@ def test_backend_plans_once_for_the_weights_of_each_module(compiler, faster, mon
         agree(compiled, model, x)
         agree(compiled, model, x)
         assert len(planned) == 4
-    assert len(backend.graphs_of(model)) == 3
+    assert len(graphs_of(model)) == 3
