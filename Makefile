@@ -106,9 +106,10 @@ format: .venv/.lint
 	ruff check --fix .
 	ruff format .
 
-# The tables of algorithms in README.md and docs/, from the registry.
+# The tables of algorithms in README.md and docs/, from the registry, and which package imports which.
 docs: build
 	.venv/bin/python docs/tables.py
+	.venv/bin/python docs/imports.py
 
 clean:
 	rm -rf .venv .venv-* build dist *.egg-info ai3_ops/*.so ai3_ops/include .pytest_cache .ruff_cache .mypy_cache .hypothesis

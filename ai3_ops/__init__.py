@@ -7,7 +7,7 @@ from ai3_ops import operations as operations  # loads the library and registers 
 from ai3_ops.checking.check import CheckReport, check
 from ai3_ops.explaining.explain import Report, explain
 from ai3_ops.nn.unswap import unswap
-from ai3_ops.operations.patterns import attention_mask
+from ai3_ops.operations.attention_mask import attention_mask
 from ai3_ops.optimizing.optimize import load, optimize, save
 from ai3_ops.registering.register import register
 from ai3_ops.registering.transformers import register_transformers

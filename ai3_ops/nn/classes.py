@@ -203,9 +203,9 @@ def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]
     ]
     for owner in owners:
         methods = {site.method for site in sites if site.owner is owner}
-        rewritten = {name: rewritten([s for s in sites if (s.owner, s.method) == (owner, name)]) for name in methods}
-        if rewritten:
-            bases.append(type(owner.__name__, (), {"__slots__": (), "__module__": owner.__module__, **rewritten}))
+        made = {name: rewritten([s for s in sites if (s.owner, s.method) == (owner, name)]) for name in methods}
+        if made:
+            bases.append(type(owner.__name__, (), {"__slots__": (), "__module__": owner.__module__, **made}))
         bases.append(owner)
     names = {
         "__module__": original.__module__,
