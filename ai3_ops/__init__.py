@@ -12,8 +12,8 @@ from ai3_ops.optimizing.optimize import load, optimize, save
 from ai3_ops.registering.register import register
 from ai3_ops.registering.transformers import register_transformers
 from ai3_ops.registry import AlgorithmInfo, algorithms, resolve, supports, workspace
+from ai3_ops.selecting.choice import Algorithm, prefer
 from ai3_ops.selecting.plan import Plan
-from ai3_ops.selecting.selectors import Algorithm, prefer
 from ai3_ops.swapping.swap import swap
 from ai3_ops.tuning.tune import tune
 

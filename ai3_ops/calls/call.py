@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ai3_ops import _library, _torch, registry
 from ai3_ops.problem import Problem, spread
 from ai3_ops.registry import operator_named
-from ai3_ops.selecting.selectors import Algorithm
+from ai3_ops.selecting.choice import Algorithm
 
 # Looked up once: a call asks each of these.
 _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed

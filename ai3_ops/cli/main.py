@@ -17,8 +17,8 @@ from rich.table import Table
 import ai3_ops
 from ai3_ops import registry
 from ai3_ops.cli import bench, demo, doctor, models
+from ai3_ops.selecting.choice import Algorithm, prefer
 from ai3_ops.selecting.plan import Plan
-from ai3_ops.selecting.selectors import Algorithm, prefer
 from ai3_ops.tuning.tune import Interrupted
 
 

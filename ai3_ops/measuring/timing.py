@@ -18,8 +18,8 @@ from ai3_ops import _library, registry
 from ai3_ops.calls.call import Call, Spec
 from ai3_ops.problem import Problem
 from ai3_ops.registry import operator_named
+from ai3_ops.selecting.choice import Algorithm
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS
-from ai3_ops.selecting.selectors import Algorithm
 
 FORMATS = {CONTIGUOUS: torch.contiguous_format, CHANNELS_LAST: torch.channels_last}
 HOPELESS = 2.0  # times the fastest in a first, rough look: not measured further

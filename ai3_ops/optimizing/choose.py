@@ -25,8 +25,9 @@ from ai3_ops.nn.kinds import original_class
 from ai3_ops.operations.step import Step
 from ai3_ops.problem import Problem
 from ai3_ops.selecting import selectors
+from ai3_ops.selecting.choice import Algorithm
 from ai3_ops.selecting.plan import CHANNELS_LAST, Plan, PlannedLayer
-from ai3_ops.selecting.selectors import Algorithm, Place
+from ai3_ops.selecting.selectors import Place
 from ai3_ops.surveying.discover import survey
 from ai3_ops.surveying.examples import Inputs
 from ai3_ops.tuning.tune import Interrupted, Meter, ineligible, least_error, select, unmeasured, warn_of_errors, within

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ai3_ops.operations.attention import AttentionCall
 from ai3_ops.registry import operator_named
-from ai3_ops.selecting.selectors import Algorithm
+from ai3_ops.selecting.choice import Algorithm
 
 
 def register_transformers(algorithm: str | Algorithm = "default", name: str = "ai3") -> None:

@@ -11,7 +11,8 @@ from torch import nn
 
 from ai3_ops import registry
 from ai3_ops.calls.call import UNMEASURED, Once, approximation
-from ai3_ops.selecting.selectors import ITSELF, Algorithm, Choice, Selector, Tuner, assign, idle, matched, supporting
+from ai3_ops.selecting.choice import Algorithm
+from ai3_ops.selecting.selectors import ITSELF, Choice, Selector, Tuner, assign, idle, matched, supporting
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost, reachable
 
