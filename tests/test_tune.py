@@ -27,7 +27,10 @@ from ai3_ops.measuring.timing import Layer, Measured, Surroundings, measure, med
 from ai3_ops.optimizing.choose import Case
 from ai3_ops.selecting import plan as plans
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
-from ai3_ops.tuning.tune import NONE_HOLDS, Interrupted, Meter, Network, Settings, select
+from ai3_ops.tuning.choosing import NONE_HOLDS, select
+from ai3_ops.tuning.meter import Meter
+from ai3_ops.tuning.network import Network
+from ai3_ops.tuning.settings import Interrupted, Settings
 
 
 class Residual(nn.Module):

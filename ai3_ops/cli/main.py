@@ -19,7 +19,7 @@ from ai3_ops import registry
 from ai3_ops.cli import bench, demo, doctor, models
 from ai3_ops.selecting.choice import Algorithm, prefer
 from ai3_ops.selecting.plan import Plan
-from ai3_ops.tuning.tune import Interrupted
+from ai3_ops.tuning.settings import Interrupted
 
 
 def selectors(text: str) -> Any:

@@ -30,8 +30,10 @@ from ai3_ops.selecting.plan import CHANNELS_LAST, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import Place
 from ai3_ops.surveying.discover import survey
 from ai3_ops.surveying.examples import Inputs
-from ai3_ops.tuning.tune import Interrupted, Meter, ineligible, least_error, select, unmeasured, warn_of_errors, within
-from ai3_ops.tuning.tune import Settings as TuneSettings
+from ai3_ops.tuning.choosing import ineligible, least_error, select, unmeasured, warn_of_errors, within
+from ai3_ops.tuning.meter import Meter
+from ai3_ops.tuning.settings import Interrupted
+from ai3_ops.tuning.settings import Settings as TuneSettings
 
 AUTO = "auto"
 MEASURED = (steps.conv2d, steps.linear)  # other steps keep what programs do, or the algorithm that selectors name

@@ -34,8 +34,9 @@ from ai3_ops.registry import near
 from ai3_ops.selecting.selectors import listed
 from ai3_ops.surveying.examples import Inputs
 from ai3_ops.swapping.swap import swap
-from ai3_ops.tuning.tune import Settings as TuneSettings
-from ai3_ops.tuning.tune import check_limits, tune_alone
+from ai3_ops.tuning.settings import Settings as TuneSettings
+from ai3_ops.tuning.settings import check_limits
+from ai3_ops.tuning.tune import tune_alone
 
 DEFAULT_SECONDS = 60.0  # where the user gives no budget
 SEARCH = 0.2  # of what is left for it and for measuring: the search of substitutions

@@ -1,3 +1,3 @@
 """`ai3_ops.tune`: the choice of algorithms by measurement."""
 
-from ai3_ops.tuning.tune import Interrupted as Interrupted
+from ai3_ops.tuning.settings import Interrupted as Interrupted

@@ -19,7 +19,8 @@ from ai3_ops.graph.network import difference
 from ai3_ops.measuring.timing import Measured
 from ai3_ops.optimizing import choose, pipeline
 from ai3_ops.optimizing.module import Optimized
-from ai3_ops.tuning.tune import Interrupted, Meter
+from ai3_ops.tuning.meter import Meter
+from ai3_ops.tuning.settings import Interrupted
 
 
 def algorithms_of(fast):
