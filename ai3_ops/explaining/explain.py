@@ -21,7 +21,7 @@ from ai3_ops.nn.kinds import original_class
 from ai3_ops.nn.unswap import MARKS
 from ai3_ops.registry import near
 from ai3_ops.selecting.selectors import listed
-from ai3_ops.surveying.discover import is_of_torch, is_optimized, reachable
+from ai3_ops.surveying.modules import is_of_torch, is_optimized, reachable
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from ai3_ops.selecting import selectors
 from ai3_ops.selecting.choice import Algorithm
 from ai3_ops.selecting.plan import CHANNELS_LAST, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import Place
-from ai3_ops.surveying.discover import survey
 from ai3_ops.surveying.examples import Inputs
+from ai3_ops.surveying.watching import survey
 from ai3_ops.tuning.choosing import ineligible, least_error, select, unmeasured, warn_of_errors, within
 from ai3_ops.tuning.meter import Meter
 from ai3_ops.tuning.settings import Interrupted

@@ -28,8 +28,9 @@ from ai3_ops.optimizing.pipeline import Budget, Settings
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.selecting.selectors import check_words, listed
 from ai3_ops.surveying import examples
-from ai3_ops.surveying.discover import does_not_run, refuse_meta, refuse_optimized
 from ai3_ops.surveying.examples import Inputs
+from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
+from ai3_ops.surveying.running import does_not_run
 
 
 def optimize(

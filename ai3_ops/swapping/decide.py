@@ -14,7 +14,8 @@ from ai3_ops.calls.call import UNMEASURED, Once, approximation
 from ai3_ops.selecting.choice import Algorithm
 from ai3_ops.selecting.selectors import ITSELF, Choice, Selector, Tuner, assign, idle, matched, supporting
 from ai3_ops.surveying.describe import Described
-from ai3_ops.surveying.discover import Lost, reachable
+from ai3_ops.surveying.discover import Lost
+from ai3_ops.surveying.modules import reachable
 
 
 @dataclass

@@ -14,8 +14,11 @@ from ai3_ops.nn.computed import copied
 from ai3_ops.nn.unswap import MARKS, revert, unswap
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.selecting.selectors import ITSELF, Selector, Tuner, listed
-from ai3_ops.surveying.discover import discover, is_lazy, is_optimized, observe, refuse_optimized, run
+from ai3_ops.surveying.discover import discover
 from ai3_ops.surveying.examples import of_other_sizes
+from ai3_ops.surveying.modules import is_lazy, is_optimized, refuse_optimized
+from ai3_ops.surveying.running import run
+from ai3_ops.surveying.watching import observe
 from ai3_ops.swapping.apply import apply, lay_out
 from ai3_ops.swapping.decide import Outcome, decide
 from ai3_ops.tuning.tune import tune_calls

@@ -17,7 +17,7 @@ from ai3_ops.nn.layout import FORMER
 from ai3_ops.nn.unswap import unswap
 from ai3_ops.problem import is_channels_last
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS
-from ai3_ops.surveying.discover import survey
+from ai3_ops.surveying.watching import survey
 
 
 @dataclass

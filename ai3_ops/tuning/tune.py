@@ -12,7 +12,7 @@ from torch import nn
 
 from ai3_ops.measuring import timing
 from ai3_ops.selecting.plan import Plan
-from ai3_ops.surveying.discover import refuse_meta, refuse_optimized
+from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
 from ai3_ops.tuning.choosing import choose
 from ai3_ops.tuning.meter import Meter, Times, shown
 from ai3_ops.tuning.network import Network
