@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import html
-import io
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ai3_ops import registry
+from ai3_ops import _tables, registry
+from ai3_ops._tables import shown_bytes
 from ai3_ops.calls.call import Call, Spec
 from ai3_ops.explaining.compiled import graphs_of
-from ai3_ops.explaining.report import OptimizeReport, shown_bytes
+from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.nn.classes import Sites, found_in, leaf_class
 from ai3_ops.nn.kinds import original_class
 from ai3_ops.nn.unswap import MARKS
@@ -247,27 +247,18 @@ class Report:
 
     def _table(self) -> list[str]:
         """The lines of the layers and of the modules with calls that could not be replaced."""
-        from rich.console import Console
-        from rich.table import Table
-
-        text = io.StringIO()
+        shown: list[str] = []
         notes: dict[str, int] = {}  # long reasons, below the table: a layer is one line
         heads, rows = self._rows()
         for row in rows if heads[-1] == "reason" else ():
             if len(row[-1]) > _LONG:
                 row[-1] = f"[{notes.setdefault(row[-1], len(notes) + 1)}]"
         # A layer's name is what selectors need and must not be cut; the other table has sentences, which are folded.
-        folded = ((self._unreached_rows(), _WIDTH), (self._uncovered_rows(), _WIDTH))
+        folded = ((self._unreached_rows(), _tables.WIDTH), (self._uncovered_rows(), _tables.WIDTH))
         for (columns, lines), width in (((heads, rows), _WIDEST), *folded):
-            if not lines:
-                continue
-            console = Console(file=text, width=width, color_system=None)
-            table = Table(*columns, box=None, pad_edge=False)
-            for row in lines:
-                table.add_row(*map(_plain, row))
-            console.print(table)
-        table_text = [line.rstrip() for line in text.getvalue().splitlines()]
-        return [*table_text, *(f"[{number}] {note}" for note, number in notes.items())]
+            if lines:
+                shown += _tables.lines(_tables.table(columns, lines), width=width)
+        return [*shown, *(f"[{number}] {note}" for note, number in notes.items())]
 
     def _repr_html_(self) -> str:
         """The same in a notebook."""
@@ -282,7 +273,7 @@ class Report:
         return "\n".join(parts)
 
 
-_WIDTH, _WIDEST, _LONG = 160, 1000, 24
+_WIDEST, _LONG = 1000, 24
 _MANY = 3  # so many ReLUs alike are one row
 _SPEEDUP = "PyTorch's time / its"
 
@@ -312,12 +303,6 @@ def _why_uncovered(module: nn.Module) -> str:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return "no algorithm; optimize folds it into the convolution before"
     return "no algorithm of this operation"
-
-
-def _plain(text: str) -> Any:
-    from rich.text import Text
-
-    return Text(text)
 
 
 def _common(names: list[str]) -> str:

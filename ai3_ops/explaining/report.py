@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ai3_ops import _tables
+from ai3_ops._tables import shown_bytes
 from ai3_ops.graph.network import Rewrite
 from ai3_ops.selecting.selectors import listed
 
 LITTLE = 1.05  # so many times as fast is worth a sentence about what keeps a model from more
-
-
-def shown_bytes(count: int) -> str:
-    """In the largest unit of which there is one; nothing for 0."""
-    if not count:
-        return ""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"
 
 
 @dataclass
@@ -56,6 +47,43 @@ class Optimization:
     memory_bytes: int = (
         0  # of activations and workspaces together, of the program that needs most, on the example inputs
     )
+
+    def shown(self) -> list[Any]:
+        """Sentences and tables of a report."""
+        head = self.name or "the model"
+        if self.before_ms and self.after_ms:
+            head += f": {self.before_ms:.3g} ms before, {self.after_ms:.3g} ms after"
+        if self.error is not None:
+            head += f", error {self.error:.2g}"
+        parts: list[Any] = [head]
+        if self.unchanged:
+            tried = "; tried, and not run:" if self.steps else ""
+            parts.append(f"stays as it was: {self.unchanged}{tried}")
+        if self.packed_bytes:
+            used = f"{shown_bytes(self.packed_bytes)} of packed weights"
+            parts.append(f"{used}, {shown_bytes(self.memory_bytes)} of activations and workspaces")
+        rows = [
+            (
+                step.operation,
+                step.algorithm,
+                step.reason,
+                ", ".join(name or "(the module itself)" for name in step.layers),
+                step.detail,
+                "x".join(map(str, step.output)),
+            )
+            for step in self.steps
+        ]
+        parts.append(_tables.table(("step", "algorithm", "chosen", "layers", "fused", "output"), rows))
+        errors: dict[tuple[str, str], list[float]] = {}
+        for r in self.rewrites:
+            errors.setdefault((r.rule, r.detail), []).extend([] if r.error is None else [r.error])
+        times = Counter((r.rule, r.detail) for r in self.rewrites)
+        counted = [
+            (f"{rule} ({detail})" if detail else rule, str(times[rule, detail]), f"{max(found):.1g}" if found else "")
+            for (rule, detail), found in errors.items()
+        ]
+        parts.append(_tables.table(("rewrite", "times", "error"), counted))
+        return parts + [f"note: {note}" for note in self.notes]
 
 
 @dataclass
@@ -97,56 +125,13 @@ class OptimizeReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        text = io.StringIO()
-        console = Console(file=text, width=160, color_system=None)
+        shown: list[Any] = []
         if self.before_ms and self.after_ms:
             took = f"{self.before_ms:.3g} ms before, {self.after_ms:.3g} ms after"
-            console.print(Text(f"the model, of which {len(self.parts)} parts were captured: {took}"))
+            shown.append(f"the model, of which {len(self.parts)} parts were captured: {took}")
         for part in self.parts:
-            head = part.name or "the model"
-            if part.before_ms and part.after_ms:
-                head += f": {part.before_ms:.3g} ms before, {part.after_ms:.3g} ms after"
-            if part.error is not None:
-                head += f", error {part.error:.2g}"
-            console.print(Text(head))
-            if part.unchanged:
-                tried = "; tried, and not run:" if part.steps else ""
-                console.print(Text(f"stays as it was: {part.unchanged}{tried}"))
-            if part.packed_bytes:
-                used = f"{shown_bytes(part.packed_bytes)} of packed weights"
-                console.print(Text(f"{used}, {shown_bytes(part.memory_bytes)} of activations and workspaces"))
-            table = Table("step", "algorithm", "chosen", "layers", "fused", "output", box=None, pad_edge=False)
-            for step in part.steps:
-                cells = (
-                    step.operation,
-                    step.algorithm,
-                    step.reason,
-                    ", ".join(name or "(the module itself)" for name in step.layers),
-                    step.detail,
-                    "x".join(map(str, step.output)),
-                )
-                table.add_row(*map(Text, cells))
-            console.print(table)
-            counted = Counter((r.rule, r.detail) for r in part.rewrites)
-            errors = {
-                key: max((r.error or 0.0 for r in part.rewrites if (r.rule, r.detail) == key), default=0.0)
-                for key in counted
-            }
-            table = Table("rewrite", "times", "error", box=None, pad_edge=False)
-            for (rule, detail), times in counted.items():
-                checked = [r for r in part.rewrites if (r.rule, r.detail) == (rule, detail) and r.error is not None]
-                shown = f"{errors[rule, detail]:.1g}" if checked else ""
-                table.add_row(Text(f"{rule} ({detail})" if detail else rule), str(times), shown)
-            console.print(table)
-            for note in part.notes:
-                console.print(Text(f"note: {note}"))
+            shown += part.shown()
         if self.left:
-            table = Table("not captured", "reason", box=None, pad_edge=False)
-            for name, reason in self.left.items():
-                table.add_row(Text(name or "the model itself"), Text(reason))
-            console.print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+            rows = [(name or "the model itself", reason) for name, reason in self.left.items()]
+            shown.append(_tables.table(("not captured", "reason"), rows))
+        return "\n".join(_tables.lines(*shown))

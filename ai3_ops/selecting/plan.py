@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import warnings
@@ -13,12 +12,12 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
-from ai3_ops import _machine
+from ai3_ops import _machine, _tables
+from ai3_ops._tables import shown_bytes
 from ai3_ops.registry import near
 
 VERSION = 1
 CONTIGUOUS, CHANNELS_LAST = LAYOUTS = ("contiguous", "channels_last")
-_WIDTH = 160  # of tables
 _OPTIONAL = (int, float, type(None))
 
 
@@ -105,37 +104,27 @@ class Plan:
         return max((layer.workspace_bytes or 0 for layer in self.layers.values()), default=0)
 
     def __str__(self) -> str:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False)
-        for heading in ("layer", "operation", "algorithm", "layout"):
-            table.add_column(heading, overflow="fold")
-        for heading in ("us", "PyTorch's time / its", "error", "workspace", "pack"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("why")
+        texts, numbers = (
+            ("layer", "operation", "algorithm", "layout"),
+            ("us", "PyTorch's time / its", "error", "workspace", "pack"),
+        )
+        rows = []
         for name, layer in self.layers.items():
             torch_us = layer.torch_us
-            share = "" if not layer.time_us or not torch_us else f"{torch_us / layer.time_us:.2f}x"
-            numbers = (
+            cells = (
                 "" if layer.time_us is None else f"{layer.time_us:.1f}",
-                share,
+                "" if not layer.time_us or not torch_us else f"{torch_us / layer.time_us:.2f}x",
                 "" if layer.error is None else f"{layer.error:.0e}",
-                _size(layer.workspace_bytes),
-                _size(layer.packed_bytes),
+                shown_bytes(layer.workspace_bytes),
+                shown_bytes(layer.packed_bytes),
             )
-            cells = (name, layer.operation, layer.algorithm, layer.layout or "", *numbers, layer.reason)
-            table.add_row(*map(Text, cells))
-        text = io.StringIO()
-        console = Console(file=text, width=_WIDTH, color_system=None)
-        console.print(table)
-        lines = [line.rstrip() for line in text.getvalue().splitlines()]
+            rows.append((name, layer.operation, layer.algorithm, layer.layout or "", *cells, layer.reason))
+        lines = _tables.lines(_tables.table((*texts, *numbers, "why"), rows, right=numbers, fold=True))
         timed = sum(layer.time_us is not None for layer in self.layers.values())
         of_those = "" if timed == len(self.layers) else f" of the {timed} that were measured"
         total = (
             f"{len(self.layers)} layers, {self.time_us / 1e3:.2f} ms in total{of_those}; packed weights "
-            f"{_size(self.packed_bytes) or '0 B'}, largest workspace {_size(self.workspace_bytes) or '0 B'}"
+            f"{shown_bytes(self.packed_bytes) or '0 B'}, largest workspace {shown_bytes(self.workspace_bytes) or '0 B'}"
         )
         return "\n".join([*lines, total])
 
@@ -245,9 +234,3 @@ def _layer(name: str, value: Any) -> PlannedLayer:
 def _refuse(needs: str, got: Any) -> NoReturn:
     text = repr(got)
     raise ValueError(f"not a plan: {needs}; got {text if len(text) < 60 else text[:57] + '...'}")
-
-
-def _size(size: int | None) -> str:
-    if not size:
-        return ""
-    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -13,7 +13,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops.explaining.report import shown_bytes
+from ai3_ops._tables import shown_bytes
 from ai3_ops.graph import canonical, steps
 from ai3_ops.graph.network import difference
 from ai3_ops.measuring.timing import Measured
