@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ai3_ops import _library
+from ai3_ops.operations.activations import ACTIVATIONS, SLOPED
 from ai3_ops.operations.step import Step
-from ai3_ops.operations.weighted import SLOPED
-from ai3_ops.programs.program import ACTIVATIONS, Builder, Program, Value
+from ai3_ops.programs.program import Builder, Program, Value
 from tests import tester  # settings of hypothesis
 
 assert tester

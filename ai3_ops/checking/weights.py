@@ -26,7 +26,7 @@ from ai3_ops.checking.cases import (
     terms,
 )
 from ai3_ops.checking.values import assert_near
-from ai3_ops.operations.weighted import SLOPED
+from ai3_ops.operations.activations import ACTIVATIONS, SLOPED
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
 
 
@@ -93,22 +93,15 @@ def check_prologue(info: AlgorithmInfo, tally: Tally) -> None:
             )
 
 
-# As the operators name them: function(x, slopes), and the largest slope that it has; 1 where it rounds nothing.
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor, Any], Tensor], float]] = {
-    "none": (lambda t, _: t, 1.0),
-    "relu": (lambda t, _: torch.nn.functional.relu(t), 1.0),
-    "relu6": (lambda t, _: torch.nn.functional.relu6(t), 1.0),
-    "hardswish": (lambda t, _: torch.nn.functional.hardswish(t), 1.5),
-    "silu": (lambda t, _: torch.nn.functional.silu(t), 1.1),
-    "gelu": (lambda t, _: torch.nn.functional.gelu(t), 1.13),
-    "sigmoid": (lambda t, _: torch.sigmoid(t), 1.01),
-    "hardsigmoid": (lambda t, _: torch.nn.functional.hardsigmoid(t), 1.01),
-    "tanh": (lambda t, _: torch.tanh(t), 1.01),
-    "gelu_tanh": (lambda t, _: torch.nn.functional.gelu(t, approximate="tanh"), 1.13),
-    "prelu": (lambda t, slopes: torch.where(t > 0, t, t * slopes), 1.01),
-    "leaky_relu": (lambda t, slopes: torch.where(t > 0, t, t * slopes), 1.01),
-    "elu": (lambda t, slopes: torch.where(t > 0, t, torch.expm1(t) * slopes), 1.01),
+# With a tensor of slopes, which PyTorch's functions do not all take.
+_BY_SLOPES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "prelu": lambda t, slopes: torch.where(t > 0, t, t * slopes),
+    "leaky_relu": lambda t, slopes: torch.where(t > 0, t, t * slopes),
+    "elu": lambda t, slopes: torch.where(t > 0, t, torch.expm1(t) * slopes),
 }
+_STEEPEST = {"none": 1.0, "relu": 1.0, "relu6": 1.0, "hardswish": 1.5, "silu": 1.1, "gelu": 1.13, "gelu_tanh": 1.13}
+# function(x, slopes), and the largest slope that it has; 1 where it rounds nothing.
+STEEP = {name: (_BY_SLOPES.get(name, f), _STEEPEST.get(name, 1.01)) for name, f in ACTIVATIONS.items()}
 
 
 def slopes(call: Call, name: str) -> Tensor | None:
@@ -130,7 +123,7 @@ def epilogue(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor]:
     assert residual is not None
     k = terms(info.operation, call.case) + 1
     bound = allowed(info, k, dtype, call.fill, exact, magnitude + residual.cpu().double().abs())
-    function, slope = ACTIVATIONS[name]
+    function, slope = STEEP[name]
     given, weight = slopes(call, name), call.case.shapes[1]
     assert weight is not None
     by_channel = None if given is None else given.cpu().double().reshape(-1, *[1] * max(0, len(weight) - 2))

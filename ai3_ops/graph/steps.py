@@ -9,52 +9,30 @@ Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ai3_ops.operations.activations import ACTIVATIONS
 from ai3_ops.operations.step import RULES as RULES
 from ai3_ops.operations.step import Step, computed
 
 Pair = tuple[int, int]
 
 
-def _prelu(x: Tensor, slope: Any) -> Tensor:
-    return F.prelu(x, slope)
-
-
-# By name: activation(x, parameter). Only the last three have a parameter: a number, or for prelu a tensor of one element or of C.
-UNARY: dict[str, Callable[[Tensor, Any], Tensor]] = {
-    "none": lambda x, _: x,
-    "relu": lambda x, _: F.relu(x),
-    "relu6": lambda x, _: F.relu6(x),
-    "hardswish": lambda x, _: F.hardswish(x),
-    "silu": lambda x, _: F.silu(x),
-    "gelu": lambda x, _: F.gelu(x),
-    "sigmoid": lambda x, _: torch.sigmoid(x),
-    "hardsigmoid": lambda x, _: F.hardsigmoid(x),
-    "tanh": lambda x, _: torch.tanh(x),
-    "gelu_tanh": lambda x, _: F.gelu(x, approximate="tanh"),
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "prelu": _prelu,
-}
-
-
 def unary(input: Tensor, name: str, parameter: float | Tensor | None = None, *, algorithm: str = "default") -> Tensor:
-    """Element by element: one of UNARY. `algorithm` is relu's."""
+    """Element by element: one of ACTIVATIONS. `algorithm` is relu's."""
     if name == "relu":
         return _computes("relu", algorithm, input)(input)
-    return UNARY[name](input, parameter)
+    return ACTIVATIONS[name](input, parameter)
 
 
 def binary(
     input: Tensor, other: Tensor, name: str, *, activation: str = "none", parameter: Tensor | float | None = None
 ) -> Tensor:
     """Name is "add" or "mul"; `other` is broadcast to the input's sizes: (N, C, 1, 1) beside an image, or a table."""
-    return UNARY[activation](input + other if name == "add" else input * other, parameter)
+    return ACTIVATIONS[activation](input + other if name == "add" else input * other, parameter)
 
 
 def affine(
@@ -68,7 +46,7 @@ def affine(
     """activation(scale * x + shift), scale and shift (C): what batch normalization is after training."""
     if input.ndim == 4:
         scale, shift = scale[:, None, None], shift[:, None, None]
-    return UNARY[activation](torch.addcmul(shift, input, scale), parameter)
+    return ACTIVATIONS[activation](torch.addcmul(shift, input, scale), parameter)
 
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
@@ -109,7 +87,7 @@ def conv2d(
     if input_relu:
         input = F.relu(input)
     output = _computes("conv2d", algorithm, input)(input, weight, bias, stride, padding, dilation, groups)
-    return UNARY[activation](output if residual is None else output + residual, parameter)
+    return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 
 def linear(
@@ -124,7 +102,7 @@ def linear(
 ) -> Tensor:
     """activation(x weight^T + bias + residual), x (..., F)."""
     output = _computes("linear", algorithm, input)(input, weight, bias)
-    return UNARY[activation](output if residual is None else output + residual, parameter)
+    return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 
 def max_pool2d(

@@ -11,12 +11,11 @@ from torch import Tensor
 from ai3_ops import _torch, registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.operations import base
+from ai3_ops.operations.activations import SLOPED
 from ai3_ops.operations.base import Operation
 from ai3_ops.operations.case import Case
 from ai3_ops.problem import Problem, check, check_dtype, check_place, check_workspace
 from ai3_ops.registry import operator_named
-
-SLOPED = ("prelu", "leaky_relu", "elu")  # activations with a slope (elu: its alpha), of all output channels or one each
 
 
 class Weighted(Operation):

@@ -12,16 +12,13 @@ from torch import Tensor
 
 from ai3_ops import _library, registry
 from ai3_ops.calls.call import CallPlan
+from ai3_ops.operations.activations import ACTIVATIONS, SLOPED
 from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 from ai3_ops.operations.step import Step
-from ai3_ops.operations.weighted import SLOPED
 from ai3_ops.problem import spread
 from ai3_ops.registry import operator_named
 
-ACTIVATIONS = (
-    "none", "relu", "relu6", "hardswish", "silu", "gelu", "sigmoid", "hardsigmoid", "tanh", "gelu_tanh", *SLOPED
-)  # fmt: skip
 Pair = int | Sequence[int]
 Parameter = float | Tensor | None  # an activation's: a number, or a tensor of one element or of one for each channel
 

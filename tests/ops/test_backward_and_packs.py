@@ -11,6 +11,7 @@ import torch.nn.functional as F
 import ai3_ops
 from ai3_ops import _library
 from ai3_ops.checking.calling import profiled
+from ai3_ops.operations import activations
 
 ops = torch.ops.ai3
 GEOMETRIES = [
@@ -217,6 +218,14 @@ def test_conv2d_packed(algorithm, layout):
 
 
 EXTREMES = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, 1e30, -1e30, -100.0, 100.0, -1e-30])
+
+
+def test_python_and_the_operators_know_the_same_activations():
+    with pytest.raises(RuntimeError, match=r"needs an activation of (.*), got 'cosine'") as told:
+        ops._conv2d_direct_fused(torch.ones(1, 1, 3, 3), torch.ones(1, 1, 1, 1), activation="cosine")
+    words = str(told.value).partition("needs an activation of ")[2].partition(", got")[0].split(", ")
+    assert sorted(words) == sorted(activations.ACTIVATIONS)
+    assert {*activations.SLOPED} <= {*words}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -258,7 +258,7 @@ def renamed(column, name):
         called("op.aten.add_.Tensor"),
         called("op.inductor._alloc_from_pool.default"),
         called("os.system"),
-        called("steps.UNARY"),
+        called("steps.ACTIVATIONS"),
         renamed(1, "x = __import__('os')"),
         renamed(2, "x, __import__('os')"),
         lambda d: d["inputs"].update(spec='[1, {"type": null, "context": {"__enum__": true, "fqn": "this:x"}}]'),
