@@ -20,7 +20,11 @@ from torchvision import models  # noqa: E402
 
 import ai3_ops  # noqa: E402
 from ai3_ops.cli import demo  # noqa: E402
+from ai3_ops.cli import digits as digits_module  # noqa: E402
+from ai3_ops.cli.digits import Digits, train_digits  # noqa: E402
 from ai3_ops.cli.main import main  # noqa: E402
+from ai3_ops.cli.models import Network  # noqa: E402
+from ai3_ops.cli.runs import Run, for_digits, measure, prepare  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("built_in_only")
 
@@ -28,15 +32,15 @@ pytestmark = pytest.mark.usefixtures("built_in_only")
 def small():
     """A network and one for digits, as the demo has them, in no time."""
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)]
-    net = demo.Network("small", nn.Sequential(*layers).eval(), "random weights", 16, [0.0] * 3, [1.0] * 3, None)
+    net = Network("small", nn.Sequential(*layers).eval(), "random weights", 16, [0.0] * 3, [1.0] * 3, None)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10)).eval()
-    return net, demo.Digits(model, torch.rand(6, 1, 8, 8), torch.arange(6)), torch.rand(2, 3, 16, 16)
+    return net, Digits(model, torch.rand(6, 1, 8, 8), torch.arange(6)), torch.rand(2, 3, 16, 16)
 
 
 def selected(selectors):
     net, digits, x = small()
-    runs = demo.prepare(net, digits, selectors, x)
-    demo.measure(runs, x, digits, 1, lambda _: None)
+    runs = prepare(net, digits, selectors, x)
+    measure(runs, x, digits, 1, lambda _: None)
     return runs[2]
 
 
@@ -47,8 +51,8 @@ def used(model):
 def test_timed_calls_find_their_packs():
     """Latencies are those of a model in use, whose weights are packed once."""
     net, digits, x = small()
-    runs = {run.label: run for run in demo.prepare(net, digits, {"conv2d": "im2col", "linear": "gemm"}, x)}
-    demo.measure(list(runs.values()), x, digits, 1, lambda _: None)
+    runs = {run.label: run for run in prepare(net, digits, {"conv2d": "im2col", "linear": "gemm"}, x)}
+    measure(list(runs.values()), x, digits, 1, lambda _: None)
     swapped = runs["selected"].model
     assert not any(p.is_inference() for p in swapped.parameters())
     assert all(swapped[i]._ai3.packs.bytes > 0 for i in (0, 2, 5))
@@ -71,23 +75,23 @@ def test_selectors_that_name_layers_speak_of_the_network_alone():
 
 
 def test_what_the_digits_do_not_take_is_said():
-    assert demo.for_digits({"0": "direct", "conv2d": "smm"}) == ({"conv2d": "smm"}, ["0"])
-    assert demo.for_digits("winograd") == ("winograd", [])
-    assert demo.for_digits(["direct"]) == ("torch", ["a list"])
+    assert for_digits({"0": "direct", "conv2d": "smm"}) == ({"conv2d": "smm"}, ["0"])
+    assert for_digits("winograd") == ("winograd", [])
+    assert for_digits(["direct"]) == ("torch", ["a list"])
 
 
 def test_digits_are_learned_and_stay_learned():
     """Accuracy before and after are real numbers: a convolutional network names nearly all digits."""
-    digits = demo.train_digits()
+    digits = train_digits()
     assert len(digits.labels) == 599
     net, _, x = small()
-    runs = demo.prepare(net, digits, "default", x)
-    demo.measure(runs, x, digits, 1, lambda _: None)
+    runs = prepare(net, digits, "default", x)
+    measure(runs, x, digits, 1, lambda _: None)
     before = runs[0].accuracy(digits)
     assert before > 0.95
     for run in runs:
         assert abs(run.accuracy(digits) - before) <= (0.01 if run.approximate else 0.002), run.label
-    guessed = demo.Run("ones", net.model, digits.model, "", predictions=torch.ones(599, dtype=torch.long))
+    guessed = Run("ones", net.model, digits.model, "", predictions=torch.ones(599, dtype=torch.long))
     assert guessed.accuracy(digits) < 0.2
 
 
@@ -180,7 +184,8 @@ def shown(capsys, *arguments):
 
 def test_demo(tmp_path, monkeypatch, capsys):
     """Layers by name, as its own example on the command line has them, on a network in full size."""
-    monkeypatch.setattr(demo, "DIGITS_EPOCHS", 3)
+    for module in (demo, digits_module):
+        monkeypatch.setattr(module, "DIGITS_EPOCHS", 3)
     bars = []
     progress = demo._progress
 
@@ -256,7 +261,8 @@ def test_mistakes_are_one_sentence_before_anything_takes_time(arguments, tmp_pat
 
 
 def test_demo_fails_when_outputs_differ(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "DIGITS_EPOCHS", 1)
+    for module in (demo, digits_module):
+        monkeypatch.setattr(module, "DIGITS_EPOCHS", 1)
     monkeypatch.setattr(demo, "network", lambda *_: small()[0])
     status, out = shown(capsys, "--output", tmp_path / "demo.png", "--tolerance", "0")
     assert status == 1
@@ -264,9 +270,9 @@ def test_demo_fails_when_outputs_differ(tmp_path, monkeypatch, capsys):
 
 
 def test_times_and_their_quartiles():
-    run = demo.Run("of five", nn.Identity(), nn.Identity(), "", seconds=[5.0, 1.0, 4.0, 2.0, 3.0])
+    run = Run("of five", nn.Identity(), nn.Identity(), "", seconds=[5.0, 1.0, 4.0, 2.0, 3.0])
     assert (run.latency, run.quartiles, run.certain) == (3.0, (2.0, 4.0), True)
-    assert not demo.Run("of four", nn.Identity(), nn.Identity(), "", seconds=[1.0] * 4).certain
+    assert not Run("of four", nn.Identity(), nn.Identity(), "", seconds=[1.0] * 4).certain
 
 
 def test_a_head_of_zeros_gets_random_weights():
@@ -275,7 +281,7 @@ def test_a_head_of_zeros_gets_random_weights():
     assert net.origin == "seeded random weights, also in heads.head, which begins as zeros"
     assert net.model.heads.head.weight.std() > 0
     assert demo.network("resnet18").origin == "seeded random weights"
-    zero = demo.Run("zero", nn.Identity(), nn.Identity(), "", outputs=torch.zeros(2, 3))
+    zero = Run("zero", nn.Identity(), nn.Identity(), "", outputs=torch.zeros(2, 3))
     assert zero.error(torch.zeros(2, 3)) == 0
     assert zero.error(torch.ones(2, 3)) == 1
 
@@ -283,7 +289,8 @@ def test_a_head_of_zeros_gets_random_weights():
 def test_an_output_of_zeros_is_refused(tmp_path, monkeypatch, capsys):
     state = demo.network("squeezenet1_1").model.state_dict()
     torch.save({key: torch.zeros_like(value) for key, value in state.items()}, tmp_path / "zeros.pth")
-    monkeypatch.setattr(demo, "DIGITS_EPOCHS", 1)
+    for module in (demo, digits_module):
+        monkeypatch.setattr(module, "DIGITS_EPOCHS", 1)
     with pytest.raises(SystemExit) as exit:
         main(
             [

@@ -120,7 +120,7 @@ def test_backend_leaves_to_inductor_what_no_longer_can_be_captured(residual, com
             raise Uncapturable("as it is")
         return make_plan(*given, **settings)
 
-    monkeypatch.setattr(pipeline, "make_plan", first_alone)
+    monkeypatch.setattr(backend, "make_plan", first_alone)
     compiled = torch.compile(model, backend=backend.ai3, options={"budget_seconds": 0.2})
     with torch.no_grad():
         agree(compiled, model, x)
@@ -156,7 +156,7 @@ class Breaks(nn.Module):
 def test_backend_plans_once_for_the_weights_of_each_module(compiler, faster, monkeypatch):
     model, x = Breaks().eval(), torch.randn(1, 8, 9, 9)
     planned, make_plan = [], pipeline.make_plan
-    monkeypatch.setattr(pipeline, "make_plan", lambda *a, **k: planned.append(a) or make_plan(*a, **k))
+    monkeypatch.setattr(backend, "make_plan", lambda *a, **k: planned.append(a) or make_plan(*a, **k))
     compiled = torch.compile(model, backend=backend.ai3, options={"budget_seconds": 0.2})
     with torch.no_grad():
         agree(compiled, model, x)
