@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 import ai3_ops
 from ai3_ops import Plan, _library, _machine, registry
-from ai3_ops.calls.call import Spec
+from ai3_ops.calls.spec import Spec
 from ai3_ops.measuring import timing
 from ai3_ops.measuring.timing import Layer, Measured, Surroundings, measure, median, percentile
 from ai3_ops.optimizing.choose import Case

@@ -13,7 +13,8 @@ from torch import nn
 
 from ai3_ops import _tables, registry
 from ai3_ops._tables import shown_bytes
-from ai3_ops.calls.call import Call, Spec
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.spec import Spec
 from ai3_ops.explaining.compiled import graphs_of
 from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.nn.classes import Sites, found_in, leaf_class

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ai3_ops import _library, registry
-from ai3_ops.calls.call import Call, Spec
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.spec import Spec
 from ai3_ops.problem import Problem
 from ai3_ops.registry import operator_named
 from ai3_ops.selecting.choice import Algorithm

@@ -14,7 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ai3_ops import registry
 from ai3_ops._torch import OpOverload
-from ai3_ops.calls.call import Call, CallPlan, fast_in
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.plan import CallPlan
+from ai3_ops.calls.spec import fast_in
 from ai3_ops.operations import base, multihead, patterns
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from ai3_ops import _library, _torch, registry
 from ai3_ops._torch import OpOverload
-from ai3_ops.calls.call import REMEMBERED, Spec, SwitchedCall, fast_in, weights_of
+from ai3_ops.calls.packs import SwitchedCall
+from ai3_ops.calls.spec import Spec, fast_in, weights_of
+from ai3_ops.calls.ways import REMEMBERED
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw, image, pair

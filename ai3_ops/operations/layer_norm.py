@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
-from ai3_ops.calls.call import Call, CallPlan, weights_of
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.plan import CallPlan
+from ai3_ops.calls.spec import weights_of
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
-from ai3_ops.calls.call import CallPlan, SwitchedCall, fast_in, weights_of
+from ai3_ops.calls.packs import SwitchedCall
+from ai3_ops.calls.plan import CallPlan
+from ai3_ops.calls.spec import fast_in, weights_of
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import CHANNELS, BadCall, Case, Draw

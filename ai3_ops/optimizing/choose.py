@@ -14,7 +14,9 @@ import torch
 from torch import fx, nn
 
 from ai3_ops import _machine, registry
-from ai3_ops.calls.call import SWITCHES, Call, Spec
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.known import SWITCHES
+from ai3_ops.calls.spec import Spec
 from ai3_ops.graph import steps
 from ai3_ops.graph.fusion import arguments
 from ai3_ops.graph.network import Network, Node

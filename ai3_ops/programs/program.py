@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops import _library, registry
-from ai3_ops.calls.call import CallPlan
+from ai3_ops.calls.plan import CallPlan
 from ai3_ops.operations.activations import ACTIVATIONS, SLOPED
 from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes

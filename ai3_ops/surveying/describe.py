@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from ai3_ops._torch import is_sharded
-from ai3_ops.calls.call import Call, Spec, unfit
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.spec import Spec, unfit
 from ai3_ops.nn.classes import Sites, leaf_class
 from ai3_ops.nn.computed import advice
 from ai3_ops.nn.kinds import original_class

@@ -14,7 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ai3_ops import registry
-from ai3_ops.calls.call import Call, Spec
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.spec import Spec
 from ai3_ops.nn import layout
 from ai3_ops.nn.classes import Sites, leaf_class, swapped_class
 from ai3_ops.nn.kinds import original_class, set_class

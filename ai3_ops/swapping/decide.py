@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ai3_ops import registry
-from ai3_ops.calls.call import UNMEASURED, Once, approximation
+from ai3_ops.calls.call import UNMEASURED
+from ai3_ops.calls.known import Once, approximation
 from ai3_ops.selecting.choice import Algorithm
 from ai3_ops.selecting.selectors import ITSELF, Choice, Selector, Tuner, assign, idle, matched, supporting
 from ai3_ops.surveying.describe import Described

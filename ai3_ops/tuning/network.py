@@ -10,7 +10,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ai3_ops._torch import pytree
-from ai3_ops.calls.call import Call, Spec
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.spec import Spec
 from ai3_ops.measuring.timing import Layer
 from ai3_ops.nn.computed import copied
 from ai3_ops.nn.layout import FORMER

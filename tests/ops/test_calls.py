@@ -24,7 +24,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import ai3_ops
 from ai3_ops import _library
-from ai3_ops.calls.call import fast_in
+from ai3_ops.calls.spec import fast_in
 from ai3_ops.checking.calling import profiled
 
 ops = torch.ops.ai3
