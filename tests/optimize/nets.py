@@ -10,6 +10,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops.graph.network import difference
+from ai3_ops.optimizing.module import Optimized
 
 BOUND = 1e-4  # of float32 outputs against float64, as the issue and DESIGN have it
 
@@ -28,6 +29,13 @@ def check(model, *inputs, **kwargs):
     """The optimized module, which agrees with the model."""
     fast = optimized(model, *inputs, **kwargs)
     agree(fast, model, *inputs)
+    return fast
+
+
+def taken(fast):
+    """The module, of which at least a part runs as programs."""
+    plans = [module._ai3_first for module in fast.modules() if isinstance(module, Optimized)]
+    assert any(plan is not None and plan.body is not None for plan in plans)
     return fast
 
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Residual, agree, check, exact, optimized, seeded_norm
+from nets import Residual, agree, check, exact, optimized, seeded_norm, taken
 from torch import nn
 
 import ai3_ops
@@ -454,7 +454,7 @@ def test_a_part_keeps_plans_for_all_sizes_of_one_call(keep):
     model, x = Pyramid().eval(), torch.randn(1, 3, 9, 12)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        fast = optimized(model, x, keep_original=keep)
+        fast = taken(optimized(model, x, keep_original=keep))
         plans = dict(fast.head._ai3_plans)
         with torch.no_grad():
             for ours, theirs in zip(fast(x), model(x), strict=True):
@@ -473,7 +473,7 @@ def test_compiled_calls_of_unequal_batches_are_the_originals():
             return torch.relu(self.a(x) + self.b(y))
 
     model, x, y = Sum().eval(), torch.randn(2, 3, 8, 8), torch.randn(1, 3, 8, 8)
-    fast = optimized(model, x, x + 1)
+    fast = taken(optimized(model, x, x + 1))
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(fast, backend="eager")(x, y), model(x, y), rtol=1e-4, atol=1e-5)
 
