@@ -422,7 +422,7 @@ def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
         p.input(batch, draw(st.integers(1, 40)), draw(sizes), draw(sizes), layout=draw(layouts))
         for _ in range(draw(st.integers(1, 2)))
     ]
-    activations = st.sampled_from(ACTIVATIONS)
+    activations = st.sampled_from([*ACTIVATIONS])
     for _ in range(draw(st.integers(1, 14))):
         x = draw(st.sampled_from(values))
         same = [v for v in values if v.shape == x.shape]
