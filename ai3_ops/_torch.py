@@ -1,4 +1,4 @@
-"""Interfaces of PyTorch that are not public and that this package stands on; test_edges.py and ops/test_calls.py try each."""
+"""Interfaces of PyTorch that are not public and that this package stands on; test_edges.py and calls/test_calls.py try each."""
 
 from __future__ import annotations
 

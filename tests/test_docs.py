@@ -59,7 +59,7 @@ def test_readme(page, monkeypatch):
     swap = ai3_ops.swap
 
     def quick(model, selectors="default", *args, **options):
-        if selectors == "auto":  # tests/test_tune.py has what it measures
+        if selectors == "auto":  # tests/tuning/test_tune.py has what it measures
             tried.append(selectors)
             selectors = "default"
         return swap(model, selectors, *args, **options)

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from test_attention import METHODS, made, near, operator
 
 import ai3_ops
-from tests.ops.test_attention import METHODS, made, near, operator
 
 
 def by_definition(q, k, v, mask=None, causal=False, **own):

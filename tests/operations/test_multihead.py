@@ -7,10 +7,10 @@ import pickle
 
 import pytest
 import torch
+from test_attention import near
 from torch import nn
 
 import ai3_ops
-from tests.ops.test_attention import near
 
 
 def made(m, **options):

@@ -23,7 +23,7 @@ from ai3_ops.checking.cases import CASES, Call, conv
 from ai3_ops.checking.checks import CHECKS
 from ai3_ops.programs.program import Builder
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/your-own-algorithm.md"
 module = sys.modules["ai3_ops.registering.register"]
 

@@ -16,7 +16,7 @@ from ai3_ops.cli import demo, doctor
 from ai3_ops.cli.main import main, selectors
 from ai3_ops.optimizing import pipeline
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 needs_torchvision = pytest.mark.skipif(find_spec("torchvision") is None, reason="needs torchvision")
 
 
