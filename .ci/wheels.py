@@ -26,7 +26,12 @@ TORCH = {"2.11": "torch==2.11.*", "newest": "torch"}
 PYTHONS = ("3.11", "3.12", "3.13")
 PACKAGE = ["tests/test_package.py", "-k", "package_offers or package_holds"]
 # Besides, every algorithm within its bounds in every dtype: once for each torch, since the libraries know no Python.
-VALUES = ["tests/test_package.py", "tests/checking/test_operators.py", "-k", "values or package_offers or package_holds"]
+VALUES = [
+    "tests/test_package.py",
+    "tests/checking/test_operators.py",
+    "-k",
+    "values or package_offers or package_holds",
+]
 HIDDEN = {".git", ".venv", "build", "dist", "ai3_ops.egg-info", "include", "__pycache__"}
 
 

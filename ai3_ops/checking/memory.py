@@ -22,7 +22,7 @@ def check_out_workspace(info: AlgorithmInfo, tally: Tally) -> None:
     """
     form = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_out", None)
     if form is None:
-        return tally.skip("is a Python callable")
+        return tally.skip("has no operator that writes into a given output")
     rules, label = OPERATIONS[info.operation], f"ai3::{info.operation}_"
     first = "float32" if "float32" in info.dtypes else info.dtypes[0]
     some = few_calls(info, 4, first, large=True)

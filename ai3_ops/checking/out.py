@@ -52,7 +52,7 @@ def check_out(info: AlgorithmInfo, tally: Tally) -> None:
     """`_out` writes the output, and nothing beside it, also with a residual, which may be `out` itself."""
     form = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_out", None)
     if form is None:
-        return tally.skip("is a Python callable")
+        return tally.skip("has no operator that writes into a given output")
     first = "float32" if "float32" in info.dtypes else info.dtypes[0]
     some = few_calls(info, 4, first) + few_calls(info, 2, first, large=True)
     some += [c for d in info.dtypes if d != first for c in few_calls(info, 1, d, large=True)]
