@@ -7,6 +7,7 @@ sits in.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -38,6 +39,8 @@ class Call(Ways):
     modules: ClassVar[dict[type[nn.Module], Callable[[Any, Tensor], tuple[Any, ...]]]] = {}
     # Of those among them whose forward has more to do: that, given the module, the call and the forward's arguments.
     forwards: ClassVar[dict[type[nn.Module], Callable[..., Any]]] = {}
+    # Functions of other packages that make it somewhere, by "module:name": what computes them, given the call and the arguments.
+    wholes: ClassVar[dict[str, Callable[..., Any]]] = {}
     inside: ClassVar[tuple[type[nn.Module], ...]] = ()  # other modules of PyTorch that make it somewhere
     reads_weights: ClassVar[bool] = False  # of the module
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
@@ -45,6 +48,7 @@ class Call(Ways):
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}
+    whole = ""  # which of `wholes` it is
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "operation"):
@@ -54,6 +58,13 @@ class Call(Ways):
     def computed_by(cls, module: nn.Module) -> bool:
         """Whether a module makes this call, although its own source may not say so."""
         return isinstance(module, (*cls.modules, *cls.inside))
+
+    @classmethod
+    def others(cls) -> dict[str, Callable[..., Any]]:
+        """Those of `wholes` that are imported."""
+        parts = {name: name.split(":") for name in cls.wholes}
+        found = {name: getattr(sys.modules.get(module), f, None) for name, (module, f) in parts.items()}
+        return {name: f for name, f in found.items() if f is not None}
 
     @classmethod
     def seen_as(cls) -> tuple[Callable[..., Any], ...]:

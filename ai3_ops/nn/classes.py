@@ -39,7 +39,8 @@ class Sites:
         self.trouble = ""  # why calls are PyTorch's after all
         self.found: list[Site] | None = [*sites]
         for site in self.found:
-            self.calls[site.name] = site.kind(f":{site.name}")
+            self.calls[site.name] = call = site.kind(f":{site.name}")
+            call.whole = next((name for name, f in site.kind.others().items() if f is site.callee), "")
             if site.in_place:
                 self.in_place.add(site.name)
         self._make_entries()

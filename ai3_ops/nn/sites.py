@@ -354,9 +354,9 @@ class _Kinds:
 
     def __init__(self, operations: list[str]) -> None:
         kinds = [Call.by_name[o] for o in operations if o in Call.by_name]
-        self.functions = {id(f): (kind, f) for kind in kinds for f in kind.functions}
+        self.functions = {id(f): (kind, f) for kind in kinds for f in (*kind.functions, *kind.others().values())}
         self.methods = {name: kind for kind in kinds for name in kind.methods}
-        self.words = {f.__name__ for kind in kinds for f in kind.functions} | set(self.methods)
+        self.words = {f.__name__ for _, f in self.functions.values()} | set(self.methods)
 
     def of(self, value: Any) -> type[Call] | None:
         found = self.functions.get(id(value))

@@ -17,7 +17,7 @@ from ai3_ops._torch import OpOverload
 from ai3_ops.calls.call import Call
 from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import fast_in
-from ai3_ops.operations import base, multihead, patterns
+from ai3_ops.operations import base, multihead, patterns, windows
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.plain_attention import Plain, Sight, fitted, reduced
@@ -583,6 +583,7 @@ class AttentionCall(Call):
     function = staticmethod(_sdpa)
     modules: ClassVar = {nn.MultiheadAttention: _unknown}
     forwards: ClassVar = {nn.MultiheadAttention: multihead.attend}
+    wholes: ClassVar = {windows.NAME: windows.attend}
 
     def arguments(
         self,
@@ -612,6 +613,8 @@ class AttentionCall(Call):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what it has the faster call for (docs/algorithms/attention/default.md)."""
+        if self.whole:
+            return self.wholes[self.whole](self, *args, **kwargs)
         return self.run_or_leave(*self.arguments(*args, **kwargs))
 
     def gains(self, args: tuple[Any, ...]) -> bool:

@@ -20,6 +20,7 @@ from ai3_ops.nn import layout
 from ai3_ops.nn.classes import Sites, leaf_class, swapped_class
 from ai3_ops.nn.kinds import original_class, set_class
 from ai3_ops.nn.unswap import unswap
+from ai3_ops.operations import windows
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost, discover, left_alone, opaque
 from ai3_ops.surveying.modules import is_lazy, is_of_torch, is_optimized
@@ -138,8 +139,12 @@ _BETWEEN = ("torch.overrides", "torch._jit_internal", "torch._compile", "torch._
 def _place(module: nn.Module, function: Any) -> str:
     """Why the call of `function` that is being made is no call site of the module."""
     frame: FrameType | None = sys._getframe(3)
-    inside = ""  # PyTorch's function that makes the call
+    inside, of_whole = (
+        "",
+        False,
+    )  # PyTorch's function that makes the call; whether what stands for another package's does
     while frame and f"{frame.f_globals.get('__name__')}.".startswith(("torch.", "ai3_ops.")):
+        of_whole = of_whole or frame.f_globals["__name__"] == windows.__name__
         between = frame.f_globals["__name__"].startswith(_BETWEEN)
         if not between and frame.f_code.co_name != getattr(function, "__name__", ""):
             inside = frame.f_code.co_name
@@ -148,6 +153,8 @@ def _place(module: nn.Module, function: Any) -> str:
         return "its call is in a function outside of its methods"
     code = frame.f_code
     where = f"{code.co_qualname} ({pathlib.PurePath(code.co_filename).name}:{frame.f_lineno})"
+    if of_whole:
+        return f"{where} calls a function that is one call of attention; what is around that stays PyTorch's"
     if inside:
         return f"the call is in PyTorch's {inside}, called by {where}"
     if _is_method(code.co_qualname, module):

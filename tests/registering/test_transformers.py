@@ -204,3 +204,35 @@ def test_bigbird_is_transformers_layer_in_evaluation(random, blocks):
     got = torch.ops.ai3.attention_bigbird(q, k, v, seen[:, None, None].bool(), **options).transpose(1, 2).flatten(2)
     shown = seen.bool()
     assert (got - expected)[shown].abs().max() <= 1e-6 * expected[shown].abs().max()
+
+
+def test_sam_is_swapped_and_its_positions_are_rel_h_and_rel_w():
+    from transformers.models.sam.modeling_sam import SamVisionModel
+
+    torch.manual_seed(0)
+    config = transformers.SamVisionConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=48, patch_size=4, global_attn_indexes=[1],
+        window_size=7, output_channels=16, mlp_dim=48,
+    )  # fmt: skip
+    model = SamVisionModel._from_config(config, attn_implementation="sdpa").eval()
+    for name, p in model.named_parameters():
+        if "rel_pos" in name:
+            torch.nn.init.normal_(p)
+    image = torch.randn(1, 3, 48, 48)
+    swapped = ai3_ops.swap(model, {"attention": "flash"}, image)
+    assert [row["used"] for row in ai3_ops.explain(swapped).to_dict()["layers"] if row["operation"] == "attention"] == [
+        "flash", "flash",
+    ]  # fmt: skip
+    layer = model.vision_encoder.layers[1].attn
+    x = torch.randn(2, 12, 12, 32)
+    with torch.no_grad():
+        assert (swapped(image)[0] - model(image)[0]).abs().max() <= 1e-4 * model(image)[0].abs().max()
+        q, k, v = layer.qkv(x).reshape(2, 144, 3, 2, 16).permute(2, 0, 3, 1, 4)
+        by_h, by_w = (layer.get_rel_pos(12, 12, p) for p in (layer.rel_pos_h, layer.rel_pos_w))
+        grid = q.unflatten(2, (12, 12))
+        rel_h = torch.einsum("bnhwc,hkc->bnhwk", grid, by_h).flatten(2, 3)
+        rel_w = torch.einsum("bnhwc,wkc->bnhwk", grid, by_w).flatten(2, 3)
+        y = torch.ops.ai3.attention_flash(q, k, v, rel_h=rel_h, rel_w=rel_w)
+        got = layer.proj(y.transpose(1, 2).reshape(2, 12, 12, 32))
+        expected = layer(x)[0]
+        assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
