@@ -81,7 +81,7 @@ def reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algorit
     """
     small = sum(math.prod(shape) for shape in case.shapes if shape is not None) < 100_000
     named = algorithm if OPERATIONS[operation].own_options(algorithm) else ""
-    return (_kept_reference if small else _reference)(operation, case, dtype, fill, named)
+    return (_cached_reference if small else _reference)(operation, case, dtype, fill, named)
 
 
 def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algorithm: str) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algori
     return exact, sums
 
 
-_kept_reference = functools.lru_cache(maxsize=512)(_reference)
+_cached_reference = functools.lru_cache(maxsize=512)(_reference)
 
 
 def terms(operation: str, case: Case) -> int:

@@ -27,7 +27,7 @@ import ai3_ops
 from ai3_ops import _machine, registry
 from ai3_ops.cli import doctor
 from ai3_ops.cli.digits import DIGITS_EPOCHS, Digits, photographs, train_digits
-from ai3_ops.cli.models import network
+from ai3_ops.cli.models import classifier
 from ai3_ops.cli.picture import draw
 from ai3_ops.cli.runs import (
     CERTAIN_TURNS,
@@ -103,7 +103,7 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
     """Runs the demo; 0 when every exact or bounded algorithm agreed with PyTorch."""
     with _progress(1) as step:
         step(f"{arguments.model}: building the network")
-        net = network(arguments.model, arguments.weights)
+        net = classifier(arguments.model, arguments.weights)
     try:
         device = torch.device(arguments.device)
     except RuntimeError as error:

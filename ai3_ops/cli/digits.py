@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ai3_ops.cli.models import Network
+from ai3_ops.cli.models import Classifier
 
 
-def photographs(net: Network) -> tuple[Tensor, list[Any]]:
+def photographs(net: Classifier) -> tuple[Tensor, list[Any]]:
     """scikit-learn's photographs as the network wants them (2, 3, size, size), and as they are."""
     from PIL import Image
     from sklearn.datasets import load_sample_images

@@ -15,7 +15,7 @@ from torch import nn
 from ai3_ops.registry import near
 
 
-class Network(NamedTuple):
+class Classifier(NamedTuple):
     """A torchvision classification network in eval mode, and what its input must look like."""
 
     name: str
@@ -27,7 +27,7 @@ class Network(NamedTuple):
     categories: list[str] | None  # names of the outputs, where the weights are trained ones
 
 
-def network(name: str, weights: Path | None = None) -> Network:
+def classifier(name: str, weights: Path | None = None) -> Classifier:
     """A torchvision network: with the weights given, else with those in torch's cache, else with seeded random ones."""
     try:
         from torchvision import models
@@ -70,7 +70,7 @@ def network(name: str, weights: Path | None = None) -> Network:
         else _randomly(model)
     )
     categories = pretrained.meta["categories"] if source else None
-    return Network(name, model.eval(), origin, preset.crop_size[0], list(preset.mean), list(preset.std), categories)
+    return Classifier(name, model.eval(), origin, preset.crop_size[0], list(preset.mean), list(preset.std), categories)
 
 
 def _randomly(model: nn.Module) -> str:
@@ -128,7 +128,7 @@ def images(batch: int, size: int) -> torch.Tensor:
 
 
 def _of_torchvision(name: str, batch: int, size: int | None, weights: Path | None) -> Named:
-    net = network(name, weights)
+    net = classifier(name, weights)
     return Named(name, net.model, images(batch, size or net.size), net.origin)
 
 

@@ -11,12 +11,18 @@ from torch import Tensor, nn
 import ai3_ops
 from ai3_ops import _machine
 from ai3_ops.cli.digits import Digits
-from ai3_ops.cli.models import Network
+from ai3_ops.cli.models import Classifier
 from ai3_ops.cli.runs import OPTIMIZED, Run
 
 
 def draw(
-    net: Network, runs: list[Run], reference: Tensor, digits: Digits, pictures: list[Any], tolerance: float, path: Path
+    net: Classifier,
+    runs: list[Run],
+    reference: Tensor,
+    digits: Digits,
+    pictures: list[Any],
+    tolerance: float,
+    path: Path,
 ) -> None:
     """Saves the picture: inputs, latency and error of each algorithm, and what computes each layer."""
     import matplotlib
@@ -31,7 +37,7 @@ TEXT = "#2b2f36"  # the color of the picture's words
 
 
 def _figure(
-    net: Network, runs: list[Run], reference: Tensor, digits: Digits, pictures: list[Any], tolerance: float
+    net: Classifier, runs: list[Run], reference: Tensor, digits: Digits, pictures: list[Any], tolerance: float
 ) -> Any:
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ai3_ops
 from ai3_ops import registry
 from ai3_ops.cli.digits import Digits
-from ai3_ops.cli.models import Network
+from ai3_ops.cli.models import Classifier
 
 CERTAIN_TURNS = 5  # of fewer, a median says little where the machine does other things too
 SLOW_SECONDS = 2.0  # an algorithm that takes longer for one image is timed three times only
@@ -79,7 +79,7 @@ def for_digits(selectors: Any) -> tuple[Any, list[str]]:
 
 
 def prepare(
-    net: Network, digits: Digits, selectors: Any, x: Tensor, step: Callable[[str], None] = lambda _: None
+    net: Classifier, digits: Digits, selectors: Any, x: Tensor, step: Callable[[str], None] = lambda _: None
 ) -> list[Run]:
     """PyTorch in both memory layouts, what the selectors say, and each conv2d algorithm by itself."""
     device = x.device

@@ -227,9 +227,6 @@ def _flags_for(compiler: tuple[str, ...]) -> tuple[str, list[str]]:
     return version, flags
 
 
-_kept: list[Any] = []
-
-
 def _run(command: list[str], unit: str, header: Path) -> str:
     done = subprocess.run([*command, "-x", "c++", "-"], input=unit, capture_output=True, text=True)
     if done.returncode:

@@ -15,8 +15,8 @@ from ai3_ops.measuring.timing import Layer, Measured
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import listed
 from ai3_ops.tuning import pbqp
+from ai3_ops.tuning.callgraph import CallGraph, Site
 from ai3_ops.tuning.meter import Meter, Times
-from ai3_ops.tuning.network import Network, Site
 from ai3_ops.tuning.settings import TOLERANCE, TOLERANCE_APPROXIMATE, Settings
 
 T = TypeVar("T")
@@ -130,25 +130,25 @@ class _Solution(NamedTuple):
 class _Choice:
     """The choice for a network, for any price of memory."""
 
-    def __init__(self, network: Network, times: Times, settings: Settings, conversion: Callable[..., float]) -> None:
-        self.network, self.times, self.settings = network, times, settings
-        self.weighs = {node for site in network.sites if site.weighs for node in site.nodes}
-        layers = {node: site.layer for site in network.sites for node in site.nodes}
+    def __init__(self, graph: CallGraph, times: Times, settings: Settings, conversion: Callable[..., float]) -> None:
+        self.graph, self.times, self.settings = graph, times, settings
+        self.weighs = {node for site in graph.sites if site.weighs for node in site.nodes}
+        layers = {node: site.layer for site in graph.sites for node in site.nodes}
         # A conv2d with a weight in channels_last answers in channels_last, converting what it reads; nothing else converts,
         # and nothing comes back: an input or a weight in channels_last is enough for an output in it.
         self.edges = [
             (edge, conversion(edge, layers[edge.second]) if edge.second in self.weighs else _NEVER)
-            for edge in network.edges
+            for edge in graph.edges
         ]
 
     def at(self, price: float) -> _Solution:
         """The cheapest, where a byte of memory costs `price` microseconds."""
-        layouts = self.network.layouts
+        layouts = self.graph.layouts
         picked: dict[tuple[Layer, str], tuple[str, float, str]] = {}
         for (layer, layout), found in self.times.items():
             picked[layer, layout] = select(layer, found, self.settings, price)
         costs = {node: [0.0] * len(own) for node, own in enumerate(layouts)}
-        for site in self.network.sites:
+        for site in self.graph.sites:
             for node in site.nodes:
                 for i, layout in enumerate(layouts[node]):
                     _, cost, _ = picked.get((site.layer, layout), ("", 0.0, ""))
@@ -166,15 +166,15 @@ class _Choice:
 
     def _followed(self, chosen: set[int]) -> list[str]:
         """The layout of every node where the weights of these are in channels_last."""
-        found = ["" if len(own) > 1 else own[0] for own in self.network.layouts]
+        found = ["" if len(own) > 1 else own[0] for own in self.graph.layouts]
         last = {node for node, layout in enumerate(found) if layout == CHANNELS_LAST} | chosen
-        for edge in sorted(self.network.edges, key=lambda edge: edge.second):
-            if edge.first in last and len(self.network.layouts[edge.second]) > 1:
+        for edge in sorted(self.graph.edges, key=lambda edge: edge.second):
+            if edge.first in last and len(self.graph.layouts[edge.second]) > 1:
                 last.add(edge.second)
         return [layout or (CHANNELS_LAST if node in last else CONTIGUOUS) for node, layout in enumerate(found)]
 
     def _total(self, found: list[str], costs: Mapping[int, list[float]]) -> float:
-        own = sum(costs[node][self.network.layouts[node].index(layout)] for node, layout in enumerate(found))
+        own = sum(costs[node][self.graph.layouts[node].index(layout)] for node, layout in enumerate(found))
         return own + sum(
             us for edge, us in self.edges if found[edge.first] != found[edge.second] and edge.second in self.weighs
         )
@@ -183,7 +183,7 @@ class _Choice:
         self, found: list[str], picked: Mapping[tuple[Layer, str], tuple[str, float, str]], price: float
     ) -> _Solution:
         algorithms, packed, workspace = [], 0, 0
-        for site in self.network.sites:
+        for site in self.graph.sites:
             layer, layout = site.layer, found[site.nodes[0]]
             name, _, why = picked.get((layer, layout)) or unmeasured(layer, layout, self.settings, price)
             algorithms.append((name, why))
@@ -224,14 +224,14 @@ def _cost(of: str, to: str, microseconds: float) -> float:
     return 0.0 if of == to else microseconds if to == CHANNELS_LAST else _NEVER
 
 
-def choose(network: Network, times: Times, settings: Settings, meter: Meter) -> Plan:
+def choose(graph: CallGraph, times: Times, settings: Settings, meter: Meter) -> Plan:
     """The plan of what was measured; layers that were not keep `default`, or what the settings allow."""
-    solution = _Choice(network, times, settings, meter.conversion).best()
+    solution = _Choice(graph, times, settings, meter.conversion).best()
     layers = {}
     warn_of_errors(
-        "tune", [s.name for s, (_, why) in zip(network.sites, solution.algorithms, strict=True) if why == NONE_HOLDS], 6
+        "tune", [s.name for s, (_, why) in zip(graph.sites, solution.algorithms, strict=True) if why == NONE_HOLDS], 6
     )
-    for site, (name, why) in zip(network.sites, solution.algorithms, strict=True):
+    for site, (name, why) in zip(graph.sites, solution.algorithms, strict=True):
         layers[site.name] = planned_layer(site, name, solution.layouts[site.nodes[0]], why, times)
     return Plan(layers, _machine.machine(), asdict(settings))
 

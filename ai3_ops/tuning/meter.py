@@ -9,7 +9,7 @@ from typing import Any
 
 from ai3_ops.measuring import records, timing
 from ai3_ops.measuring.timing import Layer, Measured, Surroundings
-from ai3_ops.tuning.network import Edge
+from ai3_ops.tuning.callgraph import Edge
 from ai3_ops.tuning.settings import TOLERANCE, Settings
 
 Times = dict[tuple[Layer, str], dict[str, Measured]]  # of a layer in a layout, by algorithm; the baseline first

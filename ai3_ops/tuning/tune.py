@@ -13,9 +13,9 @@ from torch import nn
 from ai3_ops.measuring import timing
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
+from ai3_ops.tuning.callgraph import CallGraph
 from ai3_ops.tuning.choosing import choose
 from ai3_ops.tuning.meter import Meter, Times, shown
-from ai3_ops.tuning.network import Network
 from ai3_ops.tuning.settings import Interrupted, Settings
 from ai3_ops.tuning.verifying import verified
 
@@ -121,10 +121,10 @@ def tune_alone(
 ) -> Plan:
     """The plan that this process makes, whatever other ranks do; `names` are of those calls that are measured, or all."""
     end = math.inf if settings.budget_seconds is None else timing.clock() + settings.budget_seconds
-    network = Network(model, example_inputs)
-    meter = Meter(network.bytes, settings, cache)
-    wanted = {site.layer for site in network.sites if names is None or site.name in names}
-    layers = [layer for layer in network.layers if layer in wanted]
+    graph = CallGraph(model, example_inputs)
+    meter = Meter(graph.bytes, settings, cache)
+    wanted = {site.layer for site in graph.sites if names is None or site.name in names}
+    layers = [layer for layer in graph.layers if layer in wanted]
     times: Times = {}
     for layer in layers:
         times |= {(layer, layout): found for layout, found in (meter.known(layer) or {}).items()}
@@ -140,6 +140,6 @@ def tune_alone(
                 kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
                 warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=5)
                 break
-        return choose(network, times, settings, meter)
+        return choose(graph, times, settings, meter)
     except KeyboardInterrupt:
-        raise Interrupted("tune", choose(network, times, settings, meter)) from None
+        raise Interrupted("tune", choose(graph, times, settings, meter)) from None

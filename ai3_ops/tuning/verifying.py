@@ -12,9 +12,9 @@ from ai3_ops.measuring.timing import Layer, Measured
 from ai3_ops.registry import near
 from ai3_ops.selecting.plan import Plan, PlannedLayer
 from ai3_ops.selecting.selectors import check_algorithm
+from ai3_ops.tuning.callgraph import CallGraph
 from ai3_ops.tuning.choosing import BYTE, planned_layer, select, within
 from ai3_ops.tuning.meter import Meter, shown
-from ai3_ops.tuning.network import Network
 from ai3_ops.tuning.settings import Settings
 
 _Case = tuple[Layer, str, str]  # layout and algorithm in the plan
@@ -24,9 +24,9 @@ def verified(plan: Plan, model: nn.Module, example_inputs: Any, cache: bool, pro
     """Each layer in the layout that the plan has for it."""
     known = Settings.__dataclass_fields__
     settings = Settings(**{k: v for k, v in plan.settings.items() if k in known})
-    network = Network(model, example_inputs)
-    meter = Meter(network.bytes, settings, cache)
-    sites = {site.name: site for site in network.sites}
+    graph = CallGraph(model, example_inputs)
+    meter = Meter(graph.bytes, settings, cache)
+    sites = {site.name: site for site in graph.sites}
     cases: dict[_Case, list[str]] = {}
     for name, planned in plan.layers.items():
         site = sites.get(name)

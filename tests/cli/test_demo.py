@@ -23,7 +23,7 @@ from ai3_ops.cli import demo  # noqa: E402
 from ai3_ops.cli import digits as digits_module  # noqa: E402
 from ai3_ops.cli.digits import Digits, train_digits  # noqa: E402
 from ai3_ops.cli.main import main  # noqa: E402
-from ai3_ops.cli.models import Network  # noqa: E402
+from ai3_ops.cli.models import Classifier  # noqa: E402
 from ai3_ops.cli.runs import Run, for_digits, measure, prepare  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("built_in_only")
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("built_in_only")
 def small():
     """A network and one for digits, as the demo has them, in no time."""
     layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)]
-    net = Network("small", nn.Sequential(*layers).eval(), "random weights", 16, [0.0] * 3, [1.0] * 3, None)
+    net = Classifier("small", nn.Sequential(*layers).eval(), "random weights", 16, [0.0] * 3, [1.0] * 3, None)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(144, 10)).eval()
     return net, Digits(model, torch.rand(6, 1, 8, 8), torch.arange(6)), torch.rand(2, 3, 16, 16)
 
@@ -97,41 +97,41 @@ def test_digits_are_learned_and_stay_learned():
 
 def test_weights_are_those_given_else_those_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
-    random = demo.network("squeezenet1_1")
+    random = demo.classifier("squeezenet1_1")
     assert (random.origin, random.categories) == ("seeded random weights", None)
-    again = demo.network("squeezenet1_1")
+    again = demo.classifier("squeezenet1_1")
     assert torch.equal(random.model.classifier[1].weight, again.model.classifier[1].weight)
     state = {key: torch.full_like(value, 0.25) for key, value in random.model.state_dict().items()}
     torch.save(state, tmp_path / "mine.pth")
-    given = demo.network("squeezenet1_1", tmp_path / "mine.pth")
+    given = demo.classifier("squeezenet1_1", tmp_path / "mine.pth")
     assert given.origin == f"weights from {tmp_path / 'mine.pth'}"
     assert len(given.categories) == 1000
 
     name = models.get_model_weights("squeezenet1_1").DEFAULT.url.rsplit("/", 1)[-1]
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "mine.pth").rename(tmp_path / "checkpoints" / name)
-    cached = demo.network("squeezenet1_1")
+    cached = demo.classifier("squeezenet1_1")
     assert cached.origin == "pretrained weights from torch's cache"
     for net in (given, cached):
         assert all((value == 0.25).all() for value in net.model.state_dict().values())
     torch.save({"other": torch.ones(1)}, tmp_path / "other.pth")
     with pytest.raises(ValueError, match=r"does not fit squeezenet1_1: \d+ keys differ"):
-        demo.network("squeezenet1_1", tmp_path / "other.pth")
+        demo.classifier("squeezenet1_1", tmp_path / "other.pth")
     torch.save({key: value[:1] for key, value in state.items()}, tmp_path / "narrow.pth")
     with pytest.raises(ValueError, match=r"narrow.pth does not fit squeezenet1_1: size mismatch for"):
-        demo.network("squeezenet1_1", tmp_path / "narrow.pth")
+        demo.classifier("squeezenet1_1", tmp_path / "narrow.pth")
 
 
 def test_pretrained_inception_normalizes_its_input(tmp_path):
-    random = demo.network("googlenet")
+    random = demo.classifier("googlenet")
     assert not random.model.transform_input
     torch.save(random.model.state_dict(), tmp_path / "trained.pth")
-    assert demo.network("googlenet", tmp_path / "trained.pth").model.transform_input
+    assert demo.classifier("googlenet", tmp_path / "trained.pth").model.transform_input
 
 
 def classify(name):
     with torch.device("cpu" if name.startswith("regnet") else "meta"):  # RegNets compute their widths with tensors
-        net = demo.network(name)
+        net = demo.classifier(name)
     return net.model.to("meta")(torch.empty(2, 3, net.size, net.size, device="meta")).shape
 
 
@@ -239,7 +239,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
 
 
 def test_wrong_selectors_are_refused_before_anything_takes_time(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "network", lambda *_: small()[0])
+    monkeypatch.setattr(demo, "classifier", lambda *_: small()[0])
     monkeypatch.setattr(demo, "train_digits", lambda *_: pytest.fail("trained"))
     with pytest.raises(SystemExit, match="2"):
         shown(capsys, "--output", tmp_path / "demo.png", "--selectors", "wynograd")
@@ -263,7 +263,7 @@ def test_mistakes_are_one_sentence_before_anything_takes_time(arguments, tmp_pat
 def test_demo_fails_when_outputs_differ(tmp_path, monkeypatch, capsys):
     for module in (demo, digits_module):
         monkeypatch.setattr(module, "DIGITS_EPOCHS", 1)
-    monkeypatch.setattr(demo, "network", lambda *_: small()[0])
+    monkeypatch.setattr(demo, "classifier", lambda *_: small()[0])
     status, out = shown(capsys, "--output", tmp_path / "demo.png", "--tolerance", "0")
     assert status == 1
     assert "Outputs differ" in out
@@ -277,17 +277,17 @@ def test_times_and_their_quartiles():
 
 def test_a_head_of_zeros_gets_random_weights():
     """Else the output is 0, and so is what every error is divided by."""
-    net = demo.network("vit_b_16")
+    net = demo.classifier("vit_b_16")
     assert net.origin == "seeded random weights, also in heads.head, which begins as zeros"
     assert net.model.heads.head.weight.std() > 0
-    assert demo.network("resnet18").origin == "seeded random weights"
+    assert demo.classifier("resnet18").origin == "seeded random weights"
     zero = Run("zero", nn.Identity(), nn.Identity(), "", outputs=torch.zeros(2, 3))
     assert zero.error(torch.zeros(2, 3)) == 0
     assert zero.error(torch.ones(2, 3)) == 1
 
 
 def test_an_output_of_zeros_is_refused(tmp_path, monkeypatch, capsys):
-    state = demo.network("squeezenet1_1").model.state_dict()
+    state = demo.classifier("squeezenet1_1").model.state_dict()
     torch.save({key: torch.zeros_like(value) for key, value in state.items()}, tmp_path / "zeros.pth")
     for module in (demo, digits_module):
         monkeypatch.setattr(module, "DIGITS_EPOCHS", 1)

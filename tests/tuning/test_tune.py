@@ -27,9 +27,9 @@ from ai3_ops.measuring.timing import Layer, Measured, Surroundings, measure, med
 from ai3_ops.optimizing.choose import Case
 from ai3_ops.selecting import plan as plans
 from ai3_ops.selecting.plan import CHANNELS_LAST, CONTIGUOUS, PlannedLayer
+from ai3_ops.tuning.callgraph import CallGraph
 from ai3_ops.tuning.choosing import NONE_HOLDS, select
 from ai3_ops.tuning.meter import Meter
-from ai3_ops.tuning.network import Network
 from ai3_ops.tuning.settings import Interrupted, Settings
 
 
@@ -406,7 +406,7 @@ def test_an_input_in_channels_last_stays_there(x, given):
 
 
 def test_the_network_is_a_graph(model, x):
-    network = Network(model, x)
+    network = CallGraph(model, x)
     number = {site.name: site.nodes[0] for site in network.sites}
     edges = {(e.first, e.second) for e in network.edges}
     assert (number["twice"], number["twice"]) in edges  # its own output

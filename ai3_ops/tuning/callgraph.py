@@ -23,7 +23,7 @@ from ai3_ops.surveying.watching import survey
 
 @dataclass
 class Site:
-    """A call of the model, as a node of the network."""
+    """A call of the model, as a node of the graph."""
 
     name: str
     layer: Layer
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Network:
+class CallGraph:
     """A model's calls, in order, and which tensors go from one to another: seen in one run on the example inputs.
 
     The functions that the run calls are watched, so that any model has a graph, whatever its control flow. Nodes are the calls
