@@ -11,9 +11,10 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
-#include "../../csrc/cuda/core/device.cuh"
+#include "../../csrc/cuda/core/block.cuh"
 #include "../../csrc/cuda/core/pytorch.h"
 #include "cublas_v2.h"
 #include "cudnn.h"
@@ -59,7 +60,11 @@ TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
     if (std::string(a.info.level) != "cuda") return;
     SCOPED_TRACE(test_name(a));
     kernels++;
-    const P p = problems::all(static_cast<P*>(nullptr), a.info.operation)[0];
+    std::vector<P> all = problems::all(static_cast<P*>(nullptr), a.info.operation);
+    Reason ignored{};
+    std::erase_if(all, [&](const P& q) { return !supported(a, q, ignored); });
+    ASSERT_FALSE(all.empty());
+    const P p = all[0];
     ASSERT_TRUE(a.traits.supports) << "asks nothing of the device";
     for (int capability : {0, 80, 89, 90, 120, 121, 130}) {
       const Capability set(capability);
@@ -74,7 +79,7 @@ TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
     EXPECT_FALSE(a.traits.supports(p, reason));
     EXPECT_STREQ(reason.text, "was built without code for GPUs of compute capability 10.0 (TORCH_CUDA_ARCH_LIST names those)");
   });
-  EXPECT_GE(kernels, 8);
+  EXPECT_GE(kernels, 20);
 }
 
 TEST(Cuda, CodeOfOneArchitecturesOwnRunsOnThatAlone) {
@@ -214,6 +219,112 @@ TEST(Cuda, PositionsBeyondThirtyTwoBits) {
       expect_exact(on_cuda<Conv2dProblem>("conv2d", name),
                    problems::conv2d({1, 2, 4, 3, 3, 1, 3, 1, 1, 0, far, 1, far, 1}, nhwc, true));
     }
+}
+
+// One pixel comes out of an image in NCHW: its strides are also those of NHWC.
+TEST(Cuda, AnOutputOfOnePixelDoesNotSayHowTheInputLies) {
+  int done = 0;
+  each_kernel([&]<class P>(const Algorithm<P>& a) {
+    if constexpr (std::is_same_v<P, Conv2dProblem>) {
+      const Conv2dProblem p = problems::conv2d({2, 4, 3, 3, 4, 3, 3, 1, 1, 0, 0, 1, 1, 1}, false, true);
+      Reason reason{};
+      if (std::string(a.info.level) != "cuda" || a.traits.accuracy != Accuracy::exact || !supported(a, p, reason)) return;
+      expect_exact(a, p), done++;
+    }
+  });
+  EXPECT_GE(done, 7);
+}
+
+// The algorithms of CUDA that a block's threads work on together, with threads in another order each time.
+TEST(Fibers, NoResultDependsOnTheOrderOfThreads) {
+  const std::pair<const char*, const char*> kernels[] = {{"softmax", "direct"}, {"layer_norm", "direct"}, {"conv2d", "smm"}};
+  each_kernel([&]<class P>(const Algorithm<P>& a) {
+    const bool together = std::ranges::any_of(
+        kernels, [&](const auto& k) { return std::string(k.first) == a.info.operation && std::string(k.second) == a.info.name; });
+    if (std::string(a.info.level) != "cuda" || !together) return;
+    const int64_t before = fake::barriers;
+    for (const P& p : problems::all(static_cast<P*>(nullptr), a.info.operation)) {
+      const Inputs<P> in(p, {Flush::end, Values::reals});
+      const size_t bytes = static_cast<size_t>(extent(p).output * size_of(p.dtype));
+      const Guarded first = run(a, p, in, Flush::end, extent(p).output);
+      for (unsigned seed : {1u, 2u, 3u}) {
+        fake::seed = seed;
+        const Guarded other = run(a, p, in, Flush::end, extent(p).output);
+        fake::seed = 0;
+        ASSERT_EQ(std::memcmp(first.as<char>(), other.as<char>(), bytes), 0) << describe(a, p) << ", order " << seed;
+      }
+    }
+    EXPECT_GT(fake::barriers, before) << test_name(a) << " has no barrier";
+  });
+}
+
+// Each thread hands its number to the next by shared memory, and takes another turn. `left_out` is a barrier that is missing.
+constexpr unsigned kThreads = 96;
+void pass_on(int left_out, int* sums) {
+  int* const memory = shared<int>();
+  int sum = 0;
+  for (int turn = 0; turn < 3; turn++) {
+    memory[threadIdx.x] = static_cast<int>(threadIdx.x) + turn;
+    if (left_out != 0) __syncthreads();
+    sum += memory[(threadIdx.x + 1) % kThreads];
+    if (left_out != 1) __syncthreads();
+  }
+  sums[threadIdx.x] = sum;
+}
+TEST(Fibers, ABarrierThatIsMissingShows) {
+  const Workspace workspace{nullptr, 0, 0, nullptr};
+  auto is_right = [&](int left_out, unsigned seed) {
+    int sums[kThreads];
+    fake::seed = seed;
+    launch(pass_on, {1}, kThreads, sizeof(sums), workspace, "pass_on", left_out, &sums[0]);
+    fake::seed = 0;
+    for (unsigned i = 0; i < kThreads; i++)
+      if (sums[i] != static_cast<int>(3 * ((i + 1) % kThreads) + 3)) return false;
+    return true;
+  };
+  for (unsigned seed : {0u, 1u, 2u, 3u}) {
+    EXPECT_TRUE(is_right(-1, seed)) << seed;
+    EXPECT_FALSE(is_right(0, seed)) << seed;
+    EXPECT_FALSE(is_right(1, seed)) << seed;
+  }
+}
+
+void wait_alone(int) {
+  if (threadIdx.x < kThreads / 2) __syncthreads();
+}
+TEST(Fibers, ABarrierThatSomeNeverReachIsAnError) {
+  const Workspace workspace{nullptr, 0, 0, nullptr};
+  for (unsigned seed : {0u, 1u}) {
+    fake::seed = seed;
+    try {
+      launch(wait_alone, {1}, kThreads, 0, workspace, "wait_alone", 0);
+      ADD_FAILURE() << "no error";
+    } catch (const std::runtime_error& e) {
+      EXPECT_STREQ(e.what(), "ai3: wait_alone failed: some threads of a block wait for others that never come");
+    }
+    fake::seed = 0;
+  }
+}
+
+void reduce_numbers(double* sums, int* largest) {
+  char* const memory = shared<char>();
+  sums[threadIdx.x] = reduce<kThreads>(threadIdx.x + 0.5, reinterpret_cast<double*>(memory), Sum());
+  largest[threadIdx.x] =
+      reduce<kThreads>(static_cast<int>(threadIdx.x * 7 % kThreads), reinterpret_cast<int*>(memory), Largest());
+}
+TEST(Fibers, ABlockReducesForAllOfItsThreads) {
+  const Workspace workspace{nullptr, 0, 0, nullptr};
+  for (unsigned seed : {0u, 1u, 2u}) {
+    double sums[kThreads];
+    int largest[kThreads];
+    fake::seed = seed;
+    launch(reduce_numbers, {1}, kThreads, reduce_bytes<double>(kThreads), workspace, "reduce_numbers", &sums[0], &largest[0]);
+    fake::seed = 0;
+    for (unsigned i = 0; i < kThreads; i++) {
+      EXPECT_EQ(sums[i], kThreads * kThreads / 2.0);
+      EXPECT_EQ(largest[i], kThreads - 1);
+    }
+  }
 }
 
 // Every call of the tests below is a problem that no other test has.

@@ -1,5 +1,6 @@
 // Direct convolution: every output is its own sum of products, without workspace. A thread computes kChannels output channels of
 // one pixel, so that an input element that it has read serves that many products.
+#include "../../algos/conv2d/lent.h"
 #include "../core/device.cuh"
 #include "gradients.cuh"
 
@@ -96,4 +97,7 @@ void conv2d_direct(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
 AI3_ALGORITHM(conv2d, direct, .supports = device_supports<Conv2dProblem>, .gradients = gradients_by_im2col)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_direct_record() { return conv2d_direct_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

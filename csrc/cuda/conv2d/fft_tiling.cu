@@ -6,12 +6,7 @@ namespace {
 
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING>;
 
-template <class T>
-void conv2d_fft_tiling(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
-  By::run<T>(p, m, workspace);
-}
-
-AI3_ALGORITHM(conv2d, fft_tiling, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .layout = Layout::nchw,
+AI3_REGISTER_(conv2d, fft_tiling, By::run, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .layout = Layout::nchw,
               .supports = By::supports, .workspace = By::workspace, .gradients = gradients_by_im2col)
 
 }  // namespace

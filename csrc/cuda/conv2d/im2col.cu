@@ -1,6 +1,7 @@
 // im2col + GEMM (Chellapilla et al. 2006): every patch becomes a row (NHWC) or column (NCHW) of a matrix in the workspace, and
 // cuBLAS multiplies it with the weights. Images, or rows of one that is too large, go through the workspace in chunks, so that it
 // stays bounded. A 1x1 kernel with stride 1 is a product already, and its input is multiplied where it lies.
+#include "../../algos/conv2d/lent.h"
 #include "../core/cublas.cuh"
 #include "gradients.cuh"
 
@@ -93,4 +94,7 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
 AI3_ALGORITHM(conv2d, im2col, .supports = im2col_supports, .workspace = im2col_workspace, .gradients = gradients_by_im2col)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_im2col_record() { return conv2d_im2col_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

@@ -6,13 +6,8 @@ namespace {
 
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM>;
 
-template <class T>
-void conv2d_implicit_gemm(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
-  By::run<T>(p, m, workspace);
-}
-
-AI3_ALGORITHM(conv2d, implicit_gemm, .supports = By::supports, .workspace = By::workspace, .packed_bytes = By::packed_bytes,
-              .pack = pack_krsc, .gradients = gradients_by_im2col)
+AI3_REGISTER_(conv2d, implicit_gemm, By::run, .supports = By::supports, .workspace = By::workspace,
+              .packed_bytes = By::packed_bytes, .pack = cudnn_pack, .gradients = gradients_by_im2col)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

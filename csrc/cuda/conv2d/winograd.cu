@@ -6,12 +6,7 @@ namespace {
 
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD>;
 
-template <class T>
-void conv2d_winograd(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
-  By::run<T>(p, m, workspace);
-}
-
-AI3_ALGORITHM(conv2d, winograd, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .supports = By::supports,
+AI3_REGISTER_(conv2d, winograd, By::run, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .supports = By::supports,
               .workspace = By::workspace, .gradients = gradients_by_im2col)
 
 }  // namespace

@@ -144,6 +144,25 @@ Key key_of(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, int device)
           p.y_stride.w};
 }
 
+// Whether w is to be KRSC, else KCRS: beside channels_last images tensor cores read nothing else, and cuDNN would rearrange it in
+// every call.
+bool reads_krsc(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
+  const bool implicit =
+      method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM || method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;
+  const bool tensor_cores = size_of(p.dtype) == 2 || (p.dtype == DType::f32 && p.allow_tf32);
+  const bool channels_last = p.x_stride.c == 1 && p.y_stride.c == 1;
+  return implicit && tensor_cores && channels_last;
+}
+
+template <class T>
+void write_krsc(const Conv2dProblem& p, const T* from, T* to, const Workspace& workspace) {
+  const int64_t channels = p.in_channels / p.groups, taps = p.kernel_height * p.kernel_width;
+  for_each(p.out_channels * channels * taps, workspace, "KRSC weights", [=] __device__(int64_t i) {
+    const int64_t c = i % channels, tap = i / channels % taps, k = i / channels / taps;
+    to[i] = from[(k * channels + c) * taps + tap];
+  });
+}
+
 // Sets the descriptors and asks for the workspace.
 cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudnnHandle_t handle, Plan& plan) {
   const cudnnDataType_t type = p.dtype == DType::f64    ? CUDNN_DATA_DOUBLE
@@ -165,7 +184,7 @@ cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudn
   if (!status) status = cudnnSetActivationDescriptor(plan.identity, CUDNN_ACTIVATION_IDENTITY, CUDNN_PROPAGATE_NAN, 0);
   if (!status)
     status =
-        cudnnSetFilter4dDescriptor(plan.w, type, cudnn_reads_krsc(p, method) ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW,
+        cudnnSetFilter4dDescriptor(plan.w, type, reads_krsc(p, method) ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW,
                                    to(p.out_channels), to(p.in_channels / p.groups), to(p.kernel_height), to(p.kernel_width));
   if (!status)
     status = cudnnSetConvolution2dDescriptor(plan.convolution, to(p.pad_h), to(p.pad_w), to(p.stride_h), to(p.stride_w),
@@ -221,14 +240,6 @@ std::shared_ptr<const Plan> plan_of(const Conv2dProblem& p, cudnnConvolutionFwdA
 
 }  // namespace
 
-bool cudnn_reads_krsc(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
-  const bool implicit =
-      method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM || method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;
-  const bool tensor_cores = size_of(p.dtype) == 2 || (p.dtype == DType::f32 && p.allow_tf32);
-  const bool channels_last = p.x_stride.c == 1 && p.y_stride.c == 1;
-  return implicit && tensor_cores && channels_last;
-}
-
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason) {
   const int capability = current_capability();
   if (!supports_capability(capability, reason)) return false;
@@ -241,8 +252,19 @@ int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method
   return p.batch == 0 ? 0 : piece_bytes<char>(static_cast<int64_t>(plan_of(p, method)->workspace));
 }
 
-void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const void* x, const void* w, const void* b,
-                       BiasSpread spread, void* y, Workspace& workspace) {
+int64_t cudnn_packed_bytes(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
+  if (!reads_krsc(p, method)) return 0;
+  return piece_bytes<char>(
+      checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width, size_of(p.dtype)}));
+}
+void cudnn_pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace) {
+  with_type(p.dtype, [&]<class T>() { write_krsc(p, weight.read<T>(), packed.write<T>(), workspace); });
+}
+
+void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const Conv2dOperands& operands,
+                       Workspace& workspace) {
+  const void *x = operands.input.data, *w = operands.weight.data, *b = operands.bias.data;
+  void* y = operands.output.data;
   const auto plan = plan_of(p, method);
   if (!plan->refusal.empty()) throw std::runtime_error(plan->refusal);
   const cudnnHandle_t handle = handle_on(current_device());
@@ -258,7 +280,9 @@ void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method,
                                               plan->workspace, zero, plan->y, y, plan->b, b, plan->identity, plan->y, y);
     if (!is_refusal(status)) return check(status, "cudnnConvolutionBiasActivationForward");
   }
-  if (b) spread(p, b, y, workspace);
+  if (b)
+    with_type(p.dtype,
+              [&]<class T>() { spread_bias(p, operands.bias.read<T>(), operands.output.write<T>(), workspace, "cuDNN's bias"); });
   check(cudnnConvolutionForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch, plan->workspace,
                                 b ? one : zero, plan->y, y),
         "cudnnConvolutionForward");

@@ -4,7 +4,6 @@
 
 #include "../../algos/conv2d/problem.h"
 #include "../conv2d/gradients.cuh"
-#include "../conv2d/krsc.cuh"
 #include "device.cuh"
 
 namespace ai3::inline AI3_LEVEL {
@@ -14,27 +13,22 @@ namespace ai3::inline AI3_LEVEL {
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason);
 // Bytes, a multiple of 256. Throws std::runtime_error where cuDNN cannot be asked.
 int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method);
-// Whether w is to be KRSC; else it is KCRS.
-bool cudnn_reads_krsc(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method);
-// Writes every output's bias.
-using BiasSpread = void (*)(const Conv2dProblem& p, const void* b, void* y, const Workspace& workspace);
+// Bytes of the weight as KRSC, 0 where the method reads it as it is; and what writes it.
+int64_t cudnn_packed_bytes(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method);
+void cudnn_pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace);
 // y = x * w + b, b null for none, on the workspace's stream. Where cuDNN does not add the bias itself, the products are added
-// onto what `spread` writes, so that half types round once. Throws std::runtime_error.
-void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const void* x, const void* w, const void* b,
-                       BiasSpread spread, void* y, Workspace& workspace);
+// onto it, so that half types round once. Throws std::runtime_error.
+void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const Conv2dOperands& operands,
+                       Workspace& workspace);
 
-// The functions of the method's record.
+// The functions of the method's record. The kernels that they launch are compiled with cudnn.cu, once for all methods.
 template <cudnnConvolutionFwdAlgo_t method>
 struct Cudnn {
   static bool supports(const Conv2dProblem& p, Reason& reason) { return cudnn_supports(p, method, reason); }
   static int64_t workspace(const Conv2dProblem& p) { return cudnn_workspace(p, method); }
-  static int64_t packed_bytes(const Conv2dProblem& p) { return cudnn_reads_krsc(p, method) ? krsc_bytes(p) : 0; }
-  template <class T>
-  static void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
-    const BiasSpread spread = [](const Conv2dProblem& q, const void* b, void* y, const Workspace& memory) {
-      spread_bias(q, static_cast<const T*>(b), static_cast<T*>(y), memory, "cuDNN's bias");
-    };
-    cudnn_convolution(p, method, m.input.data, m.weight.data, m.bias.data, spread, m.output.data, workspace);
+  static int64_t packed_bytes(const Conv2dProblem& p) { return cudnn_packed_bytes(p, method); }
+  static void run(const Conv2dProblem& p, const Conv2dOperands& operands, Workspace& workspace) {
+    cudnn_convolution(p, method, operands, workspace);
   }
 };
 

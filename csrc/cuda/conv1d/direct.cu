@@ -1,0 +1,15 @@
+// conv2d's direct on images of height 1.
+#include "../../algos/conv1d/problem.h"
+#include "../../algos/conv2d/lent.h"
+#include "../core/device.cuh"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+using Of = Lent<conv2d_direct_record>;
+bool direct_supports(const Conv2dProblem& p, Reason& reason) { return conv2d_direct_record().traits.supports(p, reason); }
+
+AI3_REGISTER_(conv1d, direct, Of::run, .supports = direct_supports, .workspace = Of::workspace, .gradients = Of::gradients)
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

@@ -1,0 +1,15 @@
+// F(4x4, 3x3); the bound is that of the CPU's.
+#include "winograd.cuh"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+template <class T>
+void conv2d_winograd_f4(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
+  Winograd<4>::run<T>(p, m, workspace);
+}
+
+AI3_ALGORITHM(conv2d, winograd_f4, .accuracy = Accuracy::bounded, .error_bound = 2e-5, AI3_WINOGRAD(4))
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

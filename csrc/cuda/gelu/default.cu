@@ -1,0 +1,10 @@
+#include "../../algos/gelu/problem.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+AI3_ALGORITHM_WITHOUT_KERNEL(
+    gelu, default, .choose = [](const problem_of::gelu&, auto) -> Choice { return {"direct"}; })
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL

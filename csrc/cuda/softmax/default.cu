@@ -1,0 +1,10 @@
+#include "../../algos/softmax/problem.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+AI3_ALGORITHM_WITHOUT_KERNEL(
+    softmax, default, .choose = [](const problem_of::softmax&, auto) -> Choice { return {"direct"}; })
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
