@@ -1,0 +1,126 @@
+"""attention_flash beside PyTorch's function, and the composed form where that has none: docs/benchmarks/attention.md.
+
+`python -m benchmarks.attention [--threads N] [--seconds S]`. Every row is one process's alternating turns on the same tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks import measure
+
+PAGE = measure.ROOT / "docs" / "benchmarks" / "attention.md"
+SOFTMAX = 12  # multiply-adds that a vector of scores costs besides the products, estimated for AVX-512
+
+
+class Row(NamedTuple):
+    """What is compared: PyTorch's call, ours, and pairs of a query and a key that are seen."""
+
+    name: str
+    theirs: Callable[[], Any]
+    ours: Callable[[], Any]
+    flops: float  # 0 where reading, not arithmetic, is the limit
+
+
+def _flash(*args: Any, **options: Any) -> Tensor:
+    return torch.ops.ai3.attention_flash(*args, **options)
+
+
+def _tensors(batch: int, heads: int, length: int, size: int, grad: bool = False) -> list[Tensor]:
+    return [torch.randn(batch, heads, length, size, requires_grad=grad) for _ in range(3)]
+
+
+def _with_gradients(function: Callable[..., Tensor], tensors: list[Tensor], like: Tensor) -> Callable[[], Any]:
+    return lambda: torch.autograd.grad(function(*tensors), tensors, like)
+
+
+def _composed(q: Tensor, k: Tensor, v: Tensor, softcap: float = 0.0, sinks: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    sink = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1] @ v
+
+
+def rows() -> Iterator[Row]:
+    """Those of the page, made when they are measured."""
+    sdpa = F.scaled_dot_product_attention
+    for name, shape in (
+        ("ViT-B", (1, 12, 197, 64)), ("BERT", (1, 12, 512, 64)), ("CLIP's text", (8, 8, 77, 64)),
+        ("long", (1, 4, 4096, 64)),
+    ):  # fmt: skip
+        q, k, v = _tensors(*shape)
+        pairs = shape[0] * shape[1] * shape[2] ** 2
+        yield Row(f"{name} {shape}", partial(sdpa, q, k, v), partial(_flash, q, k, v), _flops(pairs, shape[3]))
+    for length in (512, 1024):
+        q, k, v = _tensors(1, 8, length, 64)
+        name, flops = f"causal (1, 8, {length}, 64)", _flops(4 * length * (length + 1), 64)
+        yield Row(name, partial(sdpa, q, k, v, is_causal=True), partial(_flash, q, k, v, None, 0.0, True), flops)
+    q, k, v = _tensors(1, 12, 512, 64)
+    mask = torch.rand(1, 1, 512, 512) > 0.3
+    flops = _flops(12 * 512**2, 64)
+    yield Row("boolean mask (1, 12, 512, 64)", partial(sdpa, q, k, v, mask), partial(_flash, q, k, v, mask), flops)
+    for shape in ((1, 12, 512, 64), (1, 1, 1024, 64)):
+        tensors = _tensors(*shape, grad=True)
+        like = torch.randn(shape)
+        both = (_with_gradients(f, tensors, like) for f in (sdpa, _flash))
+        yield Row(f"forward and backward {shape}", *both, 4.5 * _flops(shape[1] * shape[2] ** 2, 64))
+    for heads in (8, 2):
+        q, k, v = torch.randn(1, 8, 1, 128), *(torch.randn(1, heads, 4096, 128) for _ in range(2))
+        call = {"enable_gqa": heads != 8}
+        name = f"one query, 4,096 keys, 8 heads on {heads}, 128"
+        yield Row(name, partial(sdpa, q, k, v, **call), partial(_flash, q, k, v, **call), 0)
+    q, k, v = _tensors(1, 2, 4096, 64)
+    flops, sinks = _flops(2 * 4096**2, 64), torch.randn(2)
+    name = "(1, 2, 4096, 64) beside the composed form"
+    yield Row(f"softcap {name}", partial(_composed, q, k, v, 50.0), partial(_flash, q, k, v, softcap=50.0), flops)
+    yield Row(f"sinks {name}", partial(_composed, q, k, v, 0.0, sinks), partial(_flash, q, k, v, sinks=sinks), flops)
+
+
+def _flops(pairs: int, size: int) -> float:
+    return pairs * (4.0 * size + 2 * SOFTMAX)
+
+
+def main() -> int:
+    """Measures and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=3.0, help="of a row")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    load, peak = measure.Load(), measure.limits(options.threads)[0]
+    found = []
+    for row in rows():
+        with torch.set_grad_enabled("backward" in row.name):
+            theirs, ours = measure.interleaved([row.theirs, row.ours], options.seconds)
+        share = f"{100 * row.flops / peak / ours:.0f} %" if row.flops else ""
+        found.append((row.name, *map(measure.milliseconds, (theirs, ours)), f"{theirs / ours:.2f}", share))
+        print(*found[-1], sep="  ", flush=True)
+    machine = measure.machine(options.threads, load)
+    head = "batch, heads, length, size", "PyTorch", "flash", "PyTorch / flash", "of the bound"
+    lines = [
+        "# attention_flash beside PyTorch",
+        "",
+        "Written by `python -m benchmarks.attention`: float32, milliseconds, medians of alternating turns in one process. The",
+        f"bound is the multiply-add peak for both products and {SOFTMAX} multiply-adds for each vector of scores, the softmax's;",
+        "of both passes 4.5 times that. A share is of that bound for the pairs of a query and a key that are seen.",
+        "",
+        *(f"- {name}: {value}" for name, value in machine.items()),
+        "",
+        *measure.table(head, found, "-rrrr"),
+    ]
+    measure.write(PAGE, lines, {"machine": machine, "rows": found})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
