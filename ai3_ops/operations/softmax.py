@@ -115,7 +115,7 @@ class Softmax(Operation):
 
 # Steps of networks and programs ------------------------------------------------------------------------------------------
 class SoftmaxStep(Step):
-    """A line "softmax_direct %0 dim=3"."""
+    """A line "softmax_direct %0 dim=-1"."""
 
     operation = "softmax"
 
@@ -134,7 +134,7 @@ class SoftmaxStep(Step):
     @staticmethod
     def works_on_rows(input: Any, dim: int) -> bool:
         """Over the last dimension."""
-        return dim in (-1, len(input.meta["shape"]) - 1)
+        return dim == -1
 
     def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
         """As the class says."""
@@ -146,10 +146,11 @@ class SoftmaxStep(Step):
 
 
 def _step_arguments(x: Any, dim: int, dtype: torch.dtype | None) -> tuple[Any, ...] | None:
-    """None where the input is cast first."""
-    if dtype not in (None, x.meta["dtype"]):
+    """The dimension counted from the end, so that it stays right where a view in front goes behind; None where the input is cast."""
+    rank = len(x.meta["shape"])
+    if rank == 0 or dtype not in (None, x.meta["dtype"]):
         return None
-    return x, dim % len(x.meta["shape"])
+    return x, dim % rank - rank
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ void forward_out(const Entry& entry, StableIValue* stack) {
   torch::stable::copy_(out, output);
 }
 
-// A line of a program: softmax_<algorithm> %x dim=3.
+// A line of a program: softmax_<algorithm> %x dim=-1.
 struct SoftmaxStep final : program::Step {
   SoftmaxProblem p{};
   const Entry& entry;
@@ -98,9 +98,9 @@ struct SoftmaxStep final : program::Step {
     r.needs_operands(1);
     const program::Value x = r.operand(0);
     const int64_t dim = r.line.number_of("dim"), rank = static_cast<int64_t>(x.sizes.size());
-    r.line.check(dim >= 0 && dim < rank, "needs a dim of the input's, got " + to_string(x.sizes));
+    r.line.check(dim >= -rank && dim < rank, "needs a dim of the input's, got " + to_string(x.sizes));
     p.dtype = x.dtype, p.parameters = r.parameters();
-    set_sizes(p, x.sizes, dim);
+    set_sizes(p, x.sizes, dim < 0 ? dim + rank : dim);
     r.rows_output(x.sizes, x.dtype);
   }
   void emit(program::Emitter& e) override {

@@ -176,6 +176,30 @@ def test_windows():
     assert difference(fast(x), exact(model, x)) < 1e-5
 
 
+class MaskedWindows(Windows):
+    """timm's Swin: attention written out, scores of windows viewed per image, a mask for each window, and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = WrittenOut()
+
+
+class WrittenOut(Block):
+    def forward(self, x):
+        q, k, v = self.heads_of(self.norm(x))
+        windows, mask = 6, torch.zeros(6, 4, 4).masked_fill_(torch.arange(96).view(6, 4, 4) % 5 == 3, -100.0)
+        scores = (q * 0.3) @ k.transpose(-2, -1)
+        scores = scores.view(-1, windows, self.heads, 4, 4) + mask[None, :, None]
+        y = F.softmax(scores.view(-1, self.heads, 4, 4), dim=-1) @ v
+        return x + self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_masks_of_windows(batch):
+    fast = check(seeded(MaskedWindows()), torch.randn(batch, 4, 6, 24))
+    assert regions(fast)
+
+
 def test_saved_and_loaded(tmp_path):
     model, x = seeded(Patches()), torch.randn(2, 3, 12, 12)
     fast = check(model, x)

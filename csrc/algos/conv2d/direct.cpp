@@ -22,6 +22,12 @@ AI3_INLINE bool multiplies_pairs(const Conv2dProblem& p) {
   return p.dtype == DType::bf16 && is_pointwise(p) && p.in_channels / p.groups % 2 == 0 && has_pair_products();
 }
 
+// Of an output value; then a tile's begin and end cost as much as its products.
+constexpr int64_t kFewProducts = 512;
+AI3_INLINE bool has_few_products(const Conv2dProblem& p) {
+  return p.kernel_height * p.kernel_width * (p.in_channels / p.groups) <= kFewProducts;
+}
+
 // Joined groups (joined_groups.h) are packed as one.
 struct Blocking {
   int64_t channels;                     // of one group
@@ -34,6 +40,8 @@ struct Blocking {
         out_channels(p.out_channels / groups) {
     const int64_t tile = 2 * lanes_of(p);
     for (block = 4; block < tile && block < out_channels;) block *= 2;
+    // An odd number of vectors in windows of few products: a block each. None is half empty then, and tiles are alike.
+    if (out_channels % tile == tile / 2 && has_few_products(p) && !is_pointwise(p)) block = tile / 2;
     blocks = ceil_div(out_channels, block);
   }
   // Groups that are packed as one are computed as one where their channels lie side by side.
@@ -226,7 +234,7 @@ class DirectConvolution {
         groups(spread ? b.groups : p.groups),
         channels(p.in_channels / groups),
         filters(p.out_channels / groups),
-        few(p.kernel_height * p.kernel_width * b.channels <= kFewProducts),
+        few(has_few_products(p)),
         whole(whole_kernel()),
         tile_pixels(tile_size(whole.x_pixel)),
         interior(
@@ -253,7 +261,6 @@ class DirectConvolution {
   }
 
  private:
-  static constexpr int64_t kFewProducts = 512;                               // of an output value
   static constexpr int64_t kRowBytes = 512 << 10, kWeightBytes = 384 << 10;  // what is held in the second-level cache
 
   // Input, output and residual (null: none), from some element on.
@@ -314,7 +321,8 @@ class DirectConvolution {
   }
   // Fewer pixels of a tile where they share one set of the first-level cache.
   AI3_INLINE int64_t tile_size(int64_t x_pixel) const {
-    return same<T, A> && p.x_stride.c == 1 && rows_collide<T>(x_pixel) ? kPixels / 2 : kPixels;
+    const int64_t most = b.block <= width && !spread ? kNarrowPixels : kPixels;
+    return same<T, A> && p.x_stride.c == 1 && rows_collide<T>(x_pixel) ? most / 2 : most;
   }
   // Pixels whose window lies inside the image's columns are most of a row, and where sums need no buffer and each block is of
   // whole vectors, their tiles differ in their address alone. The few pixels beside them are tiles of their own then, which go
@@ -359,7 +367,7 @@ class DirectConvolution {
   // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
   AI3_INLINE void tile(const Operands& at, int64_t row, int64_t column, int64_t pixels, const Filters& by, int64_t count,
                        const Prologue<A>& f) const {
-    alignas(64) A buffer[kPixels * 2 * width], start[2 * width];
+    alignas(64) A buffer[kNarrowPixels * 2 * width], start[2 * width];
     const bool direct = in_place && count % width == 0, two = count > width;
     const A* first = start;
     const T* const bias = by.of.bias;
@@ -409,7 +417,7 @@ class DirectConvolution {
         if (!same<T, A> || f)
           accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span, f);
         else if constexpr (same<T, A>)
-          accumulate<kPixels>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span);
+          accumulate<kNarrowPixels>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span);
         started = true;
       }
       s = end;
@@ -438,9 +446,9 @@ class DirectConvolution {
         if (pointwise) span.ahead = pixels * span.x_pixel;  // the next tile's
         const A* const starts = by.of.bias ? by.of.bias : kZeros<A>;
         if (finished)
-          accumulate<kPixels, true>(pixels, b.block > width, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+          accumulate<kNarrowPixels, true>(pixels, b.block > width, at.x, by.weights, at.y, q.y_stride.w, starts, span);
         else
-          accumulate<kPixels>(pixels, b.block > width, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+          accumulate<kNarrowPixels>(pixels, b.block > width, at.x, by.weights, at.y, q.y_stride.w, starts, span);
         if (needs_finish && !finished) finish<T>(q, at.y, q.y_stride.w, pixels, blocks * b.block, by.of.slope, at.residual, at.y);
         const int64_t done = span.tiles * pixels;
         tiles -= span.tiles, count -= done, at = at.from(done * span.x_pixel, done * q.y_stride.w);

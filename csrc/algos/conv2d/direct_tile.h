@@ -10,8 +10,9 @@
 namespace ai3::inline AI3_LEVEL {
 namespace direct {
 
-// Pixels of a register tile: with two vectors each, two of weights and one broadcast they fill 32 or 16 registers.
-constexpr int kPixels = AI3_VECTOR_BYTES == 64 ? 14 : 6;
+// Pixels of a register tile: with two vectors each, two of weights and one broadcast they fill 32 or 16 registers. Those of one
+// vector each are more in 16 registers: six chains of sums wait for the multiply-adds before them.
+constexpr int kPixels = AI3_VECTOR_BYTES == 64 ? 14 : 6, kNarrowPixels = AI3_VECTOR_BYTES == 64 ? 14 : 12;
 constexpr int64_t kStageSpan = 256, kStageChannels = 16;  // elements of the tile's input that are widened at a time
 
 template <class A, class B>
@@ -144,11 +145,12 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
     x += n * x_pixel, tile += n * tile_pixel;
   } while (--tiles);
 }
+// Of `pixels`, n at most.
 template <int n, bool finished = false, class A>
 AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start,
                            const Span& span) {
   if (pixels == n)
-    (two ? accumulate<A, n, 2, false, finished>
+    (two && n <= kPixels ? accumulate<A, (n < kPixels ? n : kPixels), 2, false, finished>
      : !finished && AI3_VECTOR_BYTES > 16 && span.spread
          ? accumulate<A, n, 1, AI3_VECTOR_BYTES >= 32>
          : accumulate<A, n, 1, false, finished>)(x, w, tile, tile_pixel, start, span);
@@ -186,7 +188,7 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
           }
           part.x_channel = kStageSpan, part.x_pixel = reach <= kStageSpan ? span.x_pixel : 1;
         }
-        accumulate<kPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile, tile_pixel,
+        accumulate<kNarrowPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile, tile_pixel,
                             start, part);
         lines = Lines::added_to, start = kZeros<A>;
       }

@@ -83,12 +83,12 @@ AI3_INLINE A pool_divisor(const Pool2dProblem& p, Window rows, Window columns) {
   return static_cast<A>(p.divisor ? p.divisor : rows.extent * columns.extent);
 }
 
-// NHWC: one window, `vectors` vectors of channels, or the first `lanes` < width of one.
+// NHWC: one window, `vectors` vectors of channels, the last one with `lanes` of them.
 template <class Reduce, int vectors, class T>
 AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t lanes,
                               Traffic traffic) {
   using A = Acc<T>;
-  constexpr int width = Vec<A>::width;
+  constexpr int width = Vec<A>::width, last = vectors - 1;
   const bool whole = lanes >= width;
   Vec<A> result[vectors];
 #pragma GCC unroll 4
@@ -100,7 +100,7 @@ AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window column
         for (int q = 0; q < vectors; q++) __builtin_prefetch(reinterpret_cast<const char*>(from + q * width) + kPoolAhead);
 #pragma GCC unroll 4
       for (int q = 0; q < vectors; q++)
-        result[q] = Reduce::add(result[q], whole ? load(from + q * width) : load_partial(from, lanes));
+        result[q] = Reduce::add(result[q], q < last || whole ? load(from + q * width) : load_partial(from + q * width, lanes));
     }
   const Vec<A> divisor = pool_divisor<A>(p, rows, columns);
 #pragma GCC unroll 4
@@ -109,21 +109,18 @@ AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window column
     if (traffic.past_caches)
       store_streaming(y + q * width, v);
     else
-      whole ? store(y + q * width, v) : store_partial(y, v, lanes);
+      q < last || whole ? store(y + q * width, v) : store_partial(y + q * width, v, lanes);
   }
 }
 
-// `count` channels, of which whole vectors, at most `vectors`, pass over the window together.
+// `count` channels, `vectors` vectors at most, which pass over the window together: a chain of sums alone would wait for its last.
 template <class Reduce, int vectors, class T>
 AI3_INLINE void pool_window(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t count,
                             Traffic traffic) {
-  constexpr int64_t width = Vec<Acc<T>>::width;
-  if constexpr (vectors > 0) {
-    if (count < vectors * width) return pool_window<Reduce, vectors - 1>(p, rows, columns, x, y, count, traffic);
-    pool_channels<Reduce, vectors>(p, rows, columns, x, y, width, traffic);
-  }
-  if (constexpr int64_t done = vectors * width; count > done)
-    pool_channels<Reduce, 1>(p, rows, columns, x + done, y + done, count - done, traffic);
+  constexpr int64_t before = int64_t{vectors - 1} * Vec<Acc<T>>::width;
+  if constexpr (vectors > 1)
+    if (count <= before) return pool_window<Reduce, vectors - 1>(p, rows, columns, x, y, count, traffic);
+  pool_channels<Reduce, vectors>(p, rows, columns, x, y, count - before, traffic);
 }
 
 // NCHW: reduced[i] = the window's rows at column first + i, for i in [0, count); what lies outside the image holds the start
