@@ -146,7 +146,7 @@ class SoftmaxStep(Step):
 
 
 def _step_arguments(x: Any, dim: int, dtype: torch.dtype | None) -> tuple[Any, ...] | None:
-    """The dimension counted from the end, so that it stays right where a view in front goes behind; None where the input is cast."""
+    """The dimension counted from the end: right also where a view in front goes behind. None where the input is cast."""
     rank = len(x.meta["shape"])
     if rank == 0 or dtype not in (None, x.meta["dtype"]):
         return None

@@ -188,8 +188,8 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
           }
           part.x_channel = kStageSpan, part.x_pixel = reach <= kStageSpan ? span.x_pixel : 1;
         }
-        accumulate<kNarrowPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile, tile_pixel,
-                            start, part);
+        accumulate<kNarrowPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile,
+                                  tile_pixel, start, part);
         lines = Lines::added_to, start = kZeros<A>;
       }
 }

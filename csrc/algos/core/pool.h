@@ -113,7 +113,8 @@ AI3_INLINE void pool_channels(const Pool2dProblem& p, Window rows, Window column
   }
 }
 
-// `count` channels, `vectors` vectors at most, which pass over the window together: a chain of sums alone would wait for its last.
+// `count` channels, `vectors` vectors at most, which pass over the window together: a chain of sums alone would wait for its
+// last.
 template <class Reduce, int vectors, class T>
 AI3_INLINE void pool_window(const Pool2dProblem& p, Window rows, Window columns, const T* x, T* y, int64_t count,
                             Traffic traffic) {
