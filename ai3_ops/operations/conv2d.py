@@ -518,7 +518,7 @@ _LEAVES_NCHW = _library.registry()["level"] == "avx2"
 # 1x1 on a single pixel (squeeze-excite): below so many weights a call costs more than the products
 # (docs/algorithms/conv2d/default.md).
 _OF_ONE_PIXEL = 2**17 if _LEAVES_NCHW else 2**15
-# An NCHW image of two to four channels takes `direct`, which beats PyTorch but for these filters: less than a vector with AVX-512,
+# An NCHW image of two to four channels takes `direct`, which beats PyTorch but for few filters: less than a vector with AVX-512,
 # up to one and a half or three with AVX2 (two cores of Zen 5; 1.08 to 1.31 of its time, others 0.76 to 1.03).
 _LEAVES_OF_IMAGES = frozenset((*range(1, 16), 24) if _LEAVES_NCHW else range(1, 16))
 _LANES_16_BITS = 16  # of `depthwise` with AVX-512, which computes in float32
