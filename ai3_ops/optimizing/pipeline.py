@@ -28,7 +28,7 @@ from ai3_ops.graph.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.graph.state import copied
 from ai3_ops.optimizing import choose
 from ai3_ops.optimizing.search import search
-from ai3_ops.programs.lower import Part, Region, build, example_values, module_of, outside, parts
+from ai3_ops.programs.lower import DTYPES, Part, Region, build, example_values, module_of, outside, parts
 from ai3_ops.programs.timing import COSTS, paired
 from ai3_ops.registry import near
 from ai3_ops.selecting.selectors import listed
@@ -43,11 +43,14 @@ SEARCH = 0.2  # of what is left for it and for measuring: the search of substitu
 PATIENCE = 3.0  # seconds after which no further part of a model is captured, beyond 1.2 times the budget
 COMPARE_SECONDS = 0.5  # that two networks take turns at most, after the second turn
 WORST_ERROR = 1e-4  # of the outputs against float64: beyond, nothing is changed
+WORST_IN_FLOAT64 = 1e-9  # where nothing is in fewer bits
+# Of what a rewrite puts in the place of something, where folded weights are rounded to so few bits.
+REWRITE_ERRORS = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 WORST_APPROXIMATION = 5e-2  # with algorithms that approximate, which run only where the user allowed or named them
 VERIFY = ("quick", "full", "off")
 STRICTER = (4e-6, 1e-6)  # errors of single layers with which algorithms are chosen again where that is too much
 OWN_ERROR = (
-    4  # unless PyTorch's own float32 error is so large that this many times as much is more: ill-conditioned networks
+    4  # unless PyTorch's own error is so large that this many times as much is more: 16 bits, ill-conditioned networks
 )
 # Settings that `tune` has too.
 _TUNED = ("objective", "memory_limit", "tolerance", "deterministic", "allow_approximate")
@@ -186,7 +189,7 @@ def make_plan(
         regions = lowered(network, inputs, report, compare=settings.thorough)
         body = body_of(network, regions)
         error = report.error = reference.error(lambda given: flat_outputs(body(*given)))
-        worst = WORST_APPROXIMATION if choose.approximates(network) else WORST_ERROR
+        worst = WORST_APPROXIMATION if choose.approximates(network) else reference.worst
         return regions, body, reference.holds(error, worst)
 
     regions, body, accurate = programs()
@@ -262,7 +265,7 @@ def _swapped(
     resolved: dict[str, str],
     report: Optimization,
 ) -> Plan:
-    """The plan of a network of which no step can run in a program, as of another type than float32: its layers are swapped."""
+    """The plan of a network of which no step can run in a program: its layers are swapped."""
     inputs, spec = flat(args, kwargs), pytree.tree_structure((args, kwargs))
     pairs = _normalized_layers(module, plain)
     if not _own_names(resolved, report.name) and not pairs:
@@ -328,9 +331,9 @@ def _own_names(resolved: dict[str, str], path: str) -> dict[str, str]:
 def _no_program(network: Network) -> str:
     """Why no step of a network can run in a program."""
     found = list(network.calls(steps.conv2d, steps.linear))
-    types = sorted({str(node.meta["dtype"]).removeprefix("torch.") for node in found} - {"float32"})
+    types = sorted(str(d).removeprefix("torch.") for d in {node.meta["dtype"] for node in found} - {*DTYPES})
     if types:
-        return f"programs compute float32, and its convolutions and linear layers are {listed(types)}"
+        return f"programs compute in floating point, and its convolutions and linear layers are {listed(types)}"
     if found:
         return "its convolutions and linear layers are left to PyTorch, or depend on no input's batch"
     return "programs compute 2-D convolutions, linear layers and what is around them, and it has neither of both"
@@ -501,7 +504,7 @@ _MAYBE_VIEWS = (
 
 def _checker(network: Network, inputs: list[Any]) -> Checker | None:
     """On the first item of the batch."""
-    return Checker(network, _one_item(network, inputs))
+    return Checker(network, _one_item(network, inputs), max(REWRITE_ERRORS[d] for d in _types(network)))
 
 
 class Reference:
@@ -518,6 +521,7 @@ class Reference:
         elif verify == "off":
             self._given = []
         self._expected: list[tuple[Any, ...]] = []
+        self.worst = WORST_IN_FLOAT64 if _types(captured) == {torch.float64} else WORST_ERROR
 
     def error(self, run: Callable[[list[Any]], Any]) -> float | None:
         """The largest error of the outputs of `run(inputs)`; None where nothing is compared."""
@@ -527,12 +531,19 @@ class Reference:
             errors = [_error(run(given), exact) for given, exact in zip(self._given, self._expected, strict=True)]
         return max(errors, default=None)
 
-    def holds(self, error: float | None, worst: float = WORST_ERROR) -> bool:
+    def holds(self, error: float | None, worst: float | None = None) -> bool:
         """Whether an error is allowed: by `worst`, or because the captured network's own, in its own type, is large."""
+        worst = self.worst if worst is None else worst
         if error is None or error <= worst:
             return True
         own = [_error(self._captured.run(x), exact) for x, exact in zip(self._given, self._expected, strict=True)]
         return error <= max(worst, OWN_ERROR * max(own))
+
+
+def _types(network: Network) -> set[torch.dtype]:
+    """In which the network computes; float32 where nothing is floating point."""
+    found = {node.meta.get("dtype") for node in network.graph.nodes}
+    return {dtype for dtype in found if dtype in REWRITE_ERRORS} or {torch.float32}
 
 
 def _random(x: Any) -> Any:

@@ -23,7 +23,7 @@ from ai3_ops.operations.step import Step
 from ai3_ops.programs.body import Body
 from ai3_ops.programs.program import Builder
 
-DTYPES = (torch.float32,)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VALUES = (*DTYPES, torch.bool)  # masks
 
 
@@ -60,7 +60,7 @@ class Part:
 
 
 def fits(node: fx.Node) -> bool:
-    """Whether a step can be part of a program: its values' sizes are known for every batch, and its types are computed there."""
+    """Whether a step can be part of a program: its values' sizes are known for every batch, and it computes in one type."""
     if not is_step(node) or node.kwargs.get("algorithm") == "torch" or node.meta.get("torch") or apart(node):
         return False
     values = [a for a in node.all_input_nodes if not is_constant(a)]
@@ -68,7 +68,7 @@ def fits(node: fx.Node) -> bool:
     if (
         not values
         or node.meta["dtype"] not in (VALUES if node.target in steps.VIEWS else DTYPES)
-        or any(a.meta["dtype"] not in VALUES for a in known)
+        or any(a.meta["dtype"] not in (node.meta["dtype"], torch.bool) for a in known)
     ):
         return False
     if any(a.meta["scales"] is None or sum(map(bool, a.meta["scales"])) > 1 for a in known):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
-from nets import agree, check, seeded_norm, seeded_prelu
+from nets import agree, check, exact, optimized, seeded_norm, seeded_prelu
 from torch import nn
 
 import tests.tester  # noqa: F401  the profiles
@@ -207,3 +207,18 @@ def test_random_networks_agree_with_float64(drawn):
     assert torch.equal(x, given_x)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert list(fast.state_dict()) == list(state)
+
+
+@pytest.mark.hypothesis
+@given(networks(), st.sampled_from([torch.float64, torch.bfloat16, torch.float16]))
+@settings(**QUIET)
+def test_random_networks_of_other_types(drawn, dtype):
+    """Their errors are of the size of PyTorch's own in that type."""
+    model, x = drawn[0].to(dtype), drawn[1].to(dtype)
+    fast = optimized(model, x)
+    with torch.no_grad():
+        results = fast(x), model(x), exact(model, x)
+    least = 1e-9 if dtype == torch.float64 else 1e-2
+    for got, own, expected in zip(*(r if isinstance(r, tuple) else (r,) for r in results), strict=True):
+        assert got.dtype == dtype
+        assert difference(got, expected) <= max(least, 8 * difference(own, expected))
