@@ -1,7 +1,6 @@
 // ai3::layer_norm_<algorithm>: schema, checks, and the way from tensors to kernels.
 #include "../algos/layer_norm/problem.h"
-#include "program/step.h"
-#include "tensors.h"
+#include "normalization.h"
 
 namespace ai3::ops {
 namespace {
@@ -34,19 +33,8 @@ LayerNormProblem problem(const Entry& entry, const Call& c) {
   check(!c.shape.empty(), entry, "needs a normalized_shape of at least one dimension");
   check(input.size() >= c.shape.size() && std::equal(c.shape.rbegin(), c.shape.rend(), input.rbegin()), entry,
         "needs input whose last dimensions are ", c.shape, ", got ", input);
-  const bool narrow = dtype == DType::bf16 || dtype == DType::f16;
-  const std::optional<Tensor>& first = c.weight ? c.weight : c.bias;
-  const bool wide = narrow && first && first->scalar_type() == ScalarType::Float;
-  auto check_parameter = [&](const std::optional<Tensor>& t, const char* name) {
-    if (!t) return;
-    check(sizes_of(*t) == c.shape, entry, "needs ", name, " of sizes ", c.shape, ", got ", *t);
-    const ScalarType wanted = wide ? ScalarType::Float : c.input.scalar_type();
-    check(t->scalar_type() == wanted, entry, "needs input, weight and bias of one dtype (float32 ones beside 16 bits), got ",
-          torch::headeronly::toString(c.input.scalar_type()), " and ", torch::headeronly::toString(t->scalar_type()));
-    check(t->device() == c.input.device(), entry, "needs input and ", name, " on one device, got ", device_text(c.input), " and ",
-          device_text(*t));
-  };
-  check_parameter(c.weight, "weight"), check_parameter(c.bias, "bias");
+  const bool wide = is_wide(c.input, {&c.weight, &c.bias});
+  check_weight(entry, c.input, c.weight, c.shape, "weight", wide), check_weight(entry, c.input, c.bias, c.shape, "bias", wide);
   LayerNormProblem p{};
   p.dtype = dtype, p.features = checked_numel(entry, c.shape, 1);
   p.rows = checked_numel(entry, Sizes(input.begin(), input.end() - static_cast<std::ptrdiff_t>(c.shape.size())), 1);

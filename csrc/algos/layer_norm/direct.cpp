@@ -1,48 +1,13 @@
-// Row by row, each read into the nearest cache once and from there again: its mean, its variance around that mean, the output.
-// The second pass also sums the differences, whose mean corrects that of the first (Chan, Golub & LeVeque, "Algorithms for
-// computing the sample variance", 1983). Sums of long rows are taken in parts, which are added in float64.
-#include "../core/lanes.h"
+// Row by row, each read into the nearest cache once and from there again: its mean, its variance around that mean, the output
+// (moments.h). Sums of long rows are taken in parts, which are added in float64.
+#include "../core/moments.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int64_t kPart = 4096;  // elements that are summed in the accumulator's type
-constexpr int64_t kChunksAtMost =
-    32;  // of rows, each with sums of its own for the weight's gradient: as many for any thread count
-
-template <class A>
-AI3_INLINE A sum_of(Vec<A> v) {
-  A lanes[Vec<A>::width];
-  store(lanes, v);
-#pragma GCC unroll 4
-  for (int half = Vec<A>::width / 2; half > 0; half /= 2)
-#pragma GCC unroll 8
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-  return lanes[0];
-}
-
-// Adds up to `outputs` sums over a row: body(sums, i, load) adds those of the elements from i on to sums[0], sums[1], ...; `load`
-// reads from a pointer to the row as many as there are, the rest as 0.
-template <int outputs, class A, class Body>
-AI3_INLINE void sum_row(int64_t features, double (&total)[outputs], const Body& body) {
-  constexpr int64_t width = Vec<A>::width, together = 4;
-  for (int o = 0; o < outputs; o++) total[o] = 0;
-  for (int64_t part = 0; part < features; part += kPart) {
-    const int64_t end = smaller(part + kPart, features);
-    Vec<A> sums[together][outputs];
-    for (auto& of_one : sums)
-      for (auto& s : of_one) s = Vec<A>(A(0));
-    int64_t i = part;
-    for (; i + together * width <= end; i += together * width)
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < together; j++) body(sums[j], i + j * width, width);
-    for (; i + width <= end; i += width) body(sums[0], i, width);
-    if (i < end) body(sums[0], i, end - i);
-    for (int o = 0; o < outputs; o++)
-      total[o] += static_cast<double>(sum_of((sums[0][o] + sums[1][o]) + (sums[2][o] + sums[3][o])));
-  }
-}
+// Of rows, each with sums of its own for the weight's gradient: as many for any thread count.
+constexpr int64_t kChunksAtMost = 32;
 
 // Rows of 16 bits are kept in the accumulator's type, so that they are converted once.
 template <class A>
@@ -62,17 +27,6 @@ AI3_INLINE Vec<Acc<T>> load_wide(const T* row, const Acc<T>* wide, int64_t i, in
     return load_some(row + i, n);
 }
 
-// The normalized row is (x * unit - mean) * scale, where 1 / unit is a power of two, and mean and scale are those of x * unit. It
-// is 1 but for rows whose squares are too large or too small to be summed.
-template <class A>
-struct Moments {
-  A unit, mean, scale;  // scale: 1 / sqrt(variance + eps)
-  A scale_of_x;         // the same of x in its own unit
-  bool exact;           // whether the squares could be summed
-
-  AI3_INLINE Vec<A> centered(Vec<A> v) const { return fma(v, Vec<A>(unit), Vec<A>(-mean)); }
-  AI3_INLINE Vec<A> normal(Vec<A> v) const { return centered(v) * Vec<A>(scale); }
-};
 // Of a row, which is put into `wide` where that is given.
 template <class T>
 AI3_INLINE Moments<Acc<T>> moments_in(const LayerNormProblem& p, const T* x, Acc<T>* wide, Acc<T> unit) {
@@ -94,64 +48,19 @@ AI3_INLINE Moments<Acc<T>> moments_in(const LayerNormProblem& p, const T* x, Acc
     }
     sums[0] += d, sums[1] = fma(d, d, sums[1]);
   });
-  constexpr double kLeast = sizeof(A) == 4 ? 1e-30 : 1e-290;  // below it the type lacks some of the squares' bits
-  const double u = static_cast<double>(unit), off = around[0] / n, variance = around[1] / n - off * off;
-  const double spread = (variance < 0 ? 0 : variance) + p.eps * u * u, scale = 1 / __builtin_sqrt(spread);
-  return {unit, static_cast<A>(static_cast<double>(guess) + off), static_cast<A>(scale), static_cast<A>(u * scale),
-          around[1] < __builtin_inf() && spread >= kLeast};
+  return moments_around(unit, guess, around[0] / n, around[1] / n, p.eps);
 }
-// The unit in which a row's largest element is about 1, or as near to it as the type has units; 1 for a row of zeros, or one that
-// is not finite.
-template <class T>
-AI3_INLINE Acc<T> unit_of(const LayerNormProblem& p, const T* x) {
-  using A = Acc<T>;
-  constexpr int kMost = sizeof(A) == 4 ? 126 : 1022;
-  A largest = 0;
-  bool finite = true;
-  for (int64_t i = 0; i < p.features; i++) {
-    const A v = widen(x[i]), size = v < 0 ? -v : v;
-    finite = finite && size < static_cast<A>(__builtin_inf());
-    if (size > largest) largest = size;
-  }
-  if (!finite || largest == 0) return 1;
-  const int exponent = __builtin_ilogb(static_cast<double>(largest));
-  return static_cast<A>(__builtin_ldexp(1, exponent > kMost ? -kMost : exponent < -kMost ? kMost : -exponent));
-}
-// Of a row whose squares could not be summed.
 template <class T>
 [[gnu::noinline]] Moments<Acc<T>> moments_of_extremes(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
-  using A = Acc<T>;
-  Moments<A> m = moments_in(p, x, wide, unit_of(p, x));
-  // One large value all over has no variance, and in its unit eps is less than the type can divide by, or nothing. Of other rows
-  // scale is far below this, of which a few times are finite, too.
-  constexpr A kMost = static_cast<A>(sizeof(A) == 4 ? 1e30 : 1e290);
-  if (p.eps > 0 && m.scale > kMost) m.scale = kMost;
-  const A most_of_x = static_cast<A>(1 / __builtin_sqrt(p.eps));
-  if (m.scale_of_x > most_of_x) m.scale_of_x = most_of_x;
-  return m;
+  const auto unit = unit_of<Acc<T>>([&](const auto& look) {
+    for (int64_t i = 0; i < p.features; i++) look(widen(x[i]));
+  });
+  return bounded(moments_in(p, x, wide, unit), p.eps);
 }
 template <class T>
 AI3_INLINE Moments<Acc<T>> moments(const LayerNormProblem& p, const T* x, Acc<T>* wide) {
   const Moments<Acc<T>> as_it_is = moments_in(p, x, wide, Acc<T>(1));
   return as_it_is.exact ? as_it_is : moments_of_extremes(p, x, wide);
-}
-
-// body(i, n) for each vector of a row, the last of which may have fewer than `width` elements.
-template <class A, class Body>
-AI3_INLINE void each_vector(int64_t features, const Body& body) {
-  constexpr int64_t width = Vec<A>::width;
-  int64_t i = 0;
-  for (; i + width <= features; i += width) body(i, width);
-  if (i < features) body(i, features - i);
-}
-
-// body.operator()<W>() for the type of weight and bias.
-template <class T, class Body>
-AI3_INLINE void with_weight_type(const LayerNormProblem& p, const Body& body) {
-  if constexpr (sizeof(T) == 2) {
-    if (p.wide_weight) return body.template operator()<float>();
-  }
-  body.template operator()<T>();
 }
 
 int64_t layer_norm_workspace(const LayerNormProblem& p) {
@@ -164,7 +73,7 @@ void layer_norm_direct(const LayerNormProblem& p, const LayerNormOperands& m, Wo
   A* const wide_of_all = sizeof(T) == 2 ? workspace.take<A>(p.threads * wide_row<A>(p)) : nullptr;
   const T* const x = m.input.read<T>();
   T* const y = m.output.write<T>();
-  with_weight_type<T>(p, [&]<class W>() {
+  with_weight_type<T>(p.wide_weight, [&]<class W>() {
     const W *const w = m.weight.read<W>(), *const b = m.bias.read<W>();
     parallel_ranges(p.threads, p.rows, 1, [&](int64_t begin, int64_t end, int thread) {
       A* const wide = sizeof(T) == 2 ? wide_of_all + thread * wide_row<A>(p) : nullptr;
@@ -262,7 +171,7 @@ void backward_of(const LayerNormProblem& p, const WeightedGradients& m, Workspac
   });
 }
 void backward(const LayerNormProblem& p, const WeightedGradients& m, Workspace& workspace) {
-  with_type(p.dtype, [&]<class T>() { with_weight_type<T>(p, [&]<class W>() { backward_of<T, W>(p, m, workspace); }); });
+  with_type(p.dtype, [&]<class T>() { with_weight_type<T>(p.wide_weight, [&]<class W>() { backward_of<T, W>(p, m, workspace); }); });
 }
 GradientNames gradients(const LayerNormProblem&) { return {"direct", "direct"}; }
 

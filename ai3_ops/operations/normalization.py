@@ -1,0 +1,314 @@
+"""What layer_norm and group_norm share: y = (x - mean) / sqrt(variance + eps) * weight + bias and its derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ai3_ops import _torch
+from ai3_ops._torch import OpOverload
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.plan import CallPlan
+from ai3_ops.operations import base
+from ai3_ops.operations.base import Dims, Operation
+from ai3_ops.problem import check
+
+NARROW = ("bfloat16", "float16")
+
+
+class Form(NamedTuple):
+    """How an input is seen whose elements are normalized together in the dimensions `last`."""
+
+    rows: Callable[[Tensor], Tensor]
+    last: list[int]
+    weights: Callable[[Tensor], Tensor]  # so that they broadcast to the rows
+    summed: Callable[[Tensor], Tensor]  # of the rows, to the weight's sizes
+
+
+def rows(shape: Sequence[int]) -> Form:
+    """The last dimensions, of sizes `shape`."""
+
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    return Form(same, list(range(-len(shape), 0)), same, lambda t: t.sum_to_size(tuple(shape)))
+
+
+def groups(count: int, input: Tensor) -> Form:
+    """So many groups of neighbouring channels of (N, C, *)."""
+    batch, channels = input.shape[:2]
+    each = channels // count
+    pixels: Any = 1
+    for size in input.shape[2:]:
+        pixels = pixels * size
+    return Form(
+        lambda t: t.reshape(batch, count, each, pixels),
+        [-2, -1],
+        lambda t: t.reshape(count, each, 1),
+        lambda t: t.sum((0, -1)).reshape(channels),
+    )
+
+
+def normalized(x: Tensor, last: list[int], eps: float) -> tuple[Tensor, Tensor]:
+    """The normalized rows and what they were multiplied by, in functions that have every derivative.
+
+    In float64, because squares of large float32 are beyond float32.
+    """
+    x = x.double()
+    d = x - x.mean(last, keepdim=True)
+    scale = (d.square().mean(last, keepdim=True) + eps).rsqrt()
+    return d * scale, scale
+
+
+def forward(form: Form, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """In functions that have every derivative: those of tangents of ATen's layer_norm take mean and scale for constants."""
+    y, _ = normalized(form.rows(input), form.last, eps)
+    y = y if weight is None else y * form.weights(weight).to(y.dtype)
+    y = y if bias is None else y + form.weights(bias).to(y.dtype)
+    return y.reshape(input.shape).to(input.dtype)
+
+
+def backward(
+    form: Form, grad: Tensor, input: Tensor, weight: Tensor | None, eps: float, mask: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """What a `_backward` operator computes, in PyTorch's functions: of that alone tangents are taken."""
+    last = form.last
+    h, scale = normalized(form.rows(input), last, eps)
+    y = form.rows(grad).double()
+    g = y if weight is None else y * form.weights(weight).double()
+    of_x = scale * (g - g.mean(last, keepdim=True) - h * (g * h).mean(last, keepdim=True))
+    dtype = torch.promote_types(input.dtype, torch.float32) if weight is None else weight.dtype
+    of_x = of_x.reshape(input.shape).to(input.dtype)
+    grads = of_x, form.summed(y * h).to(dtype), form.summed(y).to(dtype)
+    return tuple(g if wanted else None for g, wanted in zip(grads, mask, strict=True))
+
+
+def double_backward(
+    form: Form,
+    saved: tuple[Tensor, Tensor, Tensor | None],
+    eps: float,
+    mask: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of dY, x and weight, of dX = s (g - mean(g) - h mean(g h)), dweight = sum of dY h, dbias = sum of dY.
+
+    h is the normalized row, g = dY weight. With a, c, e the gradients of those three, and L their products' sum, dL/dg, dL/dh and
+    dL/ds are written out below.
+    """
+    gy, x, weight = saved
+    last = form.last
+
+    def mean(t: Tensor) -> Tensor:
+        return t.mean(last, keepdim=True)
+
+    a, c, e = (g.double() if wanted and g is not None else None for g, wanted in zip(grads, mask, strict=True))
+    a = None if a is None else form.rows(a)
+    c, e = (None if t is None else form.weights(t) for t in (c, e))
+    w = None if weight is None else form.weights(weight).double()
+    dy = form.rows(gy).double()
+    g = dy if w is None else dy * w
+    h, scale = normalized(form.rows(x), last, eps)
+    of_g = torch.zeros_like(dy) if a is None else scale * (a - mean(a) - h * mean(a * h))
+    to_y = of_g if w is None else of_g * w
+    of_h = torch.zeros_like(dy) if c is None else c * dy
+    to_y = to_y if c is None else to_y + c * h
+    to_y = to_y if e is None else to_y + e
+    of_scale = None
+    if a is not None:
+        of_h = of_h - scale * (a * mean(g * h) + g * mean(a * h))
+        of_scale = mean(a * g) - mean(a) * mean(g) - mean(a * h) * mean(g * h)
+    to_x = scale * (of_h - mean(of_h) - h * mean(of_h * h))
+    to_x = to_x if of_scale is None else to_x - scale.square() * h * of_scale
+    to_w = None if weight is None else form.summed(dy * of_g).to(weight.dtype)
+    return to_y.reshape(x.shape).to(gy.dtype), to_x.reshape(x.shape).to(x.dtype), to_w
+
+
+def check_weights(label: str, input: Tensor, shape: tuple[int, ...], named: dict[str, Tensor | None]) -> bool:
+    """Tensors of `shape`, of the input's dtype or float32 ones beside 16 bits: whether they are the latter; RuntimeError."""
+    first = next((t for t in named.values() if t is not None), None)
+    wide = input.dtype.itemsize == 2 and first is not None and first.dtype == torch.float32
+    for name, tensor in named.items():
+        if tensor is None:
+            continue
+        check(tuple(tensor.shape) == shape, label, f"needs {name} of sizes {shape}, got {tuple(tensor.shape)}")
+        fits = tensor.dtype == (torch.float32 if wide else input.dtype)
+        what = f"{input.dtype} and {tensor.dtype}"
+        check(fits, label, f"needs input and {name} of one dtype (float32 ones beside 16 bits), got {what}")
+        given = f"{input.device} and {tensor.device}"
+        check(tensor.device == input.device, label, f"needs input and {name} on one device, got {given}")
+    return wide
+
+
+class Normalization(Operation):
+    """Rules of operators (input, how, weight, bias, eps), where `how` says which elements are normalized together."""
+
+    signed_zeros = False  # ATen's own kernels differ in them
+
+    def form(self, how: Any, input: Tensor) -> Form:
+        """What `how` says."""
+        raise NotImplementedError
+
+    def weight_shape(self, how: Any, input: Tensor) -> tuple[Any, ...]:
+        """Of weight and bias."""
+        raise NotImplementedError
+
+    def aten_backward(
+        self,
+        grad: Tensor,
+        input: Tensor,
+        how: Any,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        mask: list[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """By ATen's functions."""
+        raise NotImplementedError
+
+    def register_forward(self, op: OpOverload, algorithm: str) -> None:
+        """Autocast is ATen's: none on the CPU, float32 on CUDA."""
+
+        def cast(device: str, *args: Any, **options: Any) -> Any:
+            wide = device == "cuda"
+            return op(*(a.float() if wide and isinstance(a, Tensor) else a for a in args), **options)
+
+        super().register_forward(op, algorithm)
+        base.register_autocast(op, cast)
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
+        """Mean and variance are computed again: saving them would cost every forward pass."""
+        input, ctx.how, weight, bias, ctx.eps = inputs
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(input, weight)
+
+    def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """By the algorithm's own backward operator."""
+        input, weight = ctx.saved_tensors
+        needs = [ctx.needs[0], ctx.needs[2], ctx.needs[3]]
+        if ctx.operator is not None:
+            grads = ctx.operator(grad, input, ctx.how, weight, ctx.eps, needs)
+        elif _torch.in_transform():  # where derivatives of ATen's are wrong
+            grads = backward(self.form(ctx.how, input), grad, input, weight, ctx.eps, needs)
+        else:  # a Python callable, or a user's kernel
+            shape = self.weight_shape(ctx.how, input)
+            bias = None if ctx.bias_dtype is None else input.new_empty(shape, dtype=ctx.bias_dtype)
+            grads = self.aten_backward(grad, input, ctx.how, weight, bias, ctx.eps, needs)
+        x, w, b = (g if wanted else None for g, wanted in zip(grads, needs, strict=True))
+        return x, None, w, b if b is None else b.to(ctx.bias_dtype)
+
+    def pytorch(
+        self,
+        input: Tensor,
+        how: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        **options: Any,
+    ) -> Tensor:
+        """In functions that have every derivative."""
+        return forward(self.form(how, input), input, weight, bias, eps)
+
+    def backward_call(self, call: Any) -> list[Any] | None:
+        """The weight may be absent, the bias is not among them."""
+        x, weight, _ = call.tensors
+        how, *eps = call.case.arguments
+        return [call.grad(), x, [*how] if isinstance(how, tuple) else how, weight, *(eps or [1e-5])]
+
+
+def register_backward(rules: Normalization, op: OpOverload, algorithm: str) -> None:
+    """ai3::_<operation>_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
+
+    def fake(
+        grad: Tensor, input: Tensor, how: Any, weight: Tensor | None, eps: float, mask: list[bool], **_: Any
+    ) -> tuple[Tensor, ...]:
+        label = f"ai3::{rules.name}_{algorithm}"
+        problem = rules.problem(label, input, how, weight)
+        fits = grad.shape == input.shape
+        check(fits, label, f"needs grad_output of the input's sizes {tuple(input.shape)}, got {tuple(grad.shape)}")
+        wide = torch.float32 if input.dtype.itemsize == 2 else input.dtype  # the bias is not seen: nothing may be lost
+        dtype, shape = wide if weight is None else weight.dtype, rules.weight_shape(how, input)
+        of_x = problem.empty(input.device) if mask[0] else input.new_empty(0)
+        return (of_x, *(input.new_empty(shape if wanted else 0, dtype=dtype) for wanted in mask[1:]))
+
+    def pytorch(
+        grad: Tensor, input: Tensor, how: Any, weight: Tensor | None, eps: float, mask: Sequence[bool], **_: Any
+    ) -> tuple[Tensor | None, ...]:
+        return backward(rules.form(how, input), grad, input, weight, eps, mask)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
+        grad, input, ctx.how, weight, ctx.eps, ctx.mask = inputs
+        ctx.save_for_backward(grad, input, weight)
+
+    def second(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        to_y, to_x, to_w = double_backward(rules.form(ctx.how, saved[1]), saved, ctx.eps, ctx.mask, grads)
+        return to_y, to_x, None, to_w
+
+    base.register_fake(op, fake)
+    base.register_autograd(op, second, save, pytorch)
+    base.register_vmap(op, vmap_backward)
+
+
+def vmap_backward(
+    op: Callable[..., tuple[Tensor, ...]],
+    size: int,
+    dims: Dims,
+    grad: Tensor,
+    input: Tensor,
+    how: Any,
+    weight: Tensor | None,
+    eps: float,
+    mask: list[bool],
+) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    """One call for each sample: each has sums of its own for the weight."""
+    y, x = base.lead(grad, dims[0], size), base.lead(input, dims[1], size)
+    w = [None] * size if weight is None else base.lead(weight, dims[3], size)
+    results = zip(*(op(y[i], x[i], how, w[i], eps, mask) for i in range(size)), strict=True)
+    return tuple(torch.stack(r) for r in results), (0, 0, 0)
+
+
+Normalization.rules = {"backward": register_backward, "out": Operation.register_out}
+
+
+class NormalizationCall(Call):
+    """A call with the operator's arguments."""
+
+    repeats = True
+    reads_weights = True
+
+    def arguments(
+        self,
+        input: Tensor,
+        how: Any,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        eps: float = 1e-5,
+        cudnn_enable: bool = True,
+    ) -> tuple[Any, ...]:
+        """The same."""
+        return input, how, weight, bias, eps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves to PyTorch what it has the faster call for."""
+        return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
+        """With weight and bias, where those are plain tensors."""
+        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in args[2:4]):
+            return None
+        return plan.operator(args[0], args[2], args[3], plan.numbers)
+
+    def way_key(self, args: tuple[Any, ...]) -> Any:
+        """The weight's and bias's dtypes of these."""
+        input, how, weight, bias, eps = args
+        of_input = input.shape, input.stride(), input.dtype
+        return of_input, how, None if weight is None else weight.dtype, None if bias is None else bias.dtype, eps
+
+    def plan_key(self, args: tuple[Any, ...]) -> Any:
+        """All but the tensors, which are not in the plan; a rule looks at whether they are there."""
+        _, how, weight, bias, eps = args
+        present = [None if t is None else t.dtype for t in (weight, bias)]
+        return (*(how if isinstance(how, (tuple, list)) else [how]), *present, eps)
