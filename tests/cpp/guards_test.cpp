@@ -110,12 +110,6 @@ std::vector<ElementwiseProblem> sweep(ElementwiseProblem*) {
   return result;
 }
 
-std::vector<LayerNormProblem> sweep(LayerNormProblem*) {
-  std::vector<LayerNormProblem> result;
-  for (int64_t features = 1; features <= 130; features++) result.push_back(problems::layer_norm(1 + features % 5, features));
-  return result;
-}
-
 std::vector<AttentionProblem> sweep(AttentionProblem*) {
   std::vector<AttentionProblem> result;
   for (int64_t size = 1; size <= 70; size++)

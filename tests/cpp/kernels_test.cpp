@@ -62,7 +62,6 @@ void forget_window(P&) {}
 void forget_shape(LinearProblem& p) { p.rows = -1; }
 void forget_shape(Pool2dProblem& p) { p.batch = p.in_height = p.in_width = p.out_height = p.out_width = -1; }
 void forget_shape(ElementwiseProblem& p) { p.count = -1; }
-void forget_shape(LayerNormProblem& p) { p.rows = -1; }
 void forget_shape(AttentionProblem& p) { p.outer = p.batch = p.queries = p.keys = -1; }
 // Another input for the same weights.
 void change_shape(Conv2dProblem& p) { p.batch += 2, p.in_height += 5, p.in_width += 3, p.out_height += 5, p.out_width += 3; }

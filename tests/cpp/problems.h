@@ -159,16 +159,6 @@ inline std::vector<ai3::ElementwiseProblem> all(ai3::ElementwiseProblem*, const 
   return result;
 }
 
-inline ai3::LayerNormProblem layer_norm(int64_t rows, int64_t features) {
-  return {ai3::DType::f32, 1, rows, features, 1e-5, true, features % 3 != 0, false};
-}
-inline std::vector<ai3::LayerNormProblem> all(ai3::LayerNormProblem*, const std::string&) {
-  std::vector<ai3::LayerNormProblem> result;
-  const int64_t cases[][2] = {{1, 1}, {3, 2}, {5, 7}, {2, 16}, {9, 33}, {1, 768}, {70, 65}, {4, 1000}};
-  for (const auto& c : cases) result.push_back(layer_norm(c[0], c[1]));
-  return result;
-}
-
 struct Attention {
   int64_t batch, heads, kv_heads, queries, keys, size, value_size;
   bool causal;
@@ -202,10 +192,6 @@ inline std::string describe(const ai3::AttentionProblem& p) {
   s << "N" << p.batch << "_H" << p.heads << "/" << p.kv_heads << "_L" << p.queries << "_S" << p.keys << "_E" << p.size << "_Ev"
     << p.value_size << (p.causal ? " causal" : "");
   return s.str();
-}
-inline std::string describe(const ai3::LayerNormProblem& p) {
-  return std::to_string(p.rows) + " rows of " + std::to_string(p.features) + (p.has_weight ? " weight" : "") +
-         (p.has_bias ? " bias" : "");
 }
 inline std::string describe(const ai3::Conv2dProblem& p) {
   std::ostringstream s;

@@ -35,10 +35,6 @@ inline Extent extent(const ai3::Pool2dProblem& p) {
           p.in_height * p.in_width + 1};
 }
 inline Extent extent(const ai3::ElementwiseProblem& p) { return {p.count, 0, 0, p.count, 1}; }
-inline Extent extent(const ai3::LayerNormProblem& p) {
-  const int64_t count = p.rows * p.features;
-  return {count, p.has_weight ? p.features : 0, p.has_bias ? p.features : 0, count, p.features + 2};
-}
 
 // Query, key and value stand where other problems have input, weight and bias.
 inline Extent extent(const ai3::AttentionProblem& p) {
@@ -188,22 +184,6 @@ inline Reference reference(const std::string& operation, const ai3::ElementwiseP
   return result;
 }
 
-inline Reference reference(const std::string&, const ai3::LayerNormProblem& p, const double* x, const double* w, const double* b,
-                           const double*, const double*) {
-  const int64_t n = p.features;
-  Reference result{std::vector<double>(p.rows * n), std::vector<double>(p.rows * n)};
-  for (int64_t r = 0; r < p.rows; r++) {
-    double mean = 0, variance = 0;
-    for (int64_t j = 0; j < n; j++) mean += x[r * n + j] / static_cast<double>(n);
-    for (int64_t j = 0; j < n; j++) variance += (x[r * n + j] - mean) * (x[r * n + j] - mean) / static_cast<double>(n);
-    for (int64_t j = 0; j < n; j++) {
-      const double y = (x[r * n + j] - mean) / std::sqrt(variance + p.eps) * (w ? w[j] : 1) + (b ? b[j] : 0);
-      result.y[r * n + j] = y;
-      result.largest = std::fmax(result.largest, std::fabs(y));
-    }
-  }
-  return result;
-}
 inline Reference reference(const std::string&, const ai3::AttentionProblem& p, const double* q, const double* k, const double* v,
                            const double*, const double*) {
   const int64_t heads = p.outer * p.batch * p.heads, shared = p.heads / p.kv_heads;

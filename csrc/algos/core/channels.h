@@ -8,7 +8,7 @@
 
 namespace ai3::inline AI3_LEVEL {
 
-inline constexpr int64_t kPixelsOfBlock = 256;    // whose sums are taken in the accumulator's type
+inline constexpr int64_t kPixelsOfBlock = 256;     // whose sums are taken in the accumulator's type
 inline constexpr int64_t kElementsOfShare = 4096;  // that are worth a thread
 
 AI3_INLINE int64_t pixel_blocks(const Channels& c) { return ceil_div(c.pixels, kPixelsOfBlock); }
@@ -18,6 +18,8 @@ AI3_INLINE int64_t sum_channels_bytes(const Channels& c, int outputs) {
   return c.last ? workspace_bytes<A>(checked_product({outputs, c.batch, pixel_blocks(c), c.channels})) : 0;
 }
 
+template <int n>
+struct HowMany {};
 // A number for each channel: `own` of each image's, or the same of all images.
 template <class A>
 struct PerChannel {
@@ -36,8 +38,8 @@ struct OfElements {
 };
 
 // total[o * batch * channels + image * channels + channel] = the sum of what body(sums, element, n, image, of) adds to sums[o] of
-// up to a vector of elements from `element` on, 0 beyond the last of n; `of` reads their channels' numbers. In one order, whatever
-// the threads.
+// up to a vector of elements from `element` on, 0 beyond the last of n; `of` reads their channels' numbers. In one order,
+// whatever the threads.
 template <int outputs, class A, class Body>
 void sum_channels(int threads, const Channels& c, double* total, Workspace& workspace, const Body& body) {
   constexpr int64_t width = Vec<A>::width;
@@ -55,30 +57,38 @@ void sum_channels(int threads, const Channels& c, double* total, Workspace& work
     });
     return;
   }
-  const int64_t blocks = pixel_blocks(c), vectors = ceil_div(c.channels, width);
+  constexpr int together = 4;  // vectors of neighbouring channels: chains of sums, and whole lines of a pixel
+  constexpr int64_t span = together * width;
+  const int64_t blocks = pixel_blocks(c), spans = ceil_div(c.channels, span);
   A* const partial = workspace.take<A>(outputs * c.batch * blocks * c.channels);
-  parallel_ranges(threads, c.batch * blocks * vectors, larger(1, kElementsOfShare / (width * smaller(kPixelsOfBlock, larger(1, c.pixels)))),
-                  [&](int64_t begin, int64_t end, int) {
-                    for (int64_t i = begin; i < end; i++) {
-                      const int64_t block = i / vectors, n = block / blocks, channel = i % vectors * width,
-                                    count = smaller(width, c.channels - channel), first = block % blocks * kPixelsOfBlock,
-                                    pixels = smaller(kPixelsOfBlock, c.pixels - first);
-                      constexpr int together = 4;  // chains of sums
-                      Vec<A> sums[together][outputs];
-                      for (auto& of_one : sums)
-                        for (auto& s : of_one) s = Vec<A>(A(0));
-                      const OfElements<A> of{channel, count, true};
-                      const int64_t from = (n * c.pixels + first) * c.channels + channel;
-                      int64_t pixel = 0;
-                      for (; pixel + together <= pixels; pixel += together)
+  const int64_t grain = larger(1, kElementsOfShare / (span * smaller(kPixelsOfBlock, larger(1, c.pixels))));
+  parallel_ranges(threads, c.batch * blocks * spans, grain, [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t block = i / spans, n = block / blocks, first = block % blocks * kPixelsOfBlock, channel = i % spans * span,
+                    pixels = smaller(kPixelsOfBlock, c.pixels - first), count = smaller(span, c.channels - channel);
+      const int64_t from = (n * c.pixels + first) * c.channels + channel;
+      A* const to = partial + block * c.channels + channel;
+      auto sum = [&]<int vectors>(int64_t lane, int64_t lanes, HowMany<vectors>) {
+        Vec<A> sums[vectors][outputs];
+        for (auto& of_one : sums)
+          for (auto& s : of_one) s = Vec<A>(A(0));
+        for (int64_t pixel = 0; pixel < pixels; pixel++)
 #pragma GCC unroll 4
-                        for (int j = 0; j < together; j++) body(sums[j], from + (pixel + j) * c.channels, count, n, of);
-                      for (; pixel < pixels; pixel++) body(sums[0], from + pixel * c.channels, count, n, of);
-                      for (int o = 0; o < outputs; o++)
-                        store_some(partial + (o * c.batch * blocks + block) * c.channels + channel,
-                                   (sums[0][o] + sums[1][o]) + (sums[2][o] + sums[3][o]), count);
-                    }
-                  });
+          for (int j = 0; j < vectors; j++) {
+            const int64_t at = lane + j * width;
+            body(sums[j], from + pixel * c.channels + at, lanes, n, OfElements<A>{channel + at, lanes, true});
+          }
+        for (int j = 0; j < vectors; j++)
+          for (int o = 0; o < outputs; o++)
+            store_some(to + o * c.batch * blocks * c.channels + lane + j * width, sums[j][o], lanes);
+      };
+      if (count == span) {
+        sum(0, width, HowMany<together>());
+        continue;
+      }
+      for (int64_t lane = 0; lane < count; lane += width) sum(lane, smaller(width, count - lane), HowMany<1>());
+    }
+  });
   for (int64_t i = 0; i < outputs * c.batch; i++)
     for (int64_t channel = 0; channel < c.channels; channel++) {
       double sum = 0;
@@ -114,9 +124,40 @@ struct Normal {
   }
   template <class T>
   void apply(int threads, const Channels& c, const T* x, T* y) const {
-    each_of_channels<A>(threads, c, [&](int64_t e, int64_t count, int64_t n, const OfElements<A>& of) {
-      const Vec<A> v = centered(c, load_some(x + e, count), n, of);
-      store_some(y + e, fma(v, of(factor.of_image(c, n)), of(shift.of_image(c, n))), count);
+    using V = Vec<A>;
+    if (!c.last)
+      return each_of_channels<A>(threads, c, [&](int64_t e, int64_t count, int64_t n, const OfElements<A>& of) {
+        const V v = centered(c, load_some(x + e, count), n, of);
+        store_some(y + e, fma(v, of(factor.of_image(c, n)), of(shift.of_image(c, n))), count);
+      });
+    // A block of pixels by a few channels, whose numbers stay in registers.
+    constexpr int vectors = 2;
+    constexpr int64_t width = V::width, span = vectors * width;
+    const int64_t blocks = pixel_blocks(c), spans = ceil_div(c.channels, span);
+    const int64_t grain = larger(1, kElementsOfShare / (span * smaller(kPixelsOfBlock, larger(1, c.pixels))));
+    parallel_ranges(threads, c.batch * blocks * spans, grain, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t block = i / spans, n = block / blocks, first = block % blocks * kPixelsOfBlock, channel = i % spans * span,
+                      pixels = smaller(kPixelsOfBlock, c.pixels - first), count = smaller(span, c.channels - channel);
+        V units[vectors], means[vectors], factors[vectors], shifts[vectors];
+        for (int64_t j = 0; j < vectors && j * width < count; j++) {
+          const OfElements<A> of{channel + j * width, smaller(width, count - j * width), true};
+          units[j] = of(unit.of_image(c, n)), means[j] = of(minus.of_image(c, n));
+          factors[j] = of(factor.of_image(c, n)), shifts[j] = of(shift.of_image(c, n));
+        }
+        const int64_t from = (n * c.pixels + first) * c.channels + channel;
+        auto normal = [&](int j, V v) { return fma(fma(v, units[j], means[j]), factors[j], shifts[j]); };
+        if (count == span)
+          for (int64_t at = from; at < from + pixels * c.channels; at += c.channels)
+#pragma GCC unroll 2
+            for (int j = 0; j < vectors; j++) store(y + at + j * width, normal(j, load(x + at + j * width)));
+        else
+          for (int64_t at = from; at < from + pixels * c.channels; at += c.channels)
+            for (int64_t j = 0; j * width < count; j++) {
+              const int64_t lanes = smaller(width, count - j * width);
+              store_some(y + at + j * width, normal(static_cast<int>(j), load_some(x + at + j * width, lanes)), lanes);
+            }
+      }
     });
   }
 };

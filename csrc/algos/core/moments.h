@@ -1,5 +1,5 @@
-// Mean and variance of some values, as normalizations take them: around a guess of the mean, whose error the sum of the differences
-// corrects (Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983).
+// Mean and variance of some values, as normalizations take them: around a guess of the mean, whose error the sum of the
+// differences corrects (Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983).
 #pragma once
 #include "lanes.h"
 
@@ -58,8 +58,8 @@ AI3_INLINE void with_weight_type(bool wide, const Body& body) {
   body.template operator()<T>();
 }
 
-// The normalized values are (x * unit - mean) * scale, where 1 / unit is a power of two, and mean and scale are those of x * unit. It
-// is 1 but for values whose squares are too large or too small to be summed.
+// The normalized values are (x * unit - mean) * scale, where 1 / unit is a power of two, and mean and scale are those of x *
+// unit. It is 1 but for values whose squares are too large or too small to be summed.
 template <class A>
 struct Moments {
   A unit, mean, scale;  // scale: 1 / sqrt(variance + eps)

@@ -171,7 +171,8 @@ void backward_of(const LayerNormProblem& p, const WeightedGradients& m, Workspac
   });
 }
 void backward(const LayerNormProblem& p, const WeightedGradients& m, Workspace& workspace) {
-  with_type(p.dtype, [&]<class T>() { with_weight_type<T>(p.wide_weight, [&]<class W>() { backward_of<T, W>(p, m, workspace); }); });
+  with_type(p.dtype,
+            [&]<class T>() { with_weight_type<T>(p.wide_weight, [&]<class W>() { backward_of<T, W>(p, m, workspace); }); });
 }
 GradientNames gradients(const LayerNormProblem&) { return {"direct", "direct"}; }
 
