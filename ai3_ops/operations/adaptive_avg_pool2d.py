@@ -79,6 +79,9 @@ class AdaptiveAvgPool2d(Pooling):
         yield "output too large to exist", [x], [[LARGEST]]
 
 
+_PLANE, _ELEMENTS = 256, 2**17  # up to which PyTorch is as fast (docs/algorithms/adaptive_avg_pool2d/default.md)
+
+
 class AdaptiveAvgPool2dCall(Call):
     """torch.nn.functional.adaptive_avg_pool2d."""
 
@@ -87,6 +90,20 @@ class AdaptiveAvgPool2dCall(Call):
     function = F.adaptive_avg_pool2d
     repeats = True
     modules: ClassVar = {nn.AdaptiveAvgPool2d: lambda m, x: (x, m.output_size)}
+
+    why_left = "PyTorch is faster for the means of few and small planes (docs/algorithms/adaptive_avg_pool2d/default.md)"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves to PyTorch what it has the faster call for."""
+        return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """But for the means of whole planes, where these are few and small."""
+        input, size = args
+        whole = size == 1 or (isinstance(size, (tuple, list)) and all(n == 1 for n in size))
+        if not whole or not input.is_cpu or input.ndim < 3 or not input.is_contiguous():
+            return True
+        return input.shape[-2] * input.shape[-1] > _PLANE or input.numel() > _ELEMENTS
 
     def arguments(self, input: Tensor, output_size: Any) -> tuple[Any, ...]:
         """An output size of None is the input's."""

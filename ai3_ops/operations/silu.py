@@ -47,7 +47,8 @@ class SiluCall(ElementwiseCall):
     operation = "silu"
     functions = (F.silu,)
     function = F.silu
-    modules: ClassVar = {nn.SiLU: lambda m, x: (x, m.inplace)}
+    modules: ClassVar = {nn.SiLU: lambda m, x: (x, True) if m.inplace else (x,)}
+    repeats = True  # but in place, which is seen by its arguments
     in_place_argument = True
     why_left = "PyTorch is faster for some calls: of few elements, or in float64 (docs/algorithms/silu/default.md)"
 

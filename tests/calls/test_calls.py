@@ -45,6 +45,7 @@ MODULES = {
     "flatten": (nn.Flatten, (2, 3, 4)),
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, stride=2), (2, 4, 11)),
     "layer_norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 7, 9)),
     "attention": (SelfAttention, (2, 3, 6, 4)),
     "softmax": (lambda: nn.Softmax(1), (2, 3, 5)),
     "gelu": (lambda: nn.GELU("tanh"), (3, 5)),

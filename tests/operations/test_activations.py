@@ -101,3 +101,31 @@ def test_lines_of_programs(dtype):
         for y, dim in zip(program(given), (1, 3), strict=True):
             tolerance = 4e-6 if dtype.itemsize > 2 else 2 * torch.finfo(dtype).eps
             torch.testing.assert_close(y.double(), reference.softmax(dim), rtol=0, atol=tolerance)
+
+
+def test_gelu_that_default_leaves_keeps_channels_last():
+    """PyTorch computes it as the contiguous tensor that its memory is."""
+    x = torch.randn(2, 16, 24, 25).contiguous(memory_format=torch.channels_last)
+    swapped = ai3_ops.swap(nn.GELU(), "default")
+    with torch.no_grad():
+        for _ in range(3):
+            y = swapped(x)
+            assert y.stride() == x.stride()
+            torch.testing.assert_close(y, F.gelu(x), rtol=1e-6, atol=1e-6)
+    given = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(swapped(given).sum(), given)
+    expected = x.clone().requires_grad_()
+    torch.testing.assert_close(grad, torch.autograd.grad(F.gelu(expected).sum(), expected)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_silu_in_place_and_not():
+    x = torch.randn(3, 5)
+    for inplace in (False, True):
+        swapped, given = ai3_ops.swap(nn.SiLU(inplace), "default"), x.clone()
+        with torch.no_grad():
+            for _ in range(3):
+                given.copy_(x)
+                y = swapped(given)
+                torch.testing.assert_close(y, F.silu(x))
+                assert (y is given or y.data_ptr() == given.data_ptr()) == inplace
+                assert torch.equal(given, y if inplace else x)

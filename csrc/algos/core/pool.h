@@ -1,7 +1,7 @@
 // Pooling over windows that are a product of a range of rows and a range of columns. NHWC: lanes are channels. NCHW: lanes are
 // columns; where the order does not matter, the rows of a window are reduced first, for all columns at once, then the columns.
 #pragma once
-#include "lanes.h"
+#include "moments.h"
 #include "pool_problem.h"
 #include "streaming.h"
 
@@ -167,9 +167,27 @@ void pool_plane_row_ordered(const Pool2dProblem& p, const PoolAxis& axis, Window
   }
 }
 
-// NCHW: one row of one output plane, its windows' rows before their columns.
+// NCHW: the mean of a plane's elements, which lie side by side: the only window of a global pooling.
+template <class T>
+T mean_of_plane(const Pool2dProblem& p, Window rows, Window columns, const T* plane) {
+  using A = Acc<T>;
+  constexpr int width = Vec<A>::width, together = 4;
+  const int64_t count = rows.count * columns.count;
+  Vec<A> sums[together];
+  for (Vec<A>& s : sums) s = Vec<A>(A(0));
+  int64_t i = 0;
+  for (; i + together * width <= count; i += together * width)
+#pragma GCC unroll 4
+    for (int j = 0; j < together; j++) sums[j] += load(plane + i + j * width);
+  for (int j = 1; i + width <= count; i += width, j++) sums[j] += load(plane + i);
+  if (i < count) sums[0] += load_partial(plane + i, count - i);  // 0 beyond the plane
+  return narrowed<T>(sum_of((sums[0] + sums[1]) + (sums[2] + sums[3])) / pool_divisor<A>(p, rows, columns));
+}
+
+// NCHW: one row of one output plane, its windows' rows before their columns. `extents`: the columns', null where they are not
+// known.
 template <class Reduce, class T>
-void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, const T* plane, T* y) {
+void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, const Acc<T>* extents, const T* plane, T* y) {
   using A = Acc<T>;
   constexpr int width = Vec<A>::width;
   alignas(64) A reduced[kPoolSpan];
@@ -186,10 +204,12 @@ void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, c
       const A* from = reduced + q * width * axis.stride;
       for (int64_t s = 0; s < axis.kernel; s++) v = Reduce::add(v, load_strided(from + s * axis.dilation, axis.stride));
       const int64_t lanes = smaller(width, p.out_width - o);
-      const Window left = axis.at(o), right = axis.at(o + lanes - 1);
-      Vec<A> divisor = pool_divisor<A>(p, rows, left);
-      if (left.extent != axis.kernel || right.extent != axis.kernel)
+      Vec<A> divisor(static_cast<A>(p.divisor));
+      if (!p.divisor && extents) {
+        divisor = load_some(extents + o, lanes) * Vec<A>(static_cast<A>(rows.extent));
+      } else if (!p.divisor) {
         for (int64_t i = 0; i < lanes; i++) divisor.raw[i] = pool_divisor<A>(p, rows, axis.at(o + i));
+      }
       v = Reduce::finish(v, divisor);
       lanes == width ? store(y + o, v) : store_partial(y + o, v, lanes);
     }
@@ -232,22 +252,42 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
   if (bytes(p.in_height * p.in_width) >= 4 * kLarge)
     traffic.new_rows = adaptive ? p.in_height : p.stride_h, traffic.new_columns = adaptive ? p.in_width : p.stride_w;
   const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1);
-  auto task = [&](int64_t begin, int64_t end, int) {
+  // Of planes: sizes of windows are found once for all of them.
+  auto planes = [&](int64_t begin, int64_t end, int) {
+    using A = Acc<T>;
+    constexpr int64_t kKnown = 256;
+    alignas(64) A extents[detail::kPoolSpan];
+    Window windows[kKnown];
+    const bool extents_known = !Reduce::ordered && !adaptive && !p.divisor && p.out_width <= detail::kPoolSpan;
+    const bool windows_known = p.out_height <= kKnown && end - begin > p.out_height;
+    for (int64_t o = 0; extents_known && o < p.out_width; o++) extents[o] = static_cast<A>(column_axis.at(o).extent);
+    for (int64_t o = 0; windows_known && o < p.out_height; o++) windows[o] = row_axis.at(o);
+    const Window columns = column_axis.at(0);
+    const bool one = !Reduce::ordered && p.out_height * p.out_width == 1 && p.x_stride.w == 1 && p.x_stride.h == p.in_width &&
+                     columns.count == p.in_width;
+    int64_t row = begin % p.out_height, c = begin / p.out_height % p.channels, n = begin / p.out_height / p.channels;
     for (int64_t i = begin; i < end; i++) {
-      const Share block = nhwc ? share(vectors, blocks, i % blocks) : Share{};
-      const int64_t c = nhwc ? block.begin * width : i / p.out_height % p.channels,
-                    row = nhwc ? i / blocks % p.out_height : i % p.out_height;
-      const int64_t n = i / blocks / p.out_height;
+      const Window rows = windows_known ? windows[row] : row_axis.at(row);
+      const T* const from = x + n * p.x_stride.n + c * p.x_stride.c;
+      T* const to = y + n * p.y_stride.n + c * p.y_stride.c + row * p.y_stride.h;
+      if constexpr (Reduce::ordered)
+        detail::pool_plane_row_ordered<Reduce>(p, column_axis, rows, from, to);
+      else if (one)
+        *to = detail::mean_of_plane(p, rows, columns, from + rows.begin * p.x_stride.h);
+      else
+        detail::pool_plane_row<Reduce>(p, column_axis, rows, extents_known ? extents : nullptr, from, to);
+      if (++row < p.out_height) continue;
+      row = 0;
+      if (++c == p.channels) c = 0, n++;
+    }
+  };
+  auto pixels = [&](int64_t begin, int64_t end, int) {
+    for (int64_t i = begin; i < end; i++) {
+      const Share block = share(vectors, blocks, i % blocks);
+      const int64_t c = block.begin * width, row = i / blocks % p.out_height, n = i / blocks / p.out_height;
       const Window rows = row_axis.at(row);
       const T* from = x + n * p.x_stride.n + c * p.x_stride.c;
       T* to = y + n * p.y_stride.n + c * p.y_stride.c + row * p.y_stride.h;
-      if (!nhwc) {
-        if constexpr (Reduce::ordered)
-          detail::pool_plane_row_ordered<Reduce>(p, column_axis, rows, from, to);
-        else
-          detail::pool_plane_row<Reduce>(p, column_axis, rows, from, to);
-        continue;
-      }
       constexpr int64_t together = detail::kPoolVectors * width;
       const int64_t count = smaller(block.end * width, p.channels) - c;
       for (int64_t o = 0; o < p.out_width; o++, to += p.y_stride.w) {
@@ -259,8 +299,11 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
     }
     if (traffic.past_caches) finish_streaming();
   };
-  parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), task,
-                  static_cast<double>(work) / static_cast<double>(width));
+  const double size = static_cast<double>(work) / static_cast<double>(width);
+  if (nhwc)
+    parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), pixels, size);
+  else
+    parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << (p.out_height * p.out_width == 1 ? 14 : 13), work), planes, size);
 }
 
 }  // namespace ai3::inline AI3_LEVEL
