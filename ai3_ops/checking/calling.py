@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ai3_ops import registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.checking.cases import Call
 
@@ -23,18 +24,27 @@ def raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception
     return None
 
 
+def has_gradients(call: Call) -> list[bool]:
+    """Of each of the call's tensors: not masks, nor statistics."""
+    none = registry.OPERATIONS[call.info.operation].statistics
+    return [t is not None and t.is_floating_point() and i not in none for i, t in enumerate(call.tensors)]
+
+
 def differentiable(call: Call) -> tuple[list[Tensor], Callable[..., Tensor], Callable[..., Tensor]]:
     """The call's tensors as leaves that require gradients, and functions of them: the operator and ATen's function.
 
     Those that can have none, such as a boolean mask, are always the call's.
     """
-    tensors = call.tensors
-    varied = [t is not None and t.is_floating_point() for t in tensors]
+    tensors, varied = call.tensors, has_gradients(call)
     leaves = [t.detach().clone().requires_grad_() for t, v in zip(tensors, varied, strict=True) if v and t is not None]
 
     def arguments(values: tuple[Tensor, ...]) -> list[Tensor | None]:
-        left = iter(values)
-        return [next(left) if v else t for t, v in zip(tensors, varied, strict=True)]
+        left, wide = iter(values), values[0].dtype == torch.float64
+
+        def given(t: Tensor | None) -> Tensor | None:
+            return t.double() if wide and t is not None and t.is_floating_point() else t
+
+        return [next(left) if v else given(t) for t, v in zip(tensors, varied, strict=True)]
 
     return (
         leaves,

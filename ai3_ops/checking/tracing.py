@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ai3_ops import registry
 from ai3_ops._torch import TorchDispatchMode
-from ai3_ops.checking.calling import differentiable, opcheck
+from ai3_ops.checking.calling import differentiable, has_gradients, opcheck
 from ai3_ops.checking.cases import DTYPES, LAYOUTS, Tally, close, few_calls, require
 from ai3_ops.checking.gradients import gradient_limit
 from ai3_ops.registry import AlgorithmInfo
@@ -28,11 +28,12 @@ def check_opcheck(info: AlgorithmInfo, tally: Tally) -> None:
     for call in [*some, *other[:2]]:
         leaves, _, _ = differentiable(call)
         left = iter(leaves)
-        inputs = [None if t is None else next(left) for t in call.tensors]
+        own = has_gradients(call)
+        inputs = [next(left) if has else t for t, has in zip(call.tensors, own, strict=True)]
         layouts = (*call.case.layouts, *["contiguous"] * (len(inputs) - len(call.case.layouts)))
         inputs = [
-            None if t is None else LAYOUTS[layout](t.detach()).requires_grad_()
-            for t, layout in zip(inputs, layouts, strict=True)
+            None if t is None else LAYOUTS[layout](t.detach()).requires_grad_(has)
+            for t, layout, has in zip(inputs, layouts, own, strict=True)
         ]
         opcheck(call, info.operator, *call.arranged(*inputs), **call.options(*inputs))
         tally.passed += 1

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.functional import hessian
 from torch.func import grad, jacfwd, jacrev, jvp, vjp, vmap
 
-from ai3_ops.checking.calling import differentiable
+from ai3_ops.checking.calling import differentiable, has_gradients
 from ai3_ops.checking.cases import Call, Tally, arranged, close, few_calls, require
 from ai3_ops.checking.gradients import gradient_limit
 from ai3_ops.registry import OPERATIONS, AlgorithmInfo
@@ -160,7 +160,7 @@ def _some(info: AlgorithmInfo) -> list[Call]:
 
 def _by_pytorch(call: Call, *present: Tensor) -> Tensor:
     left = iter(present)
-    given = [None if t is None else next(left) for t in call.tensors]
+    given = [next(left) if has else t for t, has in zip(call.tensors, has_gradients(call), strict=True)]
     made = arranged(call.info.operation, given, call.case.arguments)
     return OPERATIONS[call.info.operation].derivable(call.info.name)(*made, **call.options(*given))
 

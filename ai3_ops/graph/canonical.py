@@ -63,13 +63,14 @@ def canonicalize(network: Network) -> None:
 
 
 def _translation_of(target: Any) -> Translation | None:
-    """What an operator becomes: one of the steps here, or of an operation's own."""
-    if (found := _TRANSLATIONS.get(target)) is not None:
-        return found
+    """What an operator becomes: one of the steps here or, where that is none, of an operation's own."""
+    found = [_TRANSLATIONS[target]] if target in _TRANSLATIONS else []
     for function, step in Step.by_function.items():
         if (arguments := step.stands_for.get(target)) is not None:
-            return functools.partial(_own_step, function, step, arguments)
-    return None
+            found.append(functools.partial(_own_step, function, step, arguments))
+    if len(found) < 2:
+        return found[0] if found else None
+    return lambda *args: next((new for f in found if (new := f(*args)) is not None), None)
 
 
 def _own_step(function: Any, step: Step, arguments: Any, net: Network, node: fx.Node, *args: Any) -> fx.Node | None:

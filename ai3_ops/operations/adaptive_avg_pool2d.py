@@ -91,7 +91,9 @@ class AdaptiveAvgPool2dCall(Call):
     repeats = True
     modules: ClassVar = {nn.AdaptiveAvgPool2d: lambda m, x: (x, m.output_size)}
 
-    why_left = "PyTorch is faster for the means of few and small planes (docs/algorithms/adaptive_avg_pool2d/default.md)"
+    why_left = (
+        "PyTorch is faster for the means of few and small planes (docs/algorithms/adaptive_avg_pool2d/default.md)"
+    )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what it has the faster call for."""

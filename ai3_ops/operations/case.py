@@ -80,6 +80,7 @@ class Tested:
     layers: ClassVar[Sequence[Case]] = ()  # of networks
     # What the output's rounding is: of sums of products (exact on integers), of means (also of the division), or there is none.
     rounding: ClassVar[str] = "none"
+    statistics: ClassVar[tuple[int, ...]] = ()  # places of tensors that have no gradients, as running means
     signed_zeros: ClassVar[bool] = True  # of zeros come zeros of the same signs as ATen's
 
     def definition(self, algorithm: str) -> Callable[..., Tensor]:

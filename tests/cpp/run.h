@@ -156,6 +156,7 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
   if constexpr (requires { m.residual; })
     m.residual = onto_residual ? y.as<char>() : in.residual.stored(), m.slope = in.slope.stored();
   if constexpr (requires { m.scale; }) m.scale = in.scale.stored(), m.shift = in.shift.stored();
+  if constexpr (requires { m.mean; }) m.mean = in.bias.stored(), m.variance = in.weight.stored();
   a.run(p, m, workspace);
   return y;
 }
@@ -175,6 +176,7 @@ std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, 
     (of_weight ? m.grad_weight : m.grad_input) = gradient.as<char>();
     if (of_weight) m.grad_bias = bias.as<char>();
   }
+  if constexpr (requires { m.mean; }) m.mean = in.bias.stored(), m.variance = in.weight.stored();
   const int64_t bytes = a.traits.backward_workspace ? a.traits.backward_workspace(p, m) : 0;
   EXPECT_EQ(bytes % piece_of(a), 0) << "workspace is taken in multiples of " << piece_of(a) << " bytes";
   const Guarded scratch(bytes, flush);
