@@ -3,7 +3,7 @@
 
 #include "../algos/attention/problem.h"
 #include "program/step.h"
-#include "tensors.h"
+#include "tensor/tensors.h"
 
 namespace ai3::ops {
 namespace {

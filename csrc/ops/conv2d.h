@@ -1,7 +1,7 @@
 // The arguments of one conv2d call, for the glue and for the algorithms that call PyTorch's own operators.
 #pragma once
 #include "../algos/conv2d/problem.h"
-#include "weighted.h"
+#include "prepare/weighted.h"
 
 namespace ai3::ops {
 

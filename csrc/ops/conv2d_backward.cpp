@@ -1,7 +1,7 @@
 // Gradients of conv2d: by the algorithm's kernel for them or, where it has none, as convolutions of rearranged tensors, which are
 // only views and copies here. See docs/decisions/backward.md.
 #include "conv2d.h"
-#include "onednn.h"
+#include "tensor/onednn.h"
 
 namespace ai3::ops {
 namespace {

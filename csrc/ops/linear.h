@@ -1,7 +1,7 @@
 // The arguments of one linear call, for the glue and for the algorithms that call PyTorch's own operators.
 #pragma once
 #include "../algos/linear/problem.h"
-#include "weighted.h"
+#include "prepare/weighted.h"
 
 namespace ai3::ops {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "../algos/core/channels_problem.h"
 #include "program/step.h"
-#include "tensors.h"
+#include "tensor/tensors.h"
 
 namespace ai3::ops {
 

@@ -1,6 +1,6 @@
 // oneDNN's convolution through the copy that PyTorch bundles, so that no second thread pool comes in. Where the call has a slot
 // for packs, the weight is reordered once, into the blocked form that oneDNN wants (PyTorch's opaque kind of tensor).
-#include "../onednn.h"
+#include "../tensor/onednn.h"
 
 #include "../conv2d.h"
 

@@ -1,5 +1,5 @@
 // oneDNN's inner product through the copy that PyTorch bundles.
-#include "../onednn.h"
+#include "../tensor/onednn.h"
 
 #include "../linear.h"
 

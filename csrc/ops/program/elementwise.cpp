@@ -1,6 +1,6 @@
 // Steps that compute element by element: activations, sums and products of values, scale and shift of each channel.
 #include "../../algos/program/kernels.h"
-#include "../passes.h"
+#include "../prepare/passes.h"
 #include "step.h"
 
 namespace ai3::ops::program {

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "../passes.h"
+#include "../prepare/passes.h"
 #include "planner.h"
 
 namespace ai3::ops::program {

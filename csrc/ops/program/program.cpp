@@ -3,8 +3,8 @@
 #include <chrono>
 #include <mutex>
 
-#include "../fork.h"
-#include "../slots.h"
+#include "../dispatch/fork.h"
+#include "../prepare/slots.h"
 #include "plan.h"
 
 namespace ai3::ops::program {

@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "../../algos/core/checked.h"
-#include "../tensors.h"
+#include "../tensor/tensors.h"
 
 namespace ai3::ops::program {
 

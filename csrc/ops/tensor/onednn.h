@@ -2,7 +2,7 @@
 #pragma once
 #include <strings.h>
 
-#include "../algos/core/level.h"
+#include "../../algos/core/level.h"
 #include "tensors.h"
 
 namespace ai3::ops {

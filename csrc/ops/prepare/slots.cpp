@@ -8,7 +8,7 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "fork.h"
+#include "../dispatch/fork.h"
 
 namespace ai3::ops {
 namespace {

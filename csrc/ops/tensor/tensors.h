@@ -15,10 +15,10 @@
 #include <utility>
 #include <vector>
 
-#include "../algos/core/algorithm.h"
-#include "numbers.h"
-#include "prepared.h"
-#include "registry.h"
+#include "../../algos/core/algorithm.h"
+#include "../prepare/numbers.h"
+#include "../prepare/prepared.h"
+#include "../dispatch/registry.h"
 #include "scratch.h"
 #include "stable.h"
 

@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#include "../algos/core/level.h"
+#include "../../algos/core/level.h"
 
 extern "C" {
 extern const ai3::ProgramKernels* const __start_ai3_program_kernels[];

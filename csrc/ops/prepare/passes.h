@@ -1,6 +1,6 @@
 // The passes over memory of csrc/algos/program, compiled for this machine.
 #pragma once
-#include "../algos/program/kernels.h"
+#include "../../algos/program/kernels.h"
 
 namespace ai3::ops {
 

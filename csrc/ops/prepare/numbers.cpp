@@ -6,9 +6,9 @@
 #include <stdexcept>
 #include <unordered_map>
 
-#include "fork.h"
-#include "registry.h"
-#include "scratch.h"
+#include "../dispatch/fork.h"
+#include "../dispatch/registry.h"
+#include "../tensor/scratch.h"
 
 namespace ai3::ops {
 namespace {

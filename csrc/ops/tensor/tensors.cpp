@@ -3,8 +3,8 @@
 
 #include <cstdlib>
 
-#include "../algos/core/level.h"
-#include "passes.h"
+#include "../../algos/core/level.h"
+#include "../prepare/passes.h"
 #include "scratch.h"
 
 namespace ai3::ops {

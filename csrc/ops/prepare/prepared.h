@@ -4,7 +4,7 @@
 #include <bit>
 #include <mutex>
 
-#include "registry.h"
+#include "../dispatch/registry.h"
 
 namespace ai3::ops {
 

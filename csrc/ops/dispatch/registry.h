@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "../algos/core/algorithm.h"
+#include "../../algos/core/algorithm.h"
 
 namespace ai3::ops {
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <functional>
 
-#include "tensors.h"
+#include "../tensor/tensors.h"
 
 namespace ai3::ops {
 
