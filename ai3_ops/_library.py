@@ -1,4 +1,4 @@
-"""Loads the native libraries and wraps their C interface (csrc/ops/registry.cpp)."""
+"""Loads the native libraries and wraps their C interface (csrc/ops/dispatch/registry.cpp)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _is_exporting = _torch.is_exporting
 class WeightedCall(Call):
     """Of operations with a weight, which a packing algorithm may keep in a form of its own between calls.
 
-    The packs are kept in C++ (csrc/ops/slots.h), in a slot that is this call's alone and goes with it.
+    The packs are kept in C++ (csrc/ops/prepare/slots.h), in a slot that is this call's alone and goes with it.
     """
 
     reads_weights = True

@@ -2,8 +2,8 @@
 #include <cmath>
 
 #include "../algos/attention/problem.h"
+#include "prepare/run.h"
 #include "program/step.h"
-#include "tensor/tensors.h"
 
 namespace ai3::ops {
 namespace {

@@ -1,8 +1,8 @@
 // What passes over elements (relu, gelu, silu, flatten) share.
 #pragma once
 #include "../algos/core/elementwise_problem.h"
+#include "prepare/run.h"
 #include "program/step.h"
-#include "tensor/tensors.h"
 
 namespace ai3::ops {
 

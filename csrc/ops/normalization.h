@@ -1,8 +1,8 @@
 // What normalizations share: checks of their weight and bias and, of those over channels, how an input lies.
 #pragma once
 #include "../algos/core/channels_problem.h"
+#include "prepare/run.h"
 #include "program/step.h"
-#include "tensor/tensors.h"
 
 namespace ai3::ops {
 

@@ -1,8 +1,8 @@
 // What the 2-D poolings share: windows, output sizes and the way from tensors to kernels.
 #pragma once
 #include "../algos/core/pool_problem.h"
+#include "prepare/run.h"
 #include "program/step.h"
-#include "tensor/tensors.h"
 
 namespace ai3::ops {
 

@@ -1,7 +1,7 @@
 // ai3::softmax_<algorithm>: schema, checks, and the way from tensors to kernels.
 #include "../algos/softmax/problem.h"
+#include "prepare/run.h"
 #include "program/step.h"
-#include "tensor/tensors.h"
 
 namespace ai3::ops {
 namespace {

@@ -3,6 +3,7 @@
 #include "../tensor/onednn.h"
 
 #include "../conv2d.h"
+#include "../dispatch/hash.h"
 
 namespace ai3::ops {
 namespace {
@@ -17,7 +18,7 @@ void conv2d_onednn(const Conv2dProblem& p, void* call) {
   if (c.bias) c.bias = as_contiguous(*c.bias);  // oneDNN would read it as if it were
   // The form depends on the window; on the input's size, too, but only in what is fastest.
   const std::array window{p.stride_h, p.stride_w, p.pad_h, p.pad_w, p.dilation_h, p.dilation_w, p.groups};
-  const PackKey key{c.algorithm, hash_of(window), c.input.scalar_type()};
+  const PackKey key{c.algorithm, Hash().add(window).value(), c.input.scalar_type()};
   // With one input channel and one output column, a stride along the row and AVX-512 it reads past the input, too, where the
   // weight is reordered (docs/pytorch.md): there the weight is given as it is.
   const bool reads_past = p.in_channels == 1 && p.out_width == 1 && p.stride_w > 1;

@@ -19,8 +19,8 @@ extern const ai3::ops::SharedOperator* const __start_ai3_operators[];
 extern const ai3::ops::SharedOperator* const __stop_ai3_operators[];
 }
 
+#include "../prepare/packs.h"
 #include "../tensor/onednn.h"
-#include "../tensor/tensors.h"
 
 namespace ai3::ops {
 

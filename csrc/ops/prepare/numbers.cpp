@@ -1,13 +1,11 @@
 #include "numbers.h"
 
-#include <array>
 #include <charconv>
-#include <mutex>
 #include <stdexcept>
-#include <unordered_map>
 
-#include "../dispatch/fork.h"
+#include "../dispatch/hash.h"
 #include "../dispatch/registry.h"
+#include "../dispatch/sharded.h"
 #include "../tensor/scratch.h"
 
 namespace ai3::ops {
@@ -37,37 +35,20 @@ std::vector<Number> parsed(const std::string& text) {
 }
 
 // From the text alone, so that it is the same in every process.
-int64_t id_of(const std::string& text) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-  return static_cast<int64_t>(hash >> 2) | 1;
-}
+int64_t id_of(const std::string& text) { return static_cast<int64_t>(Hash().add(text).value() >> 2) | 1; }
 
 struct Kept {
   std::shared_ptr<const Numbers> numbers;
   int64_t owners;
 };
-// Each call looks one up, so that threads should seldom meet. Never destroyed: they may still call when the process ends.
-struct alignas(64) Part {
-  std::mutex mutex;
-  std::unordered_map<int64_t, Kept> kept;
-};
-auto& parts = *new std::array<Part, 64>();
-Part& part_of(int64_t id) { return parts[static_cast<size_t>(id >> 8) % parts.size()]; }
-[[maybe_unused]] const int at_fork = guard_at_fork(
-    [] {
-      for (Part& part : parts) part.mutex.lock();
-    },
-    [] {
-      for (Part& part : parts) part.mutex.unlock();
-    });
+using Parts = Sharded<Kept>;
 
 int64_t keep(const std::string& text) {
   auto numbers = std::make_shared<const Numbers>(Numbers{text, parsed(text)});
   for (int64_t id = id_of(text);; id += 2) {  // the next one where another text has the same
-    Part& part = part_of(id);
+    Parts::Part& part = Parts::part_of(id);
     const std::lock_guard lock(part.mutex);
-    Kept& place = part.kept[id];
+    Kept& place = part.map[id];
     if (!place.numbers) place = {std::move(numbers), 0};
     if (place.numbers->text != text) continue;
     place.owners++;
@@ -78,10 +59,10 @@ int64_t keep(const std::string& text) {
 }  // namespace
 
 std::shared_ptr<const Numbers> numbers_known(int64_t id) {
-  Part& part = part_of(id);
+  Parts::Part& part = Parts::part_of(id);
   {
     const std::lock_guard lock(part.mutex);
-    if (const auto found = part.kept.find(id); found != part.kept.end()) return found->second.numbers;
+    if (const auto found = part.map.find(id); found != part.map.end()) return found->second.numbers;
   }
   throw std::runtime_error("knows no numbers " + std::to_string(id) + ": ai3_numbers_keep gives theirs to a text");
 }
@@ -95,10 +76,10 @@ extern "C" AI3_EXPORT int64_t ai3_numbers_keep(const char* text, char* error, in
 }
 extern "C" AI3_EXPORT void ai3_numbers_free(int64_t id) {
   std::shared_ptr<const ai3::ops::Numbers> numbers;  // destroyed when no lock is held
-  ai3::ops::Part& part = ai3::ops::part_of(id);
+  ai3::ops::Parts::Part& part = ai3::ops::Parts::part_of(id);
   const std::lock_guard lock(part.mutex);
-  const auto found = part.kept.find(id);
-  if (found == part.kept.end() || --found->second.owners > 0) return;
+  const auto found = part.map.find(id);
+  if (found == part.map.end() || --found->second.owners > 0) return;
   numbers = std::move(found->second.numbers);
-  part.kept.erase(found);
+  part.map.erase(found);
 }

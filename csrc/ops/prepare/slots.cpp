@@ -5,10 +5,9 @@
 #include <cstring>
 #include <functional>
 #include <iterator>
-#include <mutex>
-#include <unordered_map>
 
-#include "../dispatch/fork.h"
+#include "../dispatch/hash.h"
+#include "../dispatch/sharded.h"
 
 namespace ai3::ops {
 namespace {
@@ -116,21 +115,7 @@ std::vector<Packs::One> take_out(std::vector<Packs::One>& list, const auto& cond
   return out;
 }
 
-// Each call looks its slot up, so that threads should seldom meet. Never destroyed: they may still call when the process ends,
-// and PyTorch's allocator may be gone.
-struct alignas(64) Part {
-  std::mutex mutex;
-  std::unordered_map<int64_t, Packs> slots;
-};
-auto& parts = *new std::array<Part, 64>();
-Part& part_of(int64_t id) { return parts[static_cast<uint64_t>(id) * 0x9e3779b97f4a7c15u >> 58]; }
-[[maybe_unused]] const int at_fork = guard_at_fork(
-    [] {
-      for (Part& part : parts) part.mutex.lock();
-    },
-    [] {
-      for (Part& part : parts) part.mutex.unlock();
-    });
+using Parts = Sharded<Packs>;
 
 }  // namespace
 
@@ -155,10 +140,10 @@ std::optional<Tensor> kept(const Slot& slot, const PackKey& asked, const Tensor&
   const bool each = readable && rows > kSampleWords && products / weight.size(0) >= kProductsOfARow;
   std::vector<Packs::One> idle, old;  // destroyed when no lock is held
   bool several = false;
-  Part& part = part_of(slot.id);
+  Parts::Part& part = Parts::part_of(slot.id);
   {
     const std::lock_guard lock(part.mutex);
-    Packs& packs = part.slots[slot.id];
+    Packs& packs = part.map[slot.id];
     packs.calls++;
     for (Packs::One& one : packs.list)
       if (holds(one, key, mark, weight, ask, each ? rows : 0)) {
@@ -181,8 +166,8 @@ std::optional<Tensor> kept(const Slot& slot, const PackKey& asked, const Tensor&
   Tensor memory = holding(weight), pack = make(contiguous);  // not under the lock: other layers' calls run on
   const void* data = memory.const_data_ptr();
   const std::lock_guard lock(part.mutex);
-  const auto found = part.slots.find(slot.id);
-  if (found == part.slots.end()) return pack;  // freed meanwhile
+  const auto found = part.map.find(slot.id);
+  if (found == part.map.end()) return pack;  // freed meanwhile
   Packs& packs = found->second;
   // A pack of what the same memory held before will not be asked for again, and one of other memory only where calls alternate.
   old = take_out(packs.list, [&](const Packs::One& o) {
@@ -204,31 +189,29 @@ std::optional<Tensor> kept(const Slot& slot, const PackKey& asked, const Tensor&
 // Frees the packs of a slot.
 extern "C" AI3_EXPORT void ai3_slot_free(int64_t id) {
   ai3::ops::Packs packs;  // destroyed when no lock is held
-  ai3::ops::Part& part = ai3::ops::part_of(id);
+  ai3::ops::Parts::Part& part = ai3::ops::Parts::part_of(id);
   const std::lock_guard lock(part.mutex);
-  const auto found = part.slots.find(id);
-  if (found == part.slots.end()) return;
+  const auto found = part.map.find(id);
+  if (found == part.map.end()) return;
   packs = std::move(found->second);
-  part.slots.erase(found);
+  part.map.erase(found);
 }
 // A hash of a fixed sample of several pieces of memory: few words of each, so that hundreds of weights take microseconds.
 extern "C" AI3_EXPORT uint64_t ai3_sample(const void* const* data, const int64_t* bytes, int64_t count) {
   constexpr size_t kWords = 4;
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (int64_t i = 0; i < count; i++) {
-    hash = (hash ^ ai3::ops::sample(static_cast<const char*>(data[i]), static_cast<size_t>(bytes[i]), kWords)) * 0x100000001b3u;
-    hash ^= hash >> 32;
-  }
-  return hash;
+  ai3::ops::Hash hash;
+  for (int64_t i = 0; i < count; i++)
+    hash.add(ai3::ops::sample(static_cast<const char*>(data[i]), static_cast<size_t>(bytes[i]), kWords));
+  return hash.value();
 }
 // Bytes of the packs that a slot holds; `made` gets how many packs it has made, `keeps` whether it still keeps new ones.
 extern "C" AI3_EXPORT int64_t ai3_slot_bytes(int64_t id, int64_t* made, bool* keeps) {
   int64_t bytes = 0;
   *made = 0, *keeps = true;
-  ai3::ops::Part& part = ai3::ops::part_of(id);
+  ai3::ops::Parts::Part& part = ai3::ops::Parts::part_of(id);
   const std::lock_guard lock(part.mutex);
-  const auto found = part.slots.find(id);
-  if (found == part.slots.end()) return 0;
+  const auto found = part.map.find(id);
+  if (found == part.map.end()) return 0;
   const ai3::ops::Packs& packs = found->second;
   for (const auto& one : packs.list) bytes += ai3::ops::bytes_of(one.pack);
   *made = packs.made, *keeps = packs.misses <= ai3::ops::kMissesAtMost;

@@ -4,7 +4,7 @@
 #pragma once
 #include <functional>
 
-#include "../tensor/tensors.h"
+#include "packs.h"
 
 namespace ai3::ops {
 
@@ -29,14 +29,6 @@ struct PackKey {
                            // the work
   bool operator==(const PackKey&) const = default;
 };
-inline uint64_t hash_of(std::span<const int64_t> numbers) {
-  uint64_t hash = 0xcbf29ce484222325u;
-  for (const int64_t n : numbers) {
-    hash = (hash ^ static_cast<uint64_t>(n)) * 0x100000001b3u;
-    hash ^= hash >> 32;
-  }
-  return hash;
-}
 
 // The pack of `weight` that the slot holds for `key`; made by `make(weight)`, which gets a contiguous weight of key.dtype, where
 // there is none or where the weight changed since: its memory, strides, version or a fixed sample of its elements. The memory is

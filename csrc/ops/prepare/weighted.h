@@ -1,5 +1,6 @@
 // What operations with a weight share: their calls, and the operators for output, gradients and packed weights.
 #pragma once
+#include "../dispatch/hash.h"
 #include "slots.h"
 
 namespace ai3::ops {
@@ -59,7 +60,7 @@ template <class P>
 ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::span<const int64_t> description) {
   const bool packs = call.pack > 0, same = c.weight.scalar_type() == c.input.scalar_type();
   if (c.slot && (packs || !same || !is_contiguous(c.weight)) && (!packs || affordable(call.pack, c.weight))) {
-    const PackKey key{&call.algorithm->info, hash_of(description), c.input.scalar_type(), packs};
+    const PackKey key{&call.algorithm->info, Hash().add(description).value(), c.input.scalar_type(), packs};
     if (auto pack = kept(c.slot, key, c.weight, products_of(c),
                          [&](const Tensor& w) { return packs ? pack_weight(call, call.problem, w, description) : w; }))
       return {*pack, packs};

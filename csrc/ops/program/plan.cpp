@@ -1,15 +1,12 @@
 #include "plan.h"
 
+#include "../dispatch/hash.h"
 #include "planner.h"
 
 namespace ai3::ops::program {
 
 uint64_t mix_seal(uint64_t seal, int64_t bytes, uint64_t tag) {
-  for (const uint64_t part : {static_cast<uint64_t>(bytes), tag}) {
-    seal = (seal ^ part) * 0x100000001b3u;
-    seal ^= seal >> 32;
-  }
-  return seal + 1;
+  return Hash(seal).add(static_cast<uint64_t>(bytes)).add(tag).value() + 1;
 }
 
 std::shared_ptr<const Plan> make_plan(const std::string& text, const std::vector<InputLayout>& inputs, Where where) {

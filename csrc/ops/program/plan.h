@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "../../algos/core/algorithm.h"
+#include "../prepare/packs.h"
 #include "../prepare/prepared.h"
-#include "../tensor/tensors.h"
 #include "text.h"
 
 namespace ai3::ops::program {

@@ -4,6 +4,7 @@
 #include <mutex>
 
 #include "../dispatch/fork.h"
+#include "../dispatch/hash.h"
 #include "../prepare/slots.h"
 #include "plan.h"
 
@@ -53,7 +54,7 @@ InputLayout layout_of(Tensor& t, size_t index) {
 // ---- Plans that are kept ----------------------------------------------------------------------------------------------------
 
 struct Kept {
-  size_t hash;
+  uint64_t hash;
   std::string text;
   std::vector<InputLayout> inputs;
   int32_t threads;
@@ -67,9 +68,10 @@ std::vector<Kept> kept;
 uint64_t clock_of_use = 0;
 
 std::shared_ptr<const Plan> plan_for(const std::string& text, const std::vector<InputLayout>& inputs) {
-  size_t hash = std::hash<std::string>()(text);
-  for (const InputLayout& layout : inputs)
-    for (int64_t size : layout.sizes) hash = (hash ^ static_cast<size_t>(size)) * 0x100000001b3u;
+  Hash of_all;
+  of_all.add(static_cast<uint64_t>(std::hash<std::string>()(text)));  // which is quicker, and need not be the same elsewhere
+  for (const InputLayout& layout : inputs) of_all.add(layout.sizes);
+  const uint64_t hash = of_all.value();
   const int32_t team = threads();
   const uint64_t now = generation();
   auto fits = [&](const Kept& k) {

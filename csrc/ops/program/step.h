@@ -11,8 +11,8 @@
 #pragma once
 #include <memory>
 
+#include "../prepare/packs.h"
 #include "../prepare/prepared.h"
-#include "../tensor/tensors.h"
 #include "plan.h"
 #include "text.h"
 #include "values.h"

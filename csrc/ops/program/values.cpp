@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "../../algos/core/checked.h"
-#include "../tensor/tensors.h"
+#include "../tensor/layout.h"
 
 namespace ai3::ops::program {
 

@@ -3,7 +3,7 @@
 #include <strings.h>
 
 #include "../../algos/core/level.h"
-#include "tensors.h"
+#include "layout.h"
 
 namespace ai3::ops {
 
