@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ai3_ops import Algorithm, _library, explain, registry, swap
 from ai3_ops.checking import cases
+from ai3_ops.checking.calling import has_gradients
 from ai3_ops.checking.cases import DTYPES, Call
 from ai3_ops.registry import AlgorithmInfo
 
@@ -53,7 +54,7 @@ def batched_call(info: AlgorithmInfo, dtype: str) -> Call | None:
 
 
 class Layer(nn.Module):
-    """A call on any input; the call's other tensors are parameters."""
+    """A call on any input; the call's other tensors are parameters, of which statistics need no gradients."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
@@ -63,8 +64,9 @@ class Layer(nn.Module):
         self.order = cases.arranged(call.info.operation, names, arguments)
         self.places = {i: names.index(a) for i, a in enumerate(self.order) if isinstance(a, str)}
         assert len(self.places) == count
-        for i, tensor in enumerate(call.tensors[1:]):
-            self.register_parameter(f"tensor_{i + 1}", None if tensor is None else nn.Parameter(tensor))
+        for i, (tensor, has) in enumerate(zip(call.tensors, has_gradients(call), strict=True)):
+            if i > 0:
+                self.register_parameter(f"tensor_{i}", None if tensor is None else nn.Parameter(tensor, has))
         self.options = {}
         for name, value in call.options(*call.tensors).items():
             if isinstance(value, Tensor):

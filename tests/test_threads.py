@@ -16,6 +16,7 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops import swap
+from ai3_ops.checking.calling import has_gradients
 from ai3_ops.checking.cases import Call, few_calls, same_bits, search
 from ai3_ops.registry import DTYPE_NAMES
 
@@ -43,7 +44,7 @@ def test_operators(info, threads):
 
     def run(call):
         torch.set_num_threads(threads)  # a setting of the thread
-        tensors = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in call.tensors]
+        tensors = [t.requires_grad_() if has else t for t, has in zip(call.tensors, has_gradients(call), strict=True)]
         output = call.operator(*tensors)
         output.sum().backward()
         return [output.detach(), *(t.grad for t in tensors if t is not None and t.requires_grad)]
