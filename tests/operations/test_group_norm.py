@@ -37,6 +37,17 @@ def test_a_first_element_far_from_the_mean(layout, groups, far):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_small_differences_from_a_mean(layout):
+    """The mean, rounded to float32, would be wrong by as much as the values differ."""
+    x = (1000 + 1e-2 * torch.randn(2, 8, 5, 4)).contiguous(memory_format=layout)
+    for got, expected in (
+        (ops.group_norm_direct(x, 2), exact(x, 2)),
+        (ops.layer_norm_direct(x.flatten(), [x.numel()]), exact(x.flatten().view(1, 1, -1), 1).flatten()),
+    ):
+        assert (got - expected).abs().max() <= 4e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("scale", [1e-30, 1e18, 1e30, 3e38])
 def test_squares_beyond_float32(layout, scale):
     x = torch.rand(2, 6, 5, 7).sub_(0.5).mul_(scale).contiguous(memory_format=layout)

@@ -58,15 +58,17 @@ AI3_INLINE void with_weight_type(bool wide, const Body& body) {
   body.template operator()<T>();
 }
 
-// The normalized values are (x * unit - mean) * scale, where 1 / unit is a power of two, and mean and scale are those of x *
-// unit. It is 1 but for values whose squares are too large or too small to be summed.
+// The normalized values are (x * unit - guess - rest) * scale, where 1 / unit is a power of two, and mean and scale are those of
+// x
+// * unit. It is 1 but for values whose squares are too large or too small to be summed. The mean is a sum of two, since rounded
+// to one it would be wrong by more than small differences from it are: a value near the guess minus that is exact.
 template <class A>
 struct Moments {
-  A unit, mean, scale;  // scale: 1 / sqrt(variance + eps)
-  A scale_of_x;         // the same of x in its own unit
-  bool exact;           // whether the squares could be summed
+  A unit, guess, rest, scale;  // scale: 1 / sqrt(variance + eps)
+  A scale_of_x;                // the same of x in its own unit
+  bool exact;                  // whether the squares could be summed
 
-  AI3_INLINE Vec<A> centered(Vec<A> v) const { return fma(v, Vec<A>(unit), Vec<A>(-mean)); }
+  AI3_INLINE Vec<A> centered(Vec<A> v) const { return fma(v, Vec<A>(unit), Vec<A>(-guess)) - Vec<A>(rest); }
   AI3_INLINE Vec<A> normal(Vec<A> v) const { return centered(v) * Vec<A>(scale); }
 };
 // From the mean of the differences from `guess`, and of their squares.
@@ -75,7 +77,11 @@ AI3_INLINE Moments<A> moments_around(A unit, A guess, double off, double squares
   constexpr double kLeast = sizeof(A) == 4 ? 1e-30 : 1e-290;  // below it the type lacks some of the squares' bits
   const double u = static_cast<double>(unit), variance = squares - off * off;
   const double spread = (variance < 0 ? 0 : variance) + eps * u * u, scale = 1 / __builtin_sqrt(spread);
-  return {unit, static_cast<A>(static_cast<double>(guess) + off), static_cast<A>(scale), static_cast<A>(u * scale),
+  return {unit,
+          guess,
+          static_cast<A>(off),
+          static_cast<A>(scale),
+          static_cast<A>(u * scale),
           squares < __builtin_inf() && spread >= kLeast};
 }
 

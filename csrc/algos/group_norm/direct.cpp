@@ -67,7 +67,7 @@ AI3_INLINE Moments<Acc<T>> of_run(const GroupNormProblem& p, const T* x, int64_t
     const double off = around[0] / static_cast<double>(elements), squares = around[1] / static_cast<double>(elements);
     const Moments<A> m = moments_around(A(1), guess, off, squares, p.eps);
     if (!tried && is_far(off, squares))
-      guess = m.mean;
+      guess = m.guess + m.rest;
     else
       return m.exact ? m : of_extremes(p, x, p.of.pixels, 1);
   }
@@ -97,15 +97,16 @@ struct GroupMoments {
     unit = workspace.take<A>(all), minus = workspace.take<A>(all);
   }
 
-  // Of `c.batch` images from x on.
+  // Of `c.batch` images from x on. What Normal takes from a value is the guess: the rest of the mean is its user's to subtract.
   template <class T>
   void find(const GroupNormProblem& p, const Channels& c, const T* x, Workspace workspace) const {
     const int64_t all = c.batch * c.channels, each = c.channels / p.groups;
     const double elements = static_cast<double>(each * c.pixels);
     for (int64_t i = 0; i < c.batch * p.groups; i++) {
-      groups[i] = {A(1), first_guess(static_cast<A>(widen(*first_of(p, c, x, i)))), A(1), A(1), true};
+      groups[i] = {A(1), first_guess(static_cast<A>(widen(*first_of(p, c, x, i)))), A(0), A(1), A(1), true};
     }
     for (bool again = true, tried = false; again; tried = true) {
+      for (int64_t i = 0; tried && i < c.batch * p.groups; i++) groups[i].guess += groups[i].rest;
       spread(p, c);
       const Normal<A> guess{{unit, true}, {minus, true}, {}, {}};
       Workspace own = workspace;
@@ -121,7 +122,7 @@ struct GroupMoments {
         for (int64_t j = i * each; j < (i + 1) * each; j++) off += sums[j], squares += sums[all + j];
         off /= elements, squares /= elements;
         again |= !tried && is_far(off, squares);
-        groups[i] = moments_around(A(1), groups[i].mean, off, squares, p.eps);
+        groups[i] = moments_around(A(1), groups[i].guess, off, squares, p.eps);
       }
     }
     for (int64_t i = 0; i < c.batch * p.groups; i++)
@@ -137,7 +138,7 @@ struct GroupMoments {
   void spread(const GroupNormProblem& p, const Channels& c) const {
     const int64_t each = c.channels / p.groups;
     for (int64_t i = 0; i < c.batch * p.groups; i++)
-      for (int64_t j = i * each; j < (i + 1) * each; j++) unit[j] = groups[i].unit, minus[j] = -groups[i].mean;
+      for (int64_t j = i * each; j < (i + 1) * each; j++) unit[j] = groups[i].unit, minus[j] = -groups[i].guess;
   }
 };
 
@@ -188,8 +189,9 @@ void group_norm_direct(const GroupNormProblem& p, const ChannelOperands& m, Work
       moments.find(p, c, x, workspace);
       for (int64_t i = 0; i < c.batch * c.channels; i++) {
         const int64_t channel = i % c.channels;
-        factor[i] = moments.groups[i / groups.each].scale * (w ? static_cast<A>(widen(w[channel])) : A(1));
-        shift[i] = b ? static_cast<A>(widen(b[channel])) : A(0);
+        const Moments<A>& of = moments.groups[i / groups.each];
+        factor[i] = of.scale * (w ? static_cast<A>(widen(w[channel])) : A(1));
+        shift[i] = (b ? static_cast<A>(widen(b[channel])) : A(0)) - of.rest * factor[i];
       }
       const Normal<A> normal{{moments.unit, true}, {moments.minus, true}, {factor, true}, {shift, true}};
       normal.apply(p.threads, c, x, m.output.write<T>() + n * image);
@@ -240,13 +242,15 @@ void backward_of(const GroupNormProblem& p, const WeightedGradients& m, Workspac
       double mean = 0, with_normal = 0;
       for (int64_t j = i * groups.each; j < (i + 1) * groups.each; j++) {
         const double weight = w ? static_cast<double>(widen(w[j % channels])) : 1;
-        mean += weight * sums[j], with_normal += weight * scale * sums[all + j];
-        of_weight[j % channels] += scale * sums[all + j], of_bias[j % channels] += sums[j];
+        const double centered = sums[all + j] - static_cast<double>(of.rest) * sums[j];  // of dY times x less its mean
+        mean += weight * sums[j], with_normal += weight * scale * centered;
+        of_weight[j % channels] += scale * centered, of_bias[j % channels] += sums[j];
         factor[j] = static_cast<A>(static_cast<double>(of.scale_of_x) * weight);
       }
       for (int64_t j = i * groups.each; j < (i + 1) * groups.each; j++) {
-        shift[j] = static_cast<A>(-static_cast<double>(of.scale_of_x) * mean / elements);
-        by_normal[j] = static_cast<A>(-static_cast<double>(of.scale_of_x) * scale * with_normal / elements);
+        const double by = -static_cast<double>(of.scale_of_x) * scale * with_normal / elements;
+        by_normal[j] = static_cast<A>(by);
+        shift[j] = static_cast<A>(-static_cast<double>(of.scale_of_x) * mean / elements - by * static_cast<double>(of.rest));
       }
     }
     if (T* const gx = m.grad_input.write<T>())

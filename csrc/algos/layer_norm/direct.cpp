@@ -40,7 +40,7 @@ AI3_INLINE Moments<Acc<T>> moments_in(const LayerNormProblem& p, const T* x, Acc
     sums[0] = fma(v, V(unit), sums[0]);
   });
   const A guess = static_cast<A>(sum[0] / n);
-  const Moments<A> guessed{unit, guess, A(1), A(1), true};
+  const Moments<A> guessed{unit, guess, A(0), A(1), A(1), true};
   sum_row<2, A>(p.features, around, [&](V* sums, int64_t i, int64_t count) {
     V d = guessed.centered(load_wide(x, wide, i, count));
     if (count < V::width) {  // what is beyond the row must not count
