@@ -59,8 +59,7 @@ AI3_INLINE void with_weight_type(bool wide, const Body& body) {
 }
 
 // The normalized values are (x * unit - guess - rest) * scale, where 1 / unit is a power of two, and mean and scale are those of
-// x
-// * unit. It is 1 but for values whose squares are too large or too small to be summed. The mean is a sum of two, since rounded
+// x * unit. It is 1 but for values whose squares are too large or too small to be summed. The mean is a sum of two, since rounded
 // to one it would be wrong by more than small differences from it are: a value near the guess minus that is exact.
 template <class A>
 struct Moments {

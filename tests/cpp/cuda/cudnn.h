@@ -6,7 +6,7 @@
 #include "../../../csrc/algos/core/algorithm.h"
 #include "cuda_runtime.h"
 
-enum cudnnStatus_t {
+enum cudnnStatus_t : int {  // of which a newer cuDNN may have others
   CUDNN_STATUS_SUCCESS = 0,
   CUDNN_STATUS_NOT_INITIALIZED = 1001,
   CUDNN_STATUS_BAD_PARAM = 2000,
