@@ -190,7 +190,8 @@ class Normalization(Operation):
         needs = [ctx.needs[0], ctx.needs[2], ctx.needs[3]]
         if ctx.operator is not None:
             grads = ctx.operator(grad, input, ctx.how, weight, ctx.eps, needs)
-        elif _torch.in_transform() or torch.is_grad_enabled():  # where derivatives of ATen's are wrong, or missing
+        elif _torch.in_transform() or torch.is_grad_enabled() or _torch.in_forward_mode():
+            # where derivatives of ATen's are wrong, or missing
             grads = backward(self.form(ctx.how, input), grad, input, weight, ctx.eps, needs)
         else:  # a Python callable, or a user's kernel
             shape = self.weight_shape(ctx.how, input)
