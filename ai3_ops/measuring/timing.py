@@ -34,6 +34,8 @@ SECONDS = 0.25  # of samples for one layer in one layout, between the two
 REFERENCE_FLOPS = (
     3e8  # of a float64 reference: of larger convolutions one image and as many output channels as this allows
 )
+_HELD = 2**26  # bytes of packed weights that are in memory together while their algorithms take turns,
+_CLOSEST = 2  # but for so many of the fastest
 _WARM_SECONDS = 0.5  # a first call that takes longer is not repeated in the rough look
 clock = time.perf_counter
 
@@ -276,7 +278,8 @@ def measure(
 ) -> dict[str, Measured]:
     """Times of each, which take turns; the first named is measured well however slow it is. OutOfTime after `seconds`.
 
-    A first look drops those far slower than the fastest, marked rough. An algorithm whose call fails, such as for want of
+    A first look drops those far slower than the fastest, marked rough, and the slower of those whose packed weights together
+    would take much memory. An algorithm whose call fails, such as for want of
     memory, has the error in `failed`; PyTorch's own failing ("torch") raises. Of packs so large that to read them alone takes
     far longer than the fastest, nothing is called, unless `everything` is asked for, because of their errors.
     """
@@ -307,9 +310,12 @@ def _measured(
     with torch.inference_mode():
         before = input.clone() if layer.in_place else None
 
+        def twins(name: str) -> bool:  # else the pack is out of the caches without another one
+            return memory[name][1] <= cache_of(input.device)
+
         def look(name: str) -> None:
             function = twin = layer.function(name, arguments)
-            if memory[name][1] <= cache_of(input.device):  # else the pack is out of the caches without another one
+            if twins(name):
                 twin = layer.function(name, others)
             start = clock()
             output = function()  # packs the weight
@@ -343,6 +349,10 @@ def _measured(
         def well() -> str:
             return next(name for name in names if name in found)
 
+        def packs(name: str) -> int:
+            packed = memory[name][1]
+            return packed * 2 if twins(name) else packed
+
         # Those with much memory last: they are dropped, or not tried, where the others are far faster.
         for name in sorted(names, key=lambda name: (name != names[0], sum(memory[name]))):
             packed = memory[name][1]
@@ -350,8 +360,11 @@ def _measured(
                 failed[name] = Measured.untried(f"its packed weight of {packed} bytes takes too long to read")
                 continue
             attempt(name, look)
-            for slow in [n for n in functions if n != well() and min(found[n]) > limit()]:
-                del functions[slow]
+            held = 0
+            for place, n in enumerate(sorted(functions, key=lambda n: min(found[n]))):
+                held += packs(n)
+                if n != well() and (min(found[n]) > limit() or (place >= _CLOSEST and held > _HELD)):
+                    del functions[n]
         close = list(functions)
         rounds = ROUNDS_P99
         if not p99:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -523,48 +523,55 @@ class Builder:
         return {i for i in flats if self._steps[i].operands[0].shape[2:] != (1, 1)}
 
 
+class _Constant(NamedTuple):
+    """One that is still to be packed, or copied."""
+
+    given: Tensor  # kept, so that its address stays its own
+    bytes: int
+    make: Callable[[], Tensor]
+    packed: bool
+
+
 class _Constants:
     """A program's tensors, one for each weight and way to pack it."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.packed: list[bool] = []
-        self._known: dict[Any, tuple[int, Tensor]] = {}
+        self._all: list[_Constant] = []
+        self._known: dict[Any, int] = {}
 
     def joined(self) -> Tensor:
         """All of them in one tensor: a call that gets hundreds of tensors takes as long for them as for some layers."""
-        if not self.tensors:  # an operator needs a tensor, to know the device
+        if not self._all:  # an operator needs a tensor, to know the device
             return torch.zeros(64, dtype=torch.uint8)
-        return torch.ops.ai3._program_constants(self.tensors, self.packed)
+        whole, place = torch.ops.ai3._program_constants(self._all[0].given, [c.bytes for c in self._all]), 0
+        with torch.no_grad():
+            for constant in self._all:
+                place = torch.ops.ai3._program_put_constant_(whole, constant.make(), place, constant.packed)
+        return whole
 
-    def _add(self, key: Any, given: Tensor, packed: bool, make: Any) -> int:
+    def _add(self, key: Any, constant: _Constant) -> int:
+        given = constant.given
         key = (given.data_ptr(), given.shape, given.stride(), given.dtype, *key)
         if key not in self._known:
-            with torch.no_grad():
-                self.tensors.append(make())
-            self.packed.append(packed)
-            self._known[key] = len(self.tensors) - 1, given  # kept, so that its address stays its own
-        return self._known[key][0]
+            self._known[key] = len(self._all)
+            self._all.append(constant)
+        return self._known[key]
 
     def plain(self, tensor: Tensor) -> int:
-        return self._add((), tensor, False, tensor.contiguous)
+        return self._add((), _Constant(tensor, tensor.nbytes, tensor.contiguous, False))
 
     def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
         operation = step.operation.removesuffix(f"_{step.algorithm}")
         pack = operator_named(f"_{operation}_{step.algorithm}_pack")
 
-        def make() -> Tensor:
-            weight = tensor
+        def make(weight: Tensor = tensor) -> Tensor:
             if chw is not None:  # columns in NHWC order
                 weight = weight.unflatten(1, chw).permute(0, 2, 3, 1).flatten(1)
-            return (
-                weight.contiguous()
-                if pack is None
-                else pack(weight.contiguous(), *step.window, **dict(step.parameters))
-            )
+            weight = weight.contiguous()
+            return weight if pack is None else pack(weight, *step.window, **dict(step.parameters))
 
         key = (operation, step.algorithm, step.window, step.parameters, chw)
-        return self._add(key, tensor, pack is not None, make)
+        return self._add(key, _Constant(tensor, make(tensor.to("meta")).nbytes, make, pack is not None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -494,7 +494,7 @@ def test_further_sizes_keep_what_was_measured_where_it_can_do_them(monkeypatch):
     supports = registry.supports_problem
 
     def wide(operation, algorithm, problem):
-        narrow = algorithm == "kn2row" and problem.sizes["in_width"] < 10
+        narrow = algorithm == "kn2row" and problem.sizes.get("in_width", 10) < 10
         return (False, "needs wide images") if narrow else supports(operation, algorithm, problem)
 
     def known_in(self, layer, layout):

@@ -100,8 +100,8 @@ const char* checked_constants(const Plan& plan, const Tensors& given) {
   const Tensor& constants = given[0];
   if (!constants.defined() || !constants.is_cpu() || constants.scalar_type() != ScalarType::Byte || constants.dim() != 1 ||
       !is_contiguous(constants) || constants.numel() != plan.constant_bytes)
-    refuse_call("needs " + std::to_string(plan.constant_bytes) +
-                " bytes of constants, as ai3::_program_constants makes them, got " + to_string(sizes_of(constants)));
+    refuse_call("needs " + std::to_string(plan.constant_bytes) + " bytes of constants, as Builder.build makes them, got " +
+                to_string(sizes_of(constants)));
   const auto* data = static_cast<const char*>(constants.const_data_ptr());
   if (std::memcmp(data + plan.constant_bytes - kSealBytes, &plan.seal, sizeof(plan.seal)) != 0)
     refuse_call("needs constants that were packed for this program and for this instruction set; build it again");
@@ -174,34 +174,48 @@ void profile_program(StableIValue* stack) {
   give(stack, 0, times);
 }
 
-// One tensor that holds all constants of a program, the packed weights among them.
+// One tensor for all constants of a program, the packed weights among them, of so many bytes. Each is put where the one before it
+// ended, so that only one at a time is in memory twice; the seal, behind the last one, grows with each.
 void program_constants(StableIValue* stack) {
   Arguments in(stack);
-  const Tensors tensors = in.take<Tensors>();
-  const std::vector<bool> packed = in.take<std::vector<bool>>();
-  if (packed.size() != tensors.size()) refuse_call("needs one flag for each constant");
+  in.take<Tensor>();  // of the device
   int64_t bytes = kSealBytes;
-  for (const Tensor& t : tensors) {
-    if (!t.defined() || !t.is_cpu() || !is_contiguous(t)) refuse_call("needs contiguous CPU tensors as constants");
-    bytes = checked_add(bytes, round_up(bytes_of(t), 64));
+  for (const int64_t size : in.take<std::vector<int64_t>>()) {
+    if (size < 0) refuse_call("needs sizes of constants in bytes, got " + std::to_string(size));
+    bytes = checked_add(bytes, round_up(size, 64));
   }
   Tensor constants = empty_bytes(bytes);
   auto* data = static_cast<char*>(constants.mutable_data_ptr());
   ask_for_huge_pages(data, bytes);
-  std::memset(data, 0, static_cast<size_t>(bytes));
-  uint64_t seal = 0;
-  for (size_t i = 0; i < tensors.size(); i++) {
-    const int64_t size = bytes_of(tensors[i]);
-    std::memcpy(data, tensors[i].const_data_ptr(), static_cast<size_t>(size));
-    seal = mix_seal(seal, size, packed[i] ? tag_of_pack(tensors[i]) : 0);
-    data += round_up(size, 64);
-  }
-  std::memcpy(data, &seal, sizeof(seal));
+  std::memset(data + bytes - kSealBytes, 0, static_cast<size_t>(kSealBytes));
   give(stack, 0, constants);
 }
 
+// Puts one constant at its place; returns that of the next one.
+void put_constant(StableIValue* stack) {
+  Arguments in(stack);
+  const Tensor all = in.take<Tensor>(), constant = in.take<Tensor>();
+  const int64_t place = in.take<int64_t>();
+  const bool packed = in.take<bool>();
+  for (const Tensor* t : {&all, &constant})
+    if (!t->defined() || !t->is_cpu() || !is_contiguous(*t)) refuse_call("needs contiguous CPU tensors as constants");
+  const int64_t size = bytes_of(constant), room = bytes_of(all) - kSealBytes, end = checked_add(place, round_up(size, 64));
+  if (place < 0 || place % 64 != 0 || end > room)
+    refuse_call("needs a place for " + std::to_string(size) + " bytes in " + std::to_string(room) + ", got " +
+                std::to_string(place));
+  auto* const data = static_cast<char*>(all.mutable_data_ptr());
+  std::memcpy(data + place, constant.const_data_ptr(), static_cast<size_t>(size));
+  std::memset(data + place + size, 0, static_cast<size_t>(end - place - size));
+  uint64_t seal = 0;
+  std::memcpy(&seal, data + room, sizeof(seal));
+  seal = mix_seal(seal, size, packed ? tag_of_pack(constant) : 0);
+  std::memcpy(data + room, &seal, sizeof(seal));
+  give(stack, 0, end);
+}
+
 AI3_OPERATOR(_program, "(Tensor[] inputs, Tensor[] constants, str program) -> Tensor[]", run_program)
-AI3_OPERATOR(_program_constants, "(Tensor[] constants, bool[] packed) -> Tensor", program_constants)
+AI3_OPERATOR(_program_constants, "(Tensor like, int[] bytes) -> Tensor", program_constants)
+AI3_OPERATOR(_program_put_constant_, "(Tensor(a!) constants, Tensor constant, int place, bool packed) -> int", put_constant)
 AI3_OPERATOR(_program_profile, "(Tensor[] inputs, Tensor[] constants, str program, int repeats) -> Tensor", profile_program)
 
 }  // namespace
