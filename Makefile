@@ -94,7 +94,7 @@ endif
 figures: build
 	.venv/bin/python -m benchmarks.figures $(BENCH_ARGS)
 
-NATIVE = $$(find csrc tests benchmarks docs -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+NATIVE = $$(find csrc tests benchmarks docs examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 lint: .venv/.lint
 	clang-format --dry-run --Werror $(NATIVE)
 	ruff check .

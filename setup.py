@@ -108,7 +108,7 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         if prebuilt := os.environ.get("AI3_PREBUILT"):
             package = Path(self.build_lib).resolve() / "ai3_ops"
-            for pattern in ("*.so", "_build.json", "include/ai3/*.h"):
+            for pattern in ("*.so", "_build.json", "include/*.cmake", "include/ai3/*.h"):
                 for file in Path(prebuilt).glob(pattern):
                     to = package / file.relative_to(prebuilt)
                     to.parent.mkdir(parents=True, exist_ok=True)
@@ -167,7 +167,9 @@ class CMakeBuild(build_ext):
 
     def get_outputs(self) -> list[str]:
         return sorted(
-            str(p) for p in (Path(self.build_lib) / "ai3_ops").rglob("*") if p.suffix in (".so", ".h", ".json")
+            str(p)
+            for p in (Path(self.build_lib) / "ai3_ops").rglob("*")
+            if p.suffix in (".so", ".h", ".json", ".cmake")
         )
 
 

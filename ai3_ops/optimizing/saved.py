@@ -30,6 +30,7 @@ from ai3_ops.programs import container
 from ai3_ops.programs.body import Body
 from ai3_ops.programs.lower import Region
 from ai3_ops.programs.program import Program
+from ai3_ops.programs.spelled import spelled
 from ai3_ops.selecting.selectors import listed
 
 FORMAT = 1
@@ -146,12 +147,13 @@ class _Saver:
         held = {
             str(n.target): getattr(body, str(n.target)) for n in body.graph.nodes if n.op in ("get_attr", "call_module")
         }
+        nodes = spelled(body).nodes
         return {
             "held": {
                 name: {"region": self.region(value)} if isinstance(value, Region) else {"tensor": self.tensor(value)}
                 for name, value in held.items()
             },
-            "nodes": [[n.op, n.name, self.target(n), _encoded(n.args), _encoded(n.kwargs)] for n in body.graph.nodes],
+            "nodes": [[n.op, n.name, self.target(n), _encoded(n.args), _encoded(n.kwargs)] for n in nodes],
         }
 
     def target(self, node: fx.Node) -> str:

@@ -1,0 +1,51 @@
+"""A body's graph with each step between its programs spelled in PyTorch's operators, which a process without Python calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ai3_ops.graph import steps
+from ai3_ops.graph.network import call, is_step
+from ai3_ops.programs.body import Body
+
+
+def spelled(body: Body) -> fx.Graph:
+    """Another graph; the body's own where it has no steps, or where the sizes of its inputs are not known any more.
+
+    A step stays one where its operators would hold the batch's size as a number.
+    """
+    inputs = [n for n in body.graph.nodes if n.op == "placeholder"]
+    if not any(map(is_step, body.graph.nodes)) or any("shape" not in n.meta for n in inputs):
+        return body.graph
+    graph, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
+    graph.output(graph.graph_copy(body.graph, {}))
+    with mode, torch.no_grad():
+        given = [torch.empty(n.meta["shape"], dtype=n.meta["dtype"]) for n in inputs]
+        FakeTensorProp(fx.GraphModule(body, graph), mode).propagate_dont_convert_inputs(*given)
+        for node in list(graph.nodes):
+            if is_step(node) and node.target is not steps.expand:
+                _spell(graph, node)
+    return graph
+
+
+def _spell(graph: fx.Graph, node: fx.Node) -> None:
+    reads = node.all_input_nodes
+
+    def run(*values: Tensor) -> Any:
+        return call(node, dict(zip(reads, values, strict=True)).__getitem__)
+
+    # Before dispatch, so that operators are as the step writes them: reshape with -1, not a view of the example's batch.
+    traced = make_fx(run, pre_dispatch=True)(*(n.meta["val"] for n in reads)).graph
+    if any(n.op == "get_attr" for n in traced.nodes):  # a constant that the step made
+        return
+    places = [n for n in traced.nodes if n.op == "placeholder"]
+    with graph.inserting_before(node):
+        made = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
