@@ -102,11 +102,18 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where the optimized module goes, for torch.load(FILE, weights_only=False)",
+        help="where the optimized module goes: a name that ends in .ai3 for ai3_ops.load and <ai3/model.h>, another for "
+        "torch.load(FILE, weights_only=False)",
     )
     optimize.add_argument("--json", action="store_true", help="print JSON")
     optimize.add_argument(
         "--alpha", type=float, default=1.05, help="how far the search follows slower networks (default: 1.05)"
+    )
+    optimize.add_argument(
+        "--verify",
+        choices=("quick", "full", "off"),
+        default="quick",
+        help="how much is compared with float64: the example's first item (default), every rewrite and random inputs, nothing",
     )
     for command in (tune, optimize):
         command.add_argument("--objective", default="latency", help="latency (default), p99 or memory")
@@ -265,6 +272,7 @@ def optimize_network(arguments: argparse.Namespace, console: Console) -> int:
     inputs = _laid_out(net.inputs, arguments.channels_last)
     names = (
         "alpha", "budget_seconds", "objective", "memory_limit", "tolerance", "deterministic", "allow_approximate",
+        "verify",
     )  # fmt: skip
     settings = {name: getattr(arguments, name) for name in names}
     fast = ai3_ops.optimize(net.model, inputs, arguments.selectors, **settings)
@@ -274,7 +282,9 @@ def optimize_network(arguments: argparse.Namespace, console: Console) -> int:
     else:
         console.print(f"{arguments.model}, {net.origin}{_described(inputs)}", highlight=False)
         print(report)
-    if arguments.output:
+    if arguments.output and arguments.output.suffix == ".ai3":
+        ai3_ops.save(fast, arguments.output)
+    elif arguments.output:
         torch.save(fast, arguments.output)
     return 0
 

@@ -24,6 +24,8 @@ from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.nn.layout import names_in
 from ai3_ops.optimizing import pipeline
 from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
+from ai3_ops.programs.lower import Region
+from ai3_ops.programs.program import Program
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be the first plan's
@@ -52,6 +54,7 @@ class Optimized(nn.Module):
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
+        self._ai3_asked = False  # for plans, by further examples: they are made however long it takes
         self._ai3_first: Plan | None = None
         self._ai3_shown: list[Any] = []  # the first example's sizes,
         self._ai3_types: list[torch.dtype] = []
@@ -144,6 +147,20 @@ class Optimized(nn.Module):
         self._ai3_plans[_key(leaves, plan.dynamic)] = plan
         self._ai3_report.parts.append(plan.report)
 
+    def plan_further(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Makes plans for further example inputs where the programs do not compute them, in the parts, too; packs are shared.
+
+        The choices of algorithms are those of the first example, as far as they can do the other sizes.
+        """
+        modules = [m for m in self.modules() if isinstance(m, Optimized)]
+        for module in modules:
+            module._ai3_asked, module._ai3_most = True, module._ai3_most + 1
+        try:
+            self(*args, **kwargs)
+        finally:
+            for module in modules:
+                module._ai3_asked = False
+
     @property
     def changed(self) -> bool:
         """Whether something else than the original computes the example."""
@@ -178,7 +195,7 @@ class Optimized(nn.Module):
         with _planning:
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
-            if not form and self._is_another_batch(leaves):
+            if not form and not self._ai3_asked and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
                 if self._tells("batch"):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
@@ -194,7 +211,7 @@ class Optimized(nn.Module):
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise
             left = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
-            if self._ai3_first.seconds > self._ai3_patience:
+            if self._ai3_first.seconds > self._ai3_patience and not self._ai3_asked:
                 plan = left
                 if self._tells("sizes"):
                     what = f"{self._ai3_report.parts[0].name or 'the model'} was {what}"
@@ -211,7 +228,9 @@ class Optimized(nn.Module):
                         plan = make_plan(
                             self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name
                         )
-                    warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
+                    _share_packs(plan, self._ai3_plans.values())
+                    if not self._ai3_asked:
+                        warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
                 except (Uncapturable, RuntimeError) as error:
                     warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
                     plan = left
@@ -537,6 +556,19 @@ class Optimized(nn.Module):
         if not parts or not parts[0].before_ms or not parts[0].after_ms:
             return "optimized"
         return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _share_packs(plan: Plan, others: Iterable[Plan]) -> None:
+    """Of a new plan the packed weights that another one has already."""
+    known = [c for other in others for program in _programs(other) for c in program.constants]
+    for program in _programs(plan):
+        for i, own in enumerate(program.constants):
+            same = (c for c in known if c.shape == own.shape and torch.equal(c, own))
+            program.constants[i] = next(same, own)
+
+
+def _programs(plan: Plan) -> list[Program]:
+    return [] if plan.body is None else [m.program for m in plan.body.modules() if isinstance(m, Region)]
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -161,6 +161,8 @@ def make_plan(
         return _swapped(module, args, kwargs, settings, budget.until(), captured, plain, resolved, report)
     seconds = time.monotonic() - begun
     reference = Reference(captured, inputs, settings.verify)
+    if settings.verify == "off":
+        report.notes.append('verify="off": what was rewritten was not compared with float64')
     if settings.verify == "full" and not reference.holds(error := reference.error(network.run)):
         _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)

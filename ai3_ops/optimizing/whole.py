@@ -55,12 +55,12 @@ def optimize(
         )
     if isinstance(settings.selectors, Plan):
         settings.selectors.check_machine(stacklevel=users_level() + 1)
-    args, kwargs = examples.arguments(example_inputs)
     with torch.inference_mode(False), torch.no_grad(), same_random_numbers(), _status(progress) as show:
-        args, kwargs = pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
         original = unswap(copied(model))
         if model.training:
             original.eval()
+        example_inputs, further = _each(original, example_inputs)
+        args, kwargs = _own(example_inputs)
         state, first = _state_outside(original, args, kwargs, example_inputs)
         whole, left = Optimized(original, settings), Left()
         try:
@@ -73,6 +73,12 @@ def optimize(
                 whole._ai3_report.left = dict(left)
             else:
                 whole = _by_parts(original, settings, args, kwargs, left, show, budget)
+        for more in further:
+            show("further examples")
+            try:
+                whole.plan_further(*_own(more))
+            except Exception as error:
+                raise does_not_run("ai3_ops.optimize", more, error) from error
         if not keep_original:
             for module in list(whole.modules()):
                 if isinstance(module, Optimized):
@@ -80,6 +86,32 @@ def optimize(
     _library.release_workspace()  # graphs and folded weights are gone
     left.warn(whole)
     return whole
+
+
+def _each(model: nn.Module, example_inputs: Any) -> tuple[Any, list[Any]]:
+    """The first of several examples and the others; a list that the model takes as its one argument is one example."""
+    several = type(example_inputs) is list and all(isinstance(e, (Tensor, tuple, dict)) for e in example_inputs)
+    if not several or len(example_inputs) < 2:
+        return example_inputs, []
+    if all(isinstance(e, Tensor) for e in example_inputs) and (
+        _runs(model, (example_inputs,)) or not _runs(model, example_inputs[0])
+    ):
+        return example_inputs, []
+    return example_inputs[0], example_inputs[1:]
+
+
+def _runs(model: nn.Module, example_inputs: Any) -> bool:
+    try:
+        _outputs(copied(model, sharing=True), *examples.arguments(example_inputs))
+    except Exception:
+        return False
+    return True
+
+
+def _own(example_inputs: Any) -> Any:
+    """Arguments and keyword arguments, tensors with memory of their own."""
+    args, kwargs = examples.arguments(example_inputs)
+    return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
 
 
 OVER = "the budget was used up, a larger budget_seconds reaches it"

@@ -46,6 +46,6 @@ def _spell(graph: fx.Graph, node: fx.Node) -> None:
         return
     places = [n for n in traced.nodes if n.op == "placeholder"]
     with graph.inserting_before(node):
-        made = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
+        made: Any = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
     node.replace_all_uses_with(made)
     graph.erase_node(node)

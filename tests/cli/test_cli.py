@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ai3_ops
 from ai3_ops import registry
 from ai3_ops.cli import demo, doctor
 from ai3_ops.cli.main import main, selectors
@@ -218,8 +219,12 @@ def test_optimize_prints_and_saves(tmp_path, capsys, monkeypatch):
     fast, x = torch.load(path, weights_only=False), torch.randn(1, 3, 12, 12)
     with torch.no_grad():
         torch.testing.assert_close(fast(x), _factory()(x), rtol=1e-4, atol=1e-5)
-    assert main([*given, "--json", "--budget-seconds", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["optimization"]["parts"][0]["steps"]
+    assert main([*given, "--json", "--budget-seconds", "1", "--verify", "off"]) == 0
+    part = json.loads(capsys.readouterr().out)["optimization"]["parts"][0]
+    assert part["steps"]
+    assert any('verify="off"' in note for note in part["notes"])
+    assert main([*given[:-1], str(tmp_path / "fast.ai3")]) == 0
+    assert torch.equal(ai3_ops.load(tmp_path / "fast.ai3")(x), fast(x))
     with pytest.raises(SystemExit):
         main(["optimize", "test_cli:_factory", "--alpha", "0.5"])
     assert "ai3_ops optimize: alpha needs a number of at least 1" in capsys.readouterr().err
