@@ -108,7 +108,7 @@ class CMakeBuild(build_ext):
     def run(self) -> None:
         if prebuilt := os.environ.get("AI3_PREBUILT"):
             package = Path(self.build_lib).resolve() / "ai3_ops"
-            for pattern in ("*.so", "_build.json", "include/*.cmake", "include/ai3/*.h"):
+            for pattern in ("*.so", "_build.json", "include/*.cmake", "include/*/*.h"):
                 for file in Path(prebuilt).glob(pattern):
                     to = package / file.relative_to(prebuilt)
                     to.parent.mkdir(parents=True, exist_ok=True)

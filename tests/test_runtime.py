@@ -1,4 +1,4 @@
-"""<ai3/model.h>: saved networks in a C++ program without Python."""
+"""<ai3_ops/model.h>: saved networks in a C++ program without Python."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ HEADERS = ("zlib.h", "nlohmann/json.hpp")
 
 @pytest.fixture(scope="session")
 def headers(compiler):
-    """What <ai3/model.h> needs beside PyTorch's."""
+    """What <ai3_ops/model.h> needs beside PyTorch's."""
     for header in HEADERS:
         command, text = [compiler, "-E", "-x", "c++", "-"], f"#include <{header}>"
         found = subprocess.run(command, input=text, text=True, capture_output=True, check=False)

@@ -98,11 +98,12 @@ def check_workspace(info: AlgorithmInfo, tally: Tally) -> None:
         inputs = call.tensors
         if not all(t is None or t.is_contiguous() for t in inputs):
             continue
-        p = rules.asked(info.name, *arranged(info.operation, inputs, call.case.arguments), **call.options(*inputs))
+        own = call.options(*inputs)
+        p = rules.asked(info.name, *arranged(info.operation, inputs, call.case.arguments), **own)
         stated = registry.workspace_sizes(info.operation, info.name, p.device, p.dtype, **p.sizes)
         _library.release_workspace()
         with torch.inference_mode(), profiled(profile_memory=True) as profile:
-            output = call.operator(*inputs)
+            output = info.operator(*call.arranged(*inputs), **own)
         rest = allocated(profile) - output.numel() * output.element_size() + _library.release_workspace()
         slack = 4096 if stated < HUGE_PAGE else HUGE_PAGE
         require(stated <= rest <= stated + slack, f"{call}: states {stated} bytes of workspace, allocates {rest}")

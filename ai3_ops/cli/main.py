@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help="where the optimized module goes: a name that ends in .ai3 for ai3_ops.load and <ai3/model.h>, another for "
+        help="where the optimized module goes: a name that ends in .ai3 for ai3_ops.load and <ai3_ops/model.h>, another for "
         "torch.load(FILE, weights_only=False)",
     )
     optimize.add_argument("--json", action="store_true", help="print JSON")

@@ -20,7 +20,7 @@ from ai3_ops.calls.spec import fast_in
 from ai3_ops.operations import base, multihead, patterns, windows
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw
-from ai3_ops.operations.plain_attention import Plain, Sight, fitted, reduced
+from ai3_ops.operations.plain_attention import Sight, fitted, plain, reduced
 from ai3_ops.operations.step import Step, computed
 from ai3_ops.problem import Problem, check, check_dtype, check_same
 
@@ -69,6 +69,7 @@ class Attention(Operation):
         is_causal: bool = False,
         scale: float | None = None,
         enable_gqa: bool = False,
+        key_projection: Tensor | None = None,
         **_: Any,
     ) -> Problem:
         """Query (..., H, L, E), key (..., H, S, E), value (..., H, S, Ev), mask broadcast to (..., H, L, S); RuntimeError."""
@@ -113,7 +114,7 @@ class Attention(Operation):
         sizes = {
             "batch": batch, "heads": heads, "kv_heads": kv_heads, "queries": query.shape[-2], "keys": keys, "size": size,
             "value_size": value.shape[-1], "has_mask": attn_mask is not None, "is_causal": bool(is_causal),
-            "has_dropout": dropout_p > 0,
+            "has_dropout": dropout_p > 0, "projected": _size(key_projection, 1) if key_projection is not None else 0,
         }  # fmt: skip
         return Problem(str(query.device), query.dtype, sizes, shape)
 
@@ -161,7 +162,7 @@ class Attention(Operation):
         of_seed = [None] * (first - 6)
         if ctx.operator is None or logsumexp is None or needs[3]:
             own = ctx.own | given | {"dropout_seed": seed}
-            call = Plain(ctx.algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, own, ctx.dropout)
+            call = plain(ctx.algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, own, ctx.dropout)
             found = call.backward(grad, needs[3])
             wanted = [*zip(("query", "key", "value", "attn_mask"), needs, strict=True), *own_needs.items()]
             back = [found.get(name) if needed else None for name, needed in wanted]
@@ -194,7 +195,7 @@ class Attention(Operation):
         query, key, value, mask, dropout, causal = self.in_full(f"ai3::{self.name}", args)
         scale, grouped = options.get("scale"), options.get("enable_gqa", False)
         sight = Sight.of(causal, options)
-        return Plain(algorithm, query, key, value, mask, sight, scale, grouped, options, dropout).forward()
+        return plain(algorithm, query, key, value, mask, sight, scale, grouped, options, dropout).forward()
 
     def derivable(self, algorithm: str) -> Callable[..., Tensor]:
         """`by_definition` of that algorithm."""
@@ -262,24 +263,32 @@ class Attention(Operation):
     )
 
     def definition(self, algorithm: str) -> Callable[..., Tensor]:
-        """Of the sparse ones in PyTorch's functions under their patterns."""
-        return super().definition(algorithm) if algorithm not in patterns.SPARSE else self.derivable(algorithm)
+        """Of the sparse ones, and linformer, in PyTorch's functions."""
+        own = (*patterns.SPARSE, "linformer")
+        return super().definition(algorithm) if algorithm not in own else self.derivable(algorithm)
 
     def own_options(self, algorithm: str) -> dict[str, Any]:
         """Patterns that are seen in small cases."""
         lists = dict.fromkeys(("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"), True)
-        return {
+        options: dict[str, dict[str, Any]] = {
             "block_sparse": {**lists, "block_size": 16},
             "longformer": {"window": 8, "global_tokens": 2},
             "bigbird": {"block_size": 4, "random_blocks": 2, "seed": 3},
-        }.get(algorithm, {})
+            "linformer": dict.fromkeys(patterns.PROJECTIONS, True),
+        }
+        return options.get(algorithm, {})
 
     def own_operands(self, algorithm: str, args: Sequence[Any]) -> dict[str, Any]:
         """Lists of two partial blocks, one of them twice where there is no other, and of a full one."""
-        options = self.own_options(algorithm)
+        options, (query, key) = self.own_options(algorithm), args[:2]
+        if algorithm == "linformer":  # one for all heads, one for each
+            keys = _size(key, 1)
+            heads = () if query.ndim < 3 else (max(_size(query, 2), _size(key, 2)),)
+            shapes = ((3, keys), (*heads, 3, keys))
+            made = [torch.arange(math.prod(s), dtype=torch.float64).mul(2.4).sin().reshape(s) for s in shapes]
+            return {n: (t / max(1, keys) ** 0.5).to(query) for n, t in zip(patterns.PROJECTIONS, made, strict=True)}
         if algorithm != "block_sparse":
             return options
-        query, key = args[:2]
         rows, blocks = (-(-_size(t, 1) // options["block_size"]) for t in (query, key))
         row, each = torch.arange(rows), 2 if blocks else 0
         near = torch.stack([row % max(blocks, 1), (row + 1) % max(blocks, 1)], -1)
@@ -467,7 +476,7 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
         **options: Any,
     ) -> tuple[Tensor | None, ...]:
         sight = Sight.of(causal, options)
-        found = Plain(algorithm, query, key, value, mask, sight, scale, enable_gqa, options, dropout).backward(grad)
+        found = plain(algorithm, query, key, value, mask, sight, scale, enable_gqa, options, dropout).backward(grad)
         names = ["query", "key", "value", *own]
         pairs = zip(names, wanted, strict=False)
         results = [found.get(name) if w else None for name, w in pairs]
@@ -483,7 +492,7 @@ def register_backward(rules: Attention, op: OpOverload, algorithm: str) -> None:
     def double_backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad, query, key, value, mask, seed, *tensors = ctx.saved_tensors
         all_own = ctx.own | dict(zip(own, tensors, strict=True)) | {"dropout_seed": seed}
-        call = Plain(algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, all_own, ctx.dropout)
+        call = plain(algorithm, query, key, value, mask, ctx.sight, ctx.scale, ctx.grouped, all_own, ctx.dropout)
         names = ["query", "key", "value", *own]
         given = {n: t if w else None for n, t, w in zip(names, grads, ctx.wanted, strict=False)}
         of_grad, found = call.second(grad, given)

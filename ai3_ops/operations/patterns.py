@@ -149,6 +149,7 @@ def _longformer(rank: int, keys: int, device: torch.device, own: dict[str, Any])
 
 GLOBAL = ("global_query", "global_key", "global_value")
 SCORES = ("softcap", "sinks", "alibi_slopes", "rel_h", "rel_w")  # which change scores, and hide none
+PROJECTIONS = ("key_projection", "value_projection")  # linformer's
 SPARSE = ("block_sparse", "longformer", "bigbird")
 
 
@@ -207,6 +208,7 @@ def _expected(name: str, sizes: dict[str, Any], own: dict[str, Any], lead: tuple
         **{n: _Expected("values", (heads,), 1) for n in ("sinks", "alibi_slopes")},
         "key_lengths": _Expected("indices", lead, 0),
         **{n: _Expected("values", (*lead, heads, queries, None), 2) for n in ("rel_h", "rel_w")},
+        **dict.fromkeys(PROJECTIONS, _Expected("values", (kv_heads, None, keys), 2)),
         "random_indices": _Expected("indices", (heads, inner, own.get("random_blocks")), 2),
     }.get(name)
 
@@ -241,6 +243,10 @@ def check_own(label: str, query: Tensor, sizes: dict[str, Any], shape: tuple[Any
         height, width = rel_h.shape[-1], rel_w.shape[-1]
         needs = f"needs rel_h and rel_w of a grid of {sizes['keys']} keys, got {height} x {width}"
         check(height * width == sizes["keys"] and height > 0, label, needs)
+    of_key, of_value = (own.get(name) for name in PROJECTIONS)
+    if isinstance(of_key, Tensor) and isinstance(of_value, Tensor):
+        what = f"got {tuple(of_key.shape)} and {tuple(of_value.shape)}"
+        check(of_key.shape[-2] == of_value.shape[-2], label, f"needs projections to one length, {what}")
     for which in ("", "full_"):
         counts, indices = own.get(f"{which}kv_num_blocks"), own.get(f"{which}kv_indices")
         if isinstance(counts, Tensor) and isinstance(indices, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -179,8 +179,11 @@ class Plain(NamedTuple):
             scores = scores + added
         if mask is not None and mask.dtype != torch.bool:
             scores = scores + mask.masked_fill(mask == -math.inf, 0).to(scores.dtype)
-        none = None if hidden is None else hidden.all(-1, keepdim=True)
-        if hidden is not None and none is not None:
+        if hidden is None:  # as of a row that sees no key, which is what PyTorch makes of it, too
+            none = (scores == -math.inf).all(-1, keepdim=True)
+            scores = scores.masked_fill(none, 0)
+        else:
+            none = hidden.all(-1, keepdim=True)
             scores = scores.masked_fill(hidden & ~none, -math.inf).masked_fill(none, 0)
         of_sink = None
         if (sinks := self.own.get("sinks")) is None:
@@ -190,7 +193,7 @@ class Plain(NamedTuple):
             rows = torch.broadcast_shapes(scores.shape[:-1], sink.shape[:-1])
             columns = torch.cat([scores.expand(*rows, -1), sink.expand(*rows, 1)], -1).softmax(-1)
             found, of_sink = columns[..., :-1], columns[..., -1:]
-        return _Weights(found if none is None else found.masked_fill(none, 0), k, v, slope, bend, of_sink)
+        return _Weights(found.masked_fill(none, 0), k, v, slope, bend, of_sink)
 
     def dropped(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[Tensor], Tensor]:
         """What dropout makes of weights, as the kernels do (docs/attention.md)."""
@@ -300,6 +303,97 @@ class Plain(NamedTuple):
             n: g.to(known[n].dtype) if n == "attn_mask" else _narrowed(g, known[n], grouped.get(n, False))
             for n, g in sums.items()
         }
+
+
+class Projected(NamedTuple):
+    """linformer: a plain attention over projected keys and values, and the products with the projections."""
+
+    plain: Plain  # of the call as it stands
+
+    def projections(self) -> tuple[Tensor, Tensor]:
+        """In at least float32, in no more dimensions than key and value have."""
+        wide = torch.promote_types(self.plain.query.dtype, torch.float32)
+        pairs = zip(patterns.PROJECTIONS, (self.plain.key, self.plain.value), strict=True)
+        of_key, of_value = (fitted(self.plain.own[name].to(wide), max(2, t.ndim)) for name, t in pairs)
+        return of_key, of_value
+
+    def inner(self) -> Plain:
+        """Over the projected rows."""
+        of_key, of_value = self.projections()
+        key, value = (t.to(of_key.dtype) for t in (self.plain.key, self.plain.value))
+        own = {name: value for name, value in self.plain.own.items() if name not in patterns.PROJECTIONS}
+        return self.plain._replace(algorithm="math", key=of_key @ key, value=of_value @ value, own=own)
+
+    def forward(self) -> Tensor:
+        """The output."""
+        return self.inner().forward()
+
+    def backward(self, grad: Tensor, of_mask: bool = False) -> dict[str, Tensor]:
+        """As Plain's: with dK' and dV' the gradients of projected rows, dK = E^T dK' and dE = dK' K^T."""
+        found = self.inner().backward(grad)
+        sums = {"query": found["query"]}
+        for name, tensor, projection, own in self._each():
+            of_rows = found[name]
+            sums |= {name: projection.mT @ of_rows, own: of_rows @ tensor.mT}
+        return self._narrowed(sums)
+
+    def second(self, grad: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
+        """As Plain's. Of dK = E^T dK' and dE = dK' K^T with the gradients b and e: that of dK' is E b + e K."""
+        inner = self.inner()
+        first, below = inner.backward(grad), {"query": given.get("query")}
+        for name, tensor, projection, own in self._each():
+            b, e = _cast(given.get(name), tensor), _cast(given.get(own), tensor)
+            terms = [] if b is None else [projection @ b]
+            terms += [] if e is None else [fitted(e, projection.ndim) @ tensor]
+            below[name] = sum(terms[1:], terms[0]) if terms else None
+        of_grad, found = inner.second(grad, below)
+        sums = {"query": found["query"]} if "query" in found else {}
+        for name, tensor, projection, own in self._each():
+            b, e = _cast(given.get(name), tensor), _cast(given.get(own), tensor)
+            of_rows, again = first[name], found.get(name)
+            to_tensor, to_own = [], []
+            if again is not None:
+                to_tensor, to_own = [projection.mT @ again], [again @ tensor.mT]
+            if e is not None:
+                to_tensor.append(fitted(e, projection.ndim).mT @ of_rows)
+            if b is not None:
+                to_own.append(of_rows @ b.mT)
+            for n, terms in ((name, to_tensor), (own, to_own)):
+                if terms:
+                    sums[n] = sum(terms[1:], terms[0])
+        return of_grad, self._narrowed(sums)
+
+    def _each(self) -> Iterator[tuple[str, Tensor, Tensor, str]]:
+        """Key and value with their projections."""
+        of_key, of_value = self.projections()
+        key, value = (t.to(of_key.dtype) for t in (self.plain.key, self.plain.value))
+        yield "key", key, of_key, patterns.PROJECTIONS[0]
+        yield "value", value, of_value, patterns.PROJECTIONS[1]
+
+    def _narrowed(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        known = self.plain.own | {"query": self.plain.query, "key": self.plain.key, "value": self.plain.value}
+        return {name: reduced(g, known[name]).to(known[name].dtype) for name, g in sums.items()}
+
+
+def _cast(tensor: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if tensor is None else tensor.to(like.dtype)
+
+
+def plain(
+    algorithm: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sight: Sight,
+    scale: float | None,
+    grouped: bool,
+    own: dict[str, Any],
+    dropout: float = 0.0,
+) -> Plain | Projected:
+    """A call of an algorithm in PyTorch's functions."""
+    call = Plain(algorithm, query, key, value, mask, sight, scale, grouped, own, dropout)
+    return Projected(call) if algorithm == "linformer" else call
 
 
 def _kept(seed: Tensor, rows: tuple[int, ...], keys: int, dropout: float) -> Tensor:

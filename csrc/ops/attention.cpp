@@ -27,12 +27,13 @@ void set_threads(AttentionProblem& p) {
 }
 
 AttentionProblem problem_from(const Query& q) {
-  if (q.count != 10) throw std::runtime_error("ai3: an attention query needs 10 sizes");
+  if (q.count != 11) throw std::runtime_error("ai3: an attention query needs 11 sizes");
   const int64_t* const s = q.sizes;
   check_numel({s[0], s[1], s[3], s[5]}), check_numel({s[0], s[2], s[4], s[5]}), check_numel({s[0], s[2], s[4], s[6]});
   AttentionProblem p{};
   p.dtype = q.dtype, p.outer = 1, p.batch = s[0], p.heads = s[1], p.kv_heads = s[2], p.queries = s[3], p.keys = s[4];
   p.size = s[5], p.value_size = s[6], p.has_mask = s[7] != 0, p.causal = s[8] != 0, p.dropout = s[9] != 0;
+  p.projected = s[10];
   set_threads(p);
   return p;
 }
@@ -87,6 +88,7 @@ std::optional<Expected> expected(const Entry& entry, const AttentionProblem& p, 
   if (name == "sinks" || name == "alibi_slopes") return Expected{Kind::values, {p.heads}, 1};
   if (name == "key_lengths") return Expected{Kind::indices, {p.outer, p.batch}, 0};
   if (name == "rel_h" || name == "rel_w") return Expected{Kind::values, {p.outer, p.batch, p.heads, p.queries, -1}, 2};
+  if (name == "key_projection" || name == "value_projection") return Expected{Kind::values, {p.kv_heads, -1, p.keys}, 2};
   if (name == "random_indices")
     return Expected{Kind::indices, {p.heads, std::max<int64_t>(0, rows - 2), whole_named(entry, p, "random_blocks", -1)}, 2};
   return std::nullopt;
@@ -151,6 +153,12 @@ void prepare_own(const Entry& entry, Call& c, AttentionProblem& p) {
       const int64_t length = static_cast<const int64_t*>(lengths->const_data_ptr())[i];
       check(length >= 0 && length <= p.keys, entry, "needs key_lengths from 0 to ", p.keys, ", got ", length);
     }
+  const Tensor *const of_key = own_named(entry, c, "key_projection"), *const of_value = own_named(entry, c, "value_projection");
+  if (of_key && of_value) {
+    p.projected = size_at(*of_key, 1);
+    check(size_at(*of_value, 1) == p.projected, entry, "needs projections to one length, got ", *of_key, " and ", *of_value);
+    check_numel({p.outer, p.batch, p.kv_heads, p.projected, std::max(p.size, p.value_size)});
+  }
   const int64_t block = whole_named(entry, p, "block_size", 0);
   if (block < 1) return;
   for (const std::string list : {"kv_", "full_kv_"}) {
@@ -361,7 +369,8 @@ void backward(const Entry& entry, StableIValue* stack) {
   for (size_t i = 0; i < entry.parameters.size() && result.size() < gradients; i++) {
     if (!is_tensor(entry.parameters[i])) continue;
     const Tensor* const t = c.own[i] && known_dtype(*c.own[i]) && wanted[result.size()] ? &*c.own[i] : nullptr;
-    if (auto size = expected(entry, p, entry.parameters[i].name); t && size) {
+    const bool is_projection = entry.parameters[i].name.find("_projection") != std::string::npos;  // of all heads, or of each
+    if (auto size = expected(entry, p, entry.parameters[i].name); t && size && !is_projection) {
       for (int64_t& n : size->sizes) n = n < 0 ? size_at(*t, 0) : n;
       check(t->numel() == checked_numel(entry, size->sizes, 1), entry, "needs ", entry.parameters[i].name,
             " of the output's batch for its gradient, got ", *t);
@@ -477,8 +486,29 @@ constexpr OperatorKind kinds[] = {
      AI3_ATTENTION_GRADIENTS("8") "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", backward<8>,
      has_more_gradients},
 };
-AI3_OPERATION(attention, "batch heads kv_heads queries keys size value_size has_mask is_causal has_dropout", kinds,
+AI3_OPERATION(attention, "batch heads kv_heads queries keys size value_size has_mask is_causal has_dropout projected", kinds,
               std::size(kinds), nullptr, 0, AI3_QUERIES(AttentionProblem, problem_from))
+
+// linformer with its projections by position. It has no kernels of its own: the dispatcher takes it for the operator that it
+// calls, whose rules for gradients, batches and tracing are its own, too.
+void call_projected(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments in(stack);
+  const Tensor query = in.take<Tensor>(), key = in.take<Tensor>(), value = in.take<Tensor>();
+  const Tensor key_projection = in.take<Tensor>(), value_projection = in.take<Tensor>();
+  const auto scale = in.take<std::optional<double>>();
+  give(stack, 0,
+       call_aten("ai3::attention_linformer", "", query, key, value, std::optional<Tensor>(), 0.0, false, scale, false,
+                 key_projection, value_projection));
+}
 
 }  // namespace
 }  // namespace ai3::ops
+
+STABLE_TORCH_LIBRARY_FRAGMENT(ai3, m) {
+  m.def(
+      "attention_linformer.projected(Tensor query, Tensor key, Tensor value, Tensor key_projection, Tensor value_projection, *, "
+      "float? scale=None) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(ai3, CompositeImplicitAutograd, m) {
+  m.impl("attention_linformer.projected", &ai3::ops::call_projected);
+}

@@ -1,6 +1,6 @@
 // Runs a file of ai3_ops.save in a program without Python:
 //
-//   #include <ai3/model.h>
+//   #include <ai3_ops/model.h>
 //   const auto model = ai3::Model::load("resnet50.ai3");
 //   const std::vector<at::Tensor> outputs = model.run({image});
 //

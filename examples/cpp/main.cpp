@@ -1,7 +1,7 @@
 // Loads a network that ai3_ops.save wrote and runs it on an input of ones: its first outputs, and milliseconds a call.
 //
 //   run_model model.ai3 1 3 224 224
-#include <ai3/model.h>
+#include <ai3_ops/model.h>
 
 #include <algorithm>
 #include <chrono>

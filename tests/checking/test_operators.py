@@ -20,7 +20,7 @@ from ai3_ops.operations.patterns import SPARSE
 # Where a check may have nothing to do, and pass nowhere: by its reason, of which algorithms that holds.
 NOTHING_TO_DO = {
     "ATen's own kernels differ in the signs of zeros": lambda a: not registry.OPERATIONS[a.operation].signed_zeros,
-    "PyTorch has no function of its pattern": lambda a: a.operation == "attention" and a.name in SPARSE,
+    "PyTorch has no function of its pattern": lambda a: a.operation == "attention" and a.name in (*SPARSE, "linformer"),
     "applies no scale, shift or relu to its input": lambda a: not a.prologue,
     "calls PyTorch's operators, which allocate": lambda a: a.vendor,
     "converts what it reads to nhwc": lambda a: a.layout == "nhwc",
@@ -86,6 +86,7 @@ MUST_SUPPORT = {
     ("attention", "block_sparse"): lambda p: not p["is_causal"],
     ("attention", "longformer"): lambda p: _of_one_length(p) and not p["has_mask"],
     ("attention", "bigbird"): _of_one_length,
+    ("attention", "linformer"): lambda p: not p["is_causal"] and not p["has_mask"],
 }
 
 

@@ -795,9 +795,10 @@ needs_sources = pytest.mark.skipif(
 @pytest.fixture
 def sketched(tmp_path, monkeypatch):
     """The sources with a new algorithm in one new file, configured; other kernels are left out for speed."""
-    for part in ("ai3_ops", "cmake", "csrc/ops", "csrc/algos/core", "csrc/algos/relu"):
+    for part in ("ai3_ops", "cmake", "csrc/ops", "csrc/runtime", "csrc/algos/core", "csrc/algos/relu"):
         shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.so", "include", "__pycache__"))
-    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    for file in ("CMakeLists.txt", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
     (tmp_path / "csrc/algos/relu/sketch.cpp").write_text(SKETCH)
     monkeypatch.chdir(tmp_path)
     build = ["cmake", "-S", tmp_path, "-B", tmp_path / "build", "-G", "Ninja", f"-DPython_EXECUTABLE={sys.executable}"]

@@ -1,10 +1,10 @@
-// Runs saved networks by <ai3/model.h>, in a process without Python:
+// Runs saved networks by <ai3_ops/model.h>, in a process without Python:
 //
 //   runner run <file> <inputs.pt> <expected.pt>     four threads at once; every output equals the expected one, bit for bit
 //   runner refuse <file>                            prints why it cannot be loaded
 //   runner mutate <file> <inputs.pt> <copy> <n>     n files with random changes, every second one with checksums that fit again:
 //                                                   each is refused, or runs; prints how many were refused
-#include <ai3/model.h>
+#include <ai3_ops/model.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>

@@ -1,123 +1,13 @@
-// Attention in tiles with an online softmax (Dao et al., "FlashAttention", 2022): a tile of queries passes once over the keys,
-// and keeps the largest score so far, the sum of the exponentials and the weighted sum of the values, rescaled where the largest
-// one changes. Scores exist for a tile of keys and one panel of queries at a time: memory beside inputs and output is a few
-// tiles.
-//
-// Queries of a panel are the lanes of vectors, from the packed panel on: scores lie [key][query], so that the softmax's maxima
-// and sums are taken down the rows without crossing lanes, and are then read as the left operand of the product with the values.
-// Keys and values are read in place, as rows: neither is packed where they are of the accumulator's type.
-#include "few_queries.h"
+// Attention in tiles with an online softmax (Dao et al., "FlashAttention", 2022): flash_forward.h, and its gradients,
+// flash_gradients.h.
 #include "flash_gradients.h"
-#include "tiles.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 template <class T>
-AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
-  using A = Acc<T>;
-  constexpr int64_t P = kPanel<A>;
-  return cut_size<A>({checked_mul(kTile<T>, p.size), kKeys * P, p.has_mask ? kKeys * P : 0, checked_mul(kTile<T>, rel_columns(p)),
-                      checked_mul(kTile<T>, padded<A>(p.value_size)), kTile<T>, kTile<T>, p.dropout > 0 ? kKeys * P : 0,
-                      buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true)});
-}
-int64_t flash_workspace(const AttentionProblem& p) {
-  if (p.queries <= kFew)
-    return with_type(p.dtype, [&]<class T>() {
-      const FewRows<Acc<T>> of(p);
-      return checked_add(workspace_bytes<Acc<T>>(of.partials()), workspace_bytes<Acc<T>>(checked_mul(p.threads, of.own())));
-    });
-  return with_type(p.dtype, [&]<class T>() { return workspace_bytes<Acc<T>>(checked_mul(p.threads, forward_size<T>(p))); });
-}
-
-template <class T>
-void attention_flash(const AttentionProblem& whole, const AttentionOperands& m, Workspace& workspace) {
-  using A = Acc<T>;
-  constexpr int64_t P = kPanel<A>;
-  if (whole.queries <= kFew) return attend_few<T>(whole, m, workspace);
-  const int64_t own = forward_size<T>(whole), tiles = ceil_div(whole.queries, kTile<T>), ld = padded<A>(whole.value_size),
-                columns = rel_columns(whole);
-  A* const all = workspace.take<A>(whole.threads * own);
-  auto keys_of_tile = [&](const AttentionProblem& p, int64_t n) {
-    const int64_t first = n % tiles * kTile<T>;
-    return Range{first_key(p, first), keys_of(p, smaller(p.queries, first + kTile<T>) - 1)};
-  };
-  parallel_for(
-      whole.threads, whole.outer * whole.batch * whole.heads * tiles,
-      [&](int64_t n, int thread) {
-        const HeadAt at(whole, n / tiles);
-        const AttentionProblem p = of_head(whole, m.own, at);
-        const Positions<T> positions(p, m.own, at);
-        const Dropout<A> dropout(p, m.dropout_seed);
-        Cut<A> cut{all + thread * own};
-        A* const packed = cut.take(kTile<T> * p.size);
-        A* const scores = cut.take(kKeys * P);
-        A* const added = cut.take(p.has_mask ? kKeys * P : 0);
-        A* const rel = cut.take(kTile<T> * columns);
-        A* const sums = cut.take(kTile<T> * ld);
-        A *const most = cut.take(kTile<T>), *const total = cut.take(kTile<T>);
-        A* const kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
-        A* const of_keys = cut.take(buffer_of<T>(kKeys, p.size, false));
-        A* const of_values = cut.take(buffer_of<T>(kKeys, p.value_size, true));
-        const int64_t first = n % tiles * kTile<T>, rows = smaller(kTile<T>, p.queries - first), panels = ceil_div(rows, P);
-        const T *const query = m.query.read<T>() + at.of(p.query_at) + first * p.query_at.row,
-                       *const key = m.key.read<T>() + at.of_kv(p.key_at), *const value = m.value.read<T>() + at.of_kv(p.value_at);
-        const MaskRows<A> mask(p, m.mask, at);
-        for (int64_t b = 0; b < panels; b++) {
-          const int64_t queries = smaller(P, rows - b * P);
-          pack_rows(query + b * P * p.query_at.row, p.query_at.row, queries, p.size, p.scale, packed + b * P * p.size);
-          if (positions.rel_h) pack_rel(positions, first + b * P, queries, rel + b * P * columns);
-        }
-        for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(sums + i, Vec<A>(A(0)));
-        for (int64_t i = 0; i < panels * P; i++) most[i] = kHidden<A>, total[i] = 0;
-        const Range seen = keys_of_tile(p, n);
-        for (int64_t j = seen.begin; j < seen.end; j += kKeys) {
-          const int64_t most_keys = smaller(kKeys, seen.end - j);
-          const RowsAt<A> k = rows_at(key + j * p.key_at.row, p.key_at.row, most_keys, p.size, false, of_keys),
-                          v = rows_at(value + j * p.value_at.row, p.value_at.row, most_keys, p.value_size, true, of_values);
-          int finite = -1;  // not known
-          for (int64_t b = 0; b < panels; b++) {
-            const int64_t i = first + b * P, queries = smaller(P, p.queries - i),
-                          keys = smaller(most_keys, keys_of(p, i + queries - 1) - j);
-            if (keys <= 0 || first_key(p, i) >= j + keys) continue;
-            const bool diagonal = keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
-            if (mask && !reads_any(mask, i, queries, j, keys, added)) continue;
-            multiply_rows(k, keys, packed + b * P * p.size, p.size, scores);
-            if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
-            if (positions) add_positions(p, positions, rel + b * P * columns, i, j, keys, scores);
-            if (mask) add_mask(added, keys, scores);
-            if (diagonal) hide_keys(p, i, j, keys, scores);
-            alignas(64) A scale[P];
-            soften(scores, keys, most + b * P, total + b * P, scale);
-            if (dropout) {
-              dropout.template of_lanes<P>(n / tiles * p.queries + i, j, keys, kept);
-              drop(kept, keys, scores);
-            }
-            A* const to = sums + b * P * ld;
-            scale_rows(to, queries, p.value_size, scale);
-            if ((mask || diagonal) && finite < 0) finite = all_finite(v, most_keys, p.value_size);
-            if ((mask || diagonal) && !finite)
-              add_weighted_seen(queries, scores, v, keys, p.value_size, to,
-                                [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
-            else
-              add_weighted(queries, scores, v, keys, p.value_size, to);
-          }
-        }
-        T* const output = m.output.write<T>() + at.of(p.output_at) + first * p.output_at.row;
-        const A sink = sink_of<T>(m.own, at);
-        for (int64_t r = 0; r < rows; r++) {
-          const RowEnd<A> end(most[r], static_cast<double>(total[r]), sink);
-          const Vec<A> share(end.share);
-          for (int64_t c = 0; c < p.value_size; c += Vec<A>::width)
-            store_some(output + r * p.output_at.row + c, load(sums + r * ld + c) * share,
-                       smaller(Vec<A>::width, p.value_size - c));
-          if (m.logsumexp) m.logsumexp.write<A>()[n / tiles * p.queries + first + r] = end.logsumexp;
-        }
-      },
-      [&](int64_t n) {
-        const AttentionProblem p = of_head(whole, m.own, HeadAt(whole, n / tiles));
-        return static_cast<double>(larger(0, keys_of_tile(p, n).size()));
-      });
+void attention_flash(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
+  attend_in_tiles<T>(p, m, workspace);
 }
 
 GradientNames flash_gradients(const AttentionProblem&) { return {"flash", "flash"}; }

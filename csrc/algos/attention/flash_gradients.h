@@ -2,16 +2,10 @@
 // again from the log-sum-exp: of queries in tiles of queries, of keys and values in tiles of keys, so that both have as many
 // independent items as there are tiles, and each sum one order, whatever the number of threads.
 #pragma once
-#include "tiles.h"
+#include "flash_forward.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
-
-// Rows of a tile, in panels: more where each tile converts all keys and values for itself.
-template <class T>
-inline constexpr int64_t kPanels = (sizeof(T) == 2 ? 128 : 64) / kPanel<Acc<T>>;
-template <class T>
-inline constexpr int64_t kTile = kPanels<T>* kPanel<Acc<T>>;
 
 template <class T>
 AI3_INLINE int64_t backward_size(const AttentionProblem& p) {

@@ -49,6 +49,7 @@ struct AttentionProblem {
   bool lower_right = false;
   double softcap = 0;
   int64_t rel_width = 0;  // of rel_w; 0: not known, or there is none
+  int64_t projected = 0;  // rows that linformer's projections make of the keys; likewise
   Parameters parameters = {};
 };
 AI3_INLINE bool sizes_known(const AttentionProblem& p) {
@@ -67,7 +68,7 @@ struct Dense {
 // Without strides: nothing that is prepared depends on them.
 AI3_INLINE auto value_of(const AttentionProblem& p) {
   return as_numbers(p.dtype, p.threads, p.outer, p.batch, p.heads, p.kv_heads, p.queries, p.keys, p.size, p.value_size, p.scale,
-                    p.dropout, p.causal, p.has_mask, p.mask_dtype, p.rel_width, p.parameters);
+                    p.dropout, p.causal, p.has_mask, p.mask_dtype, p.rel_width, p.projected, p.parameters);
 }
 
 namespace problem_of {
