@@ -178,6 +178,28 @@ def _linear(net: Network, node: fx.Node, x: Any, weight: Any, bias: Any) -> fx.N
     return net.step(node, steps.linear, x, weight, bias, layers=node.meta["layers"])
 
 
+@translates(aten.einsum.default)
+def _einsum(net: Network, node: fx.Node, equation: str, operands: Any, path: Any = None) -> fx.Node | None:
+    """A product of two values over their last dimensions, or over the last one of the first and the one before of the second."""
+    left, _, result = equation.replace(" ", "").partition("->")
+    one, _, other = left.partition(",")
+    if len(operands) != 2 or any(not w.isalpha() or len({*w}) < len(w) or len(w) < 3 for w in (one, other, result)):
+        return None
+    x, y = operands
+    batch, i, k = one[:-2], one[-2], one[-1]
+    j = result[-1]
+    if other == batch + j + k and result == batch + i + j and j not in one:
+        y = _transpose(net, node, y, -1, -2)
+    elif other != batch + k + j or result != batch + i + j or j in one:
+        return None
+    if y is None or x.meta["shape"][:-2] != y.meta["shape"][:-2]:
+        return None
+    with net.graph.inserting_before(node):
+        product = net.graph.call_function(aten.matmul.default, (x, y))
+    product.meta.update(node.meta)
+    return product
+
+
 @translates(aten.addmm.default)
 def _addmm(net: Network, node: fx.Node, bias: Any, x: Any, weight: Any, beta: Any, alpha: Any) -> fx.Node | None:
     if beta != 1 or alpha != 1 or not is_constant(weight) or not is_constant(bias) or len(bias.meta["shape"]) != 1:
@@ -482,10 +504,21 @@ def _slice(net: Network, node: fx.Node, x: Any, dim: int, start: Any, end: Any, 
     shape = x.meta["shape"]
     if node.meta["shape"] == shape and node.meta["batched"] and x.meta["batched"]:
         return x
-    if step != 1:
-        return None
+    dim %= len(shape)
     first, last, _ = slice(start, end).indices(shape[dim])
-    return _cut(net, node, x, dim % len(shape), first, last)
+    if step != 1:
+        return _every(net, node, x, dim, first, last, step)
+    return _cut(net, node, x, dim, first, last)
+
+
+def _every(net: Network, node: fx.Node, x: Any, dim: int, first: int, last: int, step: int) -> fx.Node | None:
+    """Each of so many elements: of a dimension that is split into these, one."""
+    shape, scales = x.meta["shape"], x.meta["scales"]
+    if not _known(x, node) or scales[dim] or shape[dim] % step or first >= step or last <= shape[dim] - step + first:
+        return None
+    sizes = [-1 if k else n for n, k in zip(shape, scales, strict=True)]
+    split = net.step(node, steps.reshape, x, (*sizes[:dim], shape[dim] // step, step, *sizes[dim + 1 :]), layers=())
+    return _reshaped(net, node, net.step(node, steps.cut, split, dim + 1, first, first + 1, layers=()), node)
 
 
 @translates(aten.select.int)
@@ -532,6 +565,11 @@ def _batch_before(net: Network, node: fx.Node) -> fx.Node | None:
         if known and known[0] == 1 and len(known) > 1 and _floating(other):
             return other
     return None
+
+
+@translates(aten.pad.default, aten.constant_pad_nd.default)
+def _pad(net: Network, node: fx.Node, x: Any, widths: Any, *_: Any) -> fx.Node | None:
+    return None if any(widths) else _same(net, node, x)
 
 
 @translates(aten.roll.default)

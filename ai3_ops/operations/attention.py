@@ -553,7 +553,7 @@ class AttentionStep(Step):
         algorithm: str = "default",
     ) -> Tensor:
         """As torch.nn.functional.scaled_dot_product_attention, with grouped heads where there are fewer of the key."""
-        grouped = input.shape[1] != key.shape[1]
+        grouped = input.shape[-3] != key.shape[-3]
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(input.dtype)
         function = computed("attention", _sdpa, algorithm, input)
@@ -576,7 +576,7 @@ class AttentionStep(Step):
         """As the class says."""
         query, key, value, *masks = operands
         causal, scale = bool(line.flag("is_causal")), float(line.options["scale"])
-        return query, key, value, masks[0] if masks else None, 0.0, causal, scale, query.shape[1] != key.shape[1]
+        return query, key, value, masks[0] if masks else None, 0.0, causal, scale, query.shape[-3] != key.shape[-3]
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------

@@ -407,8 +407,9 @@ void backward(const Entry& entry, StableIValue* stack) {
   for (size_t i = 0; i < gradients; i++) give(stack, static_cast<int>(i), result[i]);
 }
 
-// A line of a program: attention_<algorithm> %query %key %value scale=0.125 is_causal=0; a mask is a fourth value. All are read
-// as they lie, so that parts of one product are no copies; the output is (N, L, H, E) in memory, where heads are joined next.
+// A line of a program: attention_<algorithm> %query %key %value scale=0.125 is_causal=0; a mask is a fourth value. Values have
+// four dimensions, or five where each item of the batch is several, such as an image's windows. All are read as they lie, so that
+// parts of one product are no copies; the output is (…, L, H, E) in memory, where heads are joined next.
 struct AttentionStep final : program::Step {
   AttentionProblem p{};
   const Entry& entry;
@@ -419,19 +420,26 @@ struct AttentionStep final : program::Step {
     r.needs_operands(masked ? 4 : 3);
     const program::Value query = r.operand(0), key = r.operand(1), value = r.operand(2);
     const Sizes &q = query.sizes, &k = key.sizes, &v = value.sizes;
-    r.line.check(q.size() == 4 && k.size() == 4 && v.size() == 4 && q[0] == k[0] && q[0] == v[0] && k[1] == v[1] &&
-                     q[3] == k[3] && k[2] == v[2] && k[1] > 0 && q[1] % k[1] == 0 && query.dtype == key.dtype &&
-                     query.dtype == value.dtype,
-                 "needs query (N, H, L, E), key (N, H, S, E) and value (N, H, S, Ev), got " + to_string(q) + ", " + to_string(k) +
-                     " and " + to_string(v));
-    p.dtype = query.dtype, p.outer = 1, p.batch = q[0], p.heads = q[1], p.kv_heads = k[1], p.queries = q[2], p.keys = k[2];
-    p.size = q[3], p.value_size = v[3], p.scale = r.line.real("scale"), p.causal = r.line.word("is_causal", "0") == "1";
+    const size_t rank = q.size();
+    bool fits = (rank == 4 || rank == 5) && k.size() == rank && v.size() == rank && query.dtype == key.dtype &&
+                query.dtype == value.dtype;
+    for (size_t d = 0; fits && d + 3 < rank; d++) fits = q[d] == k[d] && q[d] == v[d];
+    if (fits) {
+      p.outer = rank == 5 ? q[0] : 1, p.batch = q[rank - 4], p.heads = q[rank - 3], p.kv_heads = k[rank - 3];
+      p.queries = q[rank - 2], p.keys = k[rank - 2], p.size = q[rank - 1], p.value_size = v[rank - 1];
+      fits = v[rank - 3] == p.kv_heads && v[rank - 2] == p.keys && k[rank - 1] == p.size && p.kv_heads > 0 &&
+             p.heads % p.kv_heads == 0;
+    }
+    r.line.check(fits,
+                 "needs query (…, N, H, L, E), key (…, N, H, S, E) and value (…, N, H, S, Ev) of four or five dimensions, got " +
+                     to_string(q) + ", " + to_string(k) + " and " + to_string(v));
+    p.dtype = query.dtype, p.scale = r.line.real("scale"), p.causal = r.line.word("is_causal", "0") == "1";
     p.parameters = r.parameters();
     read_parameters(entry, p);
     if (masked) {
       const program::Value& m = r.any_operand(3);
-      const Sizes scores{p.batch, p.heads, p.queries, p.keys};
-      bool fits = m.sizes.size() <= scores.size() && !p.causal && (m.dtype == DType::boolean || m.dtype == p.dtype);
+      const Sizes scores{p.outer, p.batch, p.heads, p.queries, p.keys};
+      fits = m.sizes.size() <= rank && !p.causal && (m.dtype == DType::boolean || m.dtype == p.dtype);
       for (size_t d = 1; fits && d <= m.sizes.size(); d++)
         fits = m.sizes[m.sizes.size() - d] == 1 || m.sizes[m.sizes.size() - d] == scores[scores.size() - d];
       r.line.check(fits, "needs a mask, and is_causal without one, that broadcasts to " + to_string(scores) + ", got " +
@@ -439,14 +447,16 @@ struct AttentionStep final : program::Step {
       p.has_mask = true, p.mask_dtype = m.dtype;
     }
     set_threads(p);
-    r.output({p.batch, p.heads, p.queries, p.value_size}, p.dtype, {0, 2, 1, 3});
+    Sizes output = q;
+    output.back() = p.value_size;
+    r.output(output, p.dtype, rank == 4 ? Sizes{0, 2, 1, 3} : Sizes{0, 1, 3, 2, 4});
   }
   void emit(program::Emitter& e) override {
     auto at = [&](int v, size_t d) {  // the stride of dimension d, counted from the last one
       const Sizes& sizes = e.of(v).sizes;
       return d >= sizes.size() || sizes[sizes.size() - 1 - d] == 1 ? 0 : e.values().position(v).strides[sizes.size() - 1 - d];
     };
-    auto strides = [&](int v) { return AttentionStrides{0, at(v, 3), at(v, 2), at(v, 1)}; };
+    auto strides = [&](int v) { return AttentionStrides{at(v, 4), at(v, 3), at(v, 2), at(v, 1)}; };
     const int query = e.with_rows(e.operand(0)), key = e.with_rows(e.operand(1)), value = e.with_rows(e.operand(2));
     const int mask = p.has_mask ? e.operand(3) : -1;
     p.query_at = strides(query), p.key_at = strides(key), p.value_at = strides(value), p.output_at = strides(e.value);

@@ -1,0 +1,196 @@
+"""What models compose of several operators, as one step: attention, and the GELU by tanh.
+
+softmax(q k^T * scale + masks) v, as torchvision's Swin and many encoders write it, becomes attention with the sum of the masks:
+scores are never written to memory. Masks may be added while the batch is split, as into images and their windows: the step then
+has five dimensions. 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is what transformers calls "gelu_new".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ai3_ops.graph import steps
+from ai3_ops.graph.network import Network, Node, is_constant
+from ai3_ops.operations.step import RULES, Step
+
+aten = torch.ops.aten
+_PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_LARGEST = 2**24  # elements of a mask that is computed beforehand
+
+
+class _Scores(NamedTuple):
+    """What leads from a product of query and key to a softmax."""
+
+    query: Node
+    key: Node  # transposed
+    scale: float
+    masks: list[tuple[Node, int]]  # what is added, and to scores of how many dimensions
+    widest: Node  # the scores with the most dimensions that a mask was added in, or the product
+
+
+def compose_attention(network: Network) -> bool:
+    """A product with the softmax of another product's scores."""
+    found = False
+    for node in network.calls(*_PRODUCTS):
+        softmax = _through_reshapes(node.args[0], node)
+        scores = None if softmax is None else _scores_of(network, softmax)
+        if scores is None or softmax is None or not _fits(node, scores):
+            continue
+        mask = _mask_of(network, scores, node)
+        if scores.masks and mask is None:
+            continue
+        lead = scores.widest.meta["shape"][:-2]
+        open_at = scores.widest.meta["scales"]
+        layers = tuple(dict.fromkeys((*node.meta["layers"], *softmax.meta["layers"])))
+
+        def wide(x: Node, lead: Any = lead, open_at: Any = open_at, node: Node = node, layers: Any = layers) -> Node:
+            sizes = tuple(-1 if k else n for n, k in zip((*lead, *x.meta["shape"][-2:]), open_at, strict=True))
+            return x if x.meta["shape"][:-2] == lead else network.step(node, steps.reshape, x, sizes, layers=layers)
+
+        rank = len(scores.key.meta["shape"])
+        key = network.step(node, steps.permute, scores.key, (*range(rank - 2), rank - 1, rank - 2), layers=layers)
+        operands = [wide(x) for x in (scores.query, key, node.args[1])]
+        rule = softmax.kwargs.get("algorithm", "default")
+        attention: Any = Step.by_operation["attention"].compute
+        new = network.step(node, attention, *operands, mask, False, scores.scale, layers=layers, algorithm=rule)
+        if new.meta["shape"] != node.meta["shape"]:
+            scales = node.meta["scales"]
+            sizes = tuple(-1 if k else n for n, k in zip(node.meta["shape"], scales, strict=True))
+            new = network.step(node, steps.reshape, new, sizes, layers=layers)
+        network.replace(node, new, "compose attention")
+        found = True
+    return found
+
+
+def _only_user(x: Any, user: Node) -> bool:
+    return isinstance(x, fx.Node) and x.op == "call_function" and set(x.users) == {user}
+
+
+def _through_reshapes(x: Any, user: Node) -> Node | None:
+    """The softmax over the last dimension that a product reads, whose leading dimensions may be split or joined behind it."""
+    while _only_user(x, user) and x.target is steps.reshape and x.meta["shape"][-2:] == x.args[0].meta["shape"][-2:]:
+        x, user = x.args[0], x
+    softmax = Step.by_operation["softmax"].compute
+    if not _only_user(x, user) or x.target is not softmax or x.args[1] != -1:
+        return None
+    return x if x.kwargs.get("algorithm", "default") in RULES[:2] else None
+
+
+def _scores_of(network: Network, softmax: Node) -> _Scores | None:
+    """None where something else is done to the scores than to scale them, to add to them and to reshape them."""
+    scale, masks, user = 1.0, list[tuple[Node, int]](), softmax
+    x, widest = softmax.args[0], None
+    while _only_user(x, user):
+        if widest is None or len(x.meta["shape"]) > len(widest.meta["shape"]):
+            widest = x
+        if x.target is steps.binary and x.args[2] == "add" and not x.kwargs and scale == 1:
+            masks.append((x.args[1], len(x.meta["shape"])))
+        elif x.target is steps.affine and (factor := _factor_of(network, x)) is not None:
+            scale *= factor
+        elif x.target in _PRODUCTS:
+            query = x.args[0]
+            if query.target is steps.affine and (factor := _factor_of(network, query)) is not None:
+                scale, query = scale * factor, query.args[0]
+            return _Scores(query, x.args[1], scale, masks, widest)
+        elif x.target is not steps.reshape or x.meta["shape"][-2:] != x.args[0].meta["shape"][-2:]:
+            return None
+        x, user = x.args[0], x
+    return None
+
+
+def _factor_of(network: Network, affine: Node) -> float | None:
+    """By what a step multiplies all elements alike; None where it does anything else."""
+    found = _alike(network, affine)
+    return found[0] if found is not None and found[1] == 0 else None
+
+
+def _alike(network: Network, node: Any) -> tuple[float, float] | None:
+    """Factor and summand of a step that are the same for all elements; None where it does anything else."""
+    if not isinstance(node, fx.Node) or node.target is not steps.affine or node.kwargs:
+        return None
+    scale, shift = (network.value(a) for a in node.args[1:3])
+    if scale.numel() == 0 or bool((scale != scale[0]).any()) or bool((shift != shift[0]).any()):
+        return None
+    return float(scale[0]), float(shift[0])
+
+
+def _fits(product: Node, scores: _Scores) -> bool:
+    """Whether all have one batch and as many heads, and four or five dimensions, of which the first alone may have the batch."""
+    widest, all_read = scores.widest, (scores.query, scores.key, product.args[1], product, scores.widest)
+    if any(not isinstance(x, fx.Node) or x.meta["shape"] is None or x.meta.get("scales") is None for x in all_read):
+        return False
+    if any(x.meta["dtype"] != product.meta["dtype"] or 0 in x.meta["shape"] for x in all_read):
+        return False
+    shapes = [x.meta["shape"] for x in (scores.query, scores.key, product.args[1], product)]
+    one = len({shape[:-2] for shape in shapes}) == 1 and len({x.meta["scales"][:-2] for x in all_read[:4]}) == 1
+    return one and len(widest.meta["shape"]) in (4, 5) and not any(widest.meta["scales"][1:])
+
+
+def _mask_of(network: Network, scores: _Scores, before: Node) -> Node | None:
+    """The sum of what is added to the scores, of as many dimensions; None where there is nothing, or no such sum."""
+    rank, total = len(scores.widest.meta["shape"]), None
+    dtype = scores.widest.meta["dtype"]
+    for mask, own in scores.masks:
+        if mask.meta["dtype"] != dtype or mask.meta["shape"] is None:
+            return None
+        if not is_constant(mask):  # read as it is
+            return mask if len(scores.masks) == 1 and own == rank else None
+        value = network.value(mask)
+        value = value.reshape(*[1] * (own - value.ndim), *value.shape)
+        if own < rank:
+            if any(n != 1 for n in value.shape[:-3]):
+                return None
+            value = value.reshape(*[1] * (rank - value.ndim), *value.shape)
+        total = value.double() if total is None else total + value
+        if total.numel() > _LARGEST:
+            return None
+    if total is None or bool((total == -torch.inf).all(-1).any()):  # of such a row a softmax is NaN
+        return None
+    return network.constant(total.to(dtype).contiguous(), f"{scores.masks[0][0].target}.mask", before)
+
+
+def compose_gelu(network: Network) -> bool:
+    """Of the product of x / 2 with 1 + tanh(...), which nothing else reads."""
+    found = False
+    for node in network.calls(steps.binary):
+        if node.args[2] != "mul" or node.kwargs:
+            continue
+        for half, other in (node.args[:2], reversed(node.args[:2])):
+            x = half.args[0] if _near(network, half, 0.5, 0.0) else None
+            if x is not None and _only_user(other, node) and _is_tanh_of(network, other, x):
+                new = network.step(node, steps.unary, x, "gelu_tanh", layers=node.meta["layers"])
+                network.replace(node, new, "compose gelu")
+                found = True
+                break
+    return found
+
+
+def _near(network: Network, node: Any, factor: float, summand: float) -> bool:
+    """Whether a step multiplies and adds so, up to what the model's type rounds."""
+    found, wanted = _alike(network, node), (factor, summand)
+    eps = 0.0 if found is None else torch.finfo(node.meta["dtype"]).eps
+    return found is not None and all(abs(a - b) <= eps * abs(b) for a, b in zip(found, wanted, strict=True))
+
+
+def _is_tanh_of(network: Network, node: Any, x: Node) -> bool:
+    """1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))."""
+    if not _near(network, node, 1.0, 1.0):
+        return False
+    tanh = node.args[0]
+    if not _only_user(tanh, node) or tanh.target is not steps.unary or tanh.args[1] != "tanh":
+        return False
+    inner = tanh.args[0]
+    if not _only_user(inner, tanh) or not _near(network, inner, math.sqrt(2 / math.pi), 0.0):
+        return False
+    total = inner.args[0]
+    if not _only_user(total, inner) or total.target is not steps.binary or total.args[2] != "add" or total.kwargs:
+        return False
+    cubes = [a for a in total.args[:2] if a is not x]
+    if len(cubes) != 1 or not _only_user(cubes[0], total) or not _near(network, cubes[0], 0.044715, 0.0):
+        return False
+    power = cubes[0].args[0]
+    return bool(_only_user(power, cubes[0]) and power.target is aten.pow.Tensor_Scalar and power.args == (x, 3))

@@ -1,0 +1,278 @@
+"""What models compose is one step, attention of products and a softmax above all; whole window transformers are one program."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import ai3_ops
+from ai3_ops.programs.lower import Region
+
+SHIFTED = torch.where(torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.3, -100.0, 0.0)
+
+
+class Composed(nn.Module):
+    """`how` is what is done to the scores."""
+
+    def __init__(self, how, heads=2, size=8):
+        super().__init__()
+        self.how, self.heads, self.size = how, heads, size
+        width = heads * size
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.bias = nn.Parameter(torch.randn(heads, 6, 6))
+
+    def forward(self, x, mask=None):
+        n, length, width = x.shape
+        q, k, v = self.qkv(x).reshape(n, length, 3, self.heads, self.size).permute(2, 0, 3, 1, 4).unbind(0)
+        weights = self.how(self, q, k, mask)
+        y = (weights @ v).transpose(1, 2).reshape(n, length, width)
+        return self.out(y)
+
+
+def scaled_query(m, q, k, mask):
+    return ((q * m.size**-0.5) @ k.transpose(-2, -1)).softmax(-1)
+
+
+def divided(m, q, k, mask):
+    return torch.softmax(torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(m.size), dim=-1)
+
+
+def biased(m, q, k, mask):
+    return torch.softmax(q @ k.mT * 0.3 + m.bias.unsqueeze(0), dim=-1)
+
+
+def given_mask(m, q, k, mask):
+    return torch.softmax(q @ k.mT * 0.3 + mask, dim=-1)
+
+
+def shifted(m, q, k, mask):
+    """As Swin: windows apart while their mask is added."""
+    scores = (q * 0.3) @ k.transpose(-2, -1) + m.bias
+    scores = scores.view(-1, 4, m.heads, 6, 6) + SHIFTED.unsqueeze(1).unsqueeze(0)
+    return torch.nn.functional.dropout(scores.view(-1, m.heads, 6, 6).softmax(-1), 0.5, m.training)
+
+
+def joined_behind(m, q, k, mask):
+    scores = (q @ k.mT).view(-1, 4, m.heads, 6, 6) + SHIFTED[:, None]
+    return scores.softmax(-1).view(-1, m.heads, 6, 6)
+
+
+def by_einsum(m, q, k, mask):
+    """As torchvision's MaxViT."""
+    scores = torch.einsum("B H I D, B H J D -> B H I J", q, k * 0.3) + m.bias
+    return scores.softmax(-1)
+
+
+COMPOSED = (by_einsum, scaled_query, divided, biased, given_mask, shifted, joined_behind)
+
+
+def later_scale(m, q, k, mask):
+    return ((q @ k.mT + m.bias) * 0.5).softmax(-1)
+
+
+def hidden_row(m, q, k, mask):
+    """All keys: NaN, as in the model."""
+    return (q @ k.mT + torch.tensor([0.0, 0, 0, -math.inf, 0, 0])[:, None]).softmax(-1)
+
+
+def over_queries(m, q, k, mask):
+    return (q @ k.mT).softmax(-2)
+
+
+def by_head(m, q, k, mask):
+    return ((q @ k.mT) * torch.tensor([1.0, 2.0])[:, None, None]).softmax(-1)
+
+
+def clamped(m, q, k, mask):
+    return (q @ k.mT).clamp(-1, 1).softmax(-1)
+
+
+OTHERS = (later_scale, hidden_row, over_queries, by_head, clamped)
+
+
+def steps_of(fast):
+    return [step.operation for part in ai3_ops.explain(fast).optimization.parts for step in part.steps]
+
+
+def optimized(model, inputs, **options):
+    return ai3_ops.optimize(model, inputs, "default", progress=False, **options)
+
+
+def inputs_of(how, batch=4):
+    x = torch.randn(batch, 6, 16)
+    return (x, torch.randn(batch, 2, 6, 6)) if how is given_mask else (x,)
+
+
+@pytest.mark.parametrize("how", COMPOSED, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("verify", ["quick", "full"])
+def test_it_is_one_step(how, verify):
+    torch.manual_seed(1)
+    model, inputs = Composed(how).eval(), inputs_of(how)
+    fast = optimized(model, inputs, verify=verify)
+    found = steps_of(fast)
+    assert found.count("attention") == 1, found
+    assert not any("matmul" in name or "softmax" in name for name in found)
+    assert isinstance(fast._ai3_first.body, Region)
+    with torch.no_grad():
+        for batch in (4, 8):
+            given = inputs_of(how, batch)
+            torch.testing.assert_close(fast(*given), model(*given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", OTHERS, ids=lambda f: f.__name__)
+def test_what_is_no_attention_stays(how):
+    torch.manual_seed(1)
+    model, inputs = Composed(how).eval(), inputs_of(how)
+    fast = optimized(model, inputs)
+    assert "attention" not in steps_of(fast)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_both_products_by_einsum():
+    class Grid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv, self.bias = nn.Linear(16, 48), nn.Parameter(torch.randn(1, 1, 2, 5, 5))
+
+        def forward(self, x):  # (batch, groups, length, width)
+            n, g, length, _ = x.shape
+            parts = self.qkv(x).reshape(n, g, length, 3, 2, 8).permute(3, 0, 1, 4, 2, 5)
+            scores = torch.einsum("bghid,bghjd->bghij", parts[0], parts[1]) * 0.3 + self.bias
+            y = torch.einsum("bghij,bghjd->bghid", scores.softmax(-1), parts[2])
+            return y.permute(0, 1, 3, 2, 4).reshape(n, g, length, 16)
+
+    model, x = Grid().eval(), torch.randn(2, 3, 5, 16)
+    fast = optimized(model, x)
+    assert steps_of(fast).count("attention") == 1
+    assert isinstance(fast._ai3_first.body, Region)
+    with torch.no_grad():
+        for given in (x, torch.randn(4, 3, 5, 16)):
+            torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "equation", ["bhid,bhjd->bhji", "bhid,bhdj->bihj", "bhid,hjd->bhij", "bhid,bhid->bhi", "bhid->bh"]
+)
+def test_other_einsums_stay(equation):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.linear(x).relu()
+            second = (x[0],) if equation.partition(",")[2][:3] == "hjd" else (x.mT.contiguous().mT,)
+            return torch.einsum(equation, y, *(second if "," in equation else ()))
+
+    model, x = Net().eval(), torch.randn(2, 3, 4, 4)
+    fast = optimized(model, x)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_are_read_elsewhere_stay():
+    class Shown(nn.Module):
+        def forward(self, q, k, v):
+            weights = (q @ k.mT).softmax(-1)
+            return weights @ v, weights
+
+    inputs = [torch.randn(2, 3, 5, 8) for _ in range(3)]
+    fast = optimized(Shown().eval(), tuple(inputs))
+    assert "attention" not in steps_of(fast)
+    for ours, theirs in zip(fast(*inputs), Shown()(*inputs), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_softmax_that_stays_pytorchs_keeps_it():
+    model, inputs = Composed(scaled_query).eval(), inputs_of(scaled_query)
+    fast = ai3_ops.optimize(model, inputs, {"softmax": "torch", "*": "default"}, progress=False)
+    assert "attention" not in steps_of(fast)
+    fast = ai3_ops.optimize(model, inputs, {"softmax": "direct", "*": "default"}, progress=False)
+    assert "attention" not in steps_of(fast)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_types(dtype):
+    model, inputs = Composed(biased).eval().to(dtype), [t.to(dtype) for t in inputs_of(biased)]
+    fast = optimized(model, tuple(inputs))
+    assert "attention" in steps_of(fast)
+    with torch.no_grad():
+        exact = model.double()(inputs[0].double())
+        error = float((fast(*inputs) - exact).abs().max() / exact.abs().max())
+    assert error < (3e-2 if dtype == torch.bfloat16 else 1e-9)
+
+
+def test_slices_with_steps_and_padding_by_nothing():
+    class Merging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.reduction = nn.Linear(64, 32)
+
+        def forward(self, x):
+            x = nn.functional.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+            parts = [x[:, i::2, j::2, :] for j in (0, 1) for i in (0, 1)]
+            return self.reduction(torch.cat(parts, -1)).relu()
+
+    model, x = Merging().eval(), torch.randn(2, 8, 6, 16)
+    fast = optimized(model, x)
+    assert isinstance(fast._ai3_first.body, Region)
+    with torch.no_grad():
+        for given in (x, torch.randn(3, 8, 6, 16)):
+            torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-5)
+        odd = torch.randn(2, 7, 5, 16)
+        torch.testing.assert_close(optimized(model, odd)(odd), model(odd), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["swin_t", pytest.param("swin_v2_t", marks=pytest.mark.full)])
+def test_torchvisions_swin(name):
+    torchvision = pytest.importorskip("torchvision")
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name).eval()
+    x = torch.randn(1, 3, 64, 64)
+    fast = optimized(model, x)
+    if name == "swin_t":
+        assert steps_of(fast).count("attention") == 12
+    with torch.no_grad():
+        for given in (x, torch.randn(2, 3, 64, 64)):
+            torch.testing.assert_close(fast(given), model(given), rtol=1e-3, atol=1e-4)
+
+
+class Gelu(nn.Module):
+    """`form` is what an input becomes."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(16, 16), form
+
+    def forward(self, x):
+        return self.form(self.linear(x))
+
+
+def new_gelu(x):
+    """As transformers writes it."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def other_order(x):
+    return (torch.tanh((0.044715 * x**3 + x) * math.sqrt(2 / math.pi)) + 1) * (x * 0.5)
+
+
+def other_number(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.05 * torch.pow(x, 3.0))))
+
+
+def square(x):
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 2.0))))
+
+
+@pytest.mark.parametrize("form", [new_gelu, other_order, other_number, square], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gelu_by_tanh(form, dtype):
+    model, x = Gelu(form).eval().to(dtype), torch.randn(4, 16, dtype=dtype)
+    fast = optimized(model, x)
+    assert ("gelu_tanh" in str(ai3_ops.explain(fast))) == (form in (new_gelu, other_order))
+    with torch.no_grad():
+        exact = model.double()(x.double())
+    assert float((fast(x) - exact).abs().max() / exact.abs().max()) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
