@@ -70,3 +70,17 @@ def test_layer_norm_of_large_values():
 def test_higher_derivatives_of_layer_norm():
     done = run(7, "print(bool((h - h.T).abs().max() > 0.1))")
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_mixed_second_derivatives_of_batch_norm():
+    done = run(8, "print(float(g(torch.ones(1, 2)).abs().max()))")
+    assert done.stdout.strip() == "0.0", done.stderr
+
+
+def test_group_norm_far_from_zero():
+    ours = "ours = torch.ops.ai3.group_norm_direct(x.contiguous(memory_format=torch.channels_last), 2)"
+    errors = "print(*(float((y - right).abs().max()) for y in (last, ours)))"
+    done = run(9, "import ai3_ops", ours, errors)
+    wrong, right = map(float, done.stdout.split())
+    assert wrong > 0.1, done.stderr
+    assert right < 1e-5

@@ -44,7 +44,14 @@ class BatchNorm(Operation):
         check_dtype(label, input)
         check(input.ndim >= 2, label, f"needs input of at least 2 dimensions, got {tuple(input.shape)}")
         given = training or (running_mean is not None and running_var is not None)
-        check(given, label, "needs running_mean and running_var where training is False")
+        lacks = (
+            "no running_var"
+            if running_mean is not None
+            else "no running_mean"
+            if running_var is not None
+            else "neither"
+        )
+        check(given, label, f"needs running_mean and running_var where training is False, got {lacks}")
         named = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
         wide = check_weights(label, input, (input.shape[1],), named)
         pixels: Any = 1

@@ -27,7 +27,10 @@ BatchNormProblem problem_from(const Query& q) {
 BatchNormProblem problem(const Entry& entry, const Call& c) {
   BatchNormProblem p{};
   p.dtype = dtype_of(entry, c.input), p.of = channels_of(entry, c.input);
-  check(c.training || (c.mean && c.variance), entry, "needs running_mean and running_var where training is False");
+  check(c.training || (c.mean && c.variance), entry, "needs running_mean and running_var where training is False, got ",
+        c.mean       ? "no running_var"
+        : c.variance ? "no running_mean"
+                     : "neither");
   const bool wide = is_wide(c.input, {&c.weight, &c.bias, &c.mean, &c.variance});
   const std::pair<const std::optional<Tensor>*, const char*> all[] = {
       {&c.weight, "weight"}, {&c.bias, "bias"}, {&c.mean, "running_mean"}, {&c.variance, "running_var"}};
