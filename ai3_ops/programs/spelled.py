@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
+from ai3_ops._torch import FakeTensorMode
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import call, is_step
 from ai3_ops.programs.body import Body

@@ -501,7 +501,10 @@ AI3_OPERATION(attention, "batch heads kv_heads queries keys size value_size has_
 
 // linformer with its projections by position. It has no kernels of its own: the dispatcher takes it for the operator that it
 // calls, whose rules for gradients, batches and tracing are its own, too.
-void call_projected(StableIValue* stack, uint64_t, uint64_t) {
+void call_projected(StableIValue* stack, uint64_t arguments, uint64_t results) {
+  if (arguments != 6 || results != 1)
+    throw std::runtime_error("ai3::attention_linformer.projected: takes 6 arguments and has 1 results, was called with " +
+                             std::to_string(arguments) + " and " + std::to_string(results));
   Arguments in(stack);
   const Tensor query = in.take<Tensor>(), key = in.take<Tensor>(), value = in.take<Tensor>();
   const Tensor key_projection = in.take<Tensor>(), value_projection = in.take<Tensor>();

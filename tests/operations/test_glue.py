@@ -348,7 +348,8 @@ def test_boxed_functions_check_how_many_arguments_they_are_given():
     names = [n.removeprefix("ai3::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("ai3::")]
     error, stack, checked = ctypes.create_string_buffer(2048), (ctypes.c_uint64 * 64)(), 0
     for name in names:
-        schema = getattr(ops, name).default._schema
+        packet, _, overload = name.partition(".")
+        schema = getattr(getattr(ops, packet), overload or "default")._schema
         right = len(schema.arguments), len(schema.returns)
         for more in ((1, 0), (-1, 0), (0, 1)):
             given = tuple(map(sum, zip(right, more, strict=True)))
