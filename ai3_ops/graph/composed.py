@@ -145,10 +145,18 @@ def _mask_of(network: Network, scores: _Scores, before: Node) -> Node | None:
             if any(n != 1 for n in value.shape[:-3]):
                 return None
             value = value.reshape(*[1] * (rank - value.ndim), *value.shape)
+        pairs = zip(value.shape, scores.widest.meta["shape"], strict=True)
+        if any(n not in (1, size) for n, size in pairs):  # of batch and heads, which were one dimension
+            return None
         total = value.double() if total is None else total + value
         if total.numel() > _LARGEST:
             return None
     if total is None or bool((total == -torch.inf).all(-1).any()):  # of such a row a softmax is NaN
+        return None
+    shape = scores.widest.meta["shape"]
+    if any(
+        n not in (1, size) for n, size in zip(total.shape, shape, strict=True)
+    ):  # of batch and heads, which were one dimension
         return None
     return network.constant(total.to(dtype).contiguous(), f"{scores.masks[0][0].target}.mask", before)
 

@@ -172,6 +172,28 @@ def test_other_einsums_stay(equation):
         torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("lead", "found"), [(1, 1), (8, 0)])
+def test_batch_and_heads_in_one_dimension(lead, found):
+    """(batch * heads, length, size), of which the scores show both while something is added."""
+    of_joined, by_head = torch.randn(lead, 5, 5), torch.randn(4, 5, 5)
+
+    class Joined(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            scores = torch.bmm(self.linear(x), x.transpose(1, 2)) * 0.3 + of_joined
+            scores = (scores.view(2, 4, 5, 5) + by_head).view(8, 5, 5)
+            return torch.bmm(scores.softmax(-1), x).relu()
+
+    model, x = Joined().eval(), torch.randn(8, 5, 8)
+    fast = optimized(model, x)
+    assert steps_of(fast).count("attention") == found
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
 def test_weights_that_are_read_elsewhere_stay():
     class Shown(nn.Module):
         def forward(self, q, k, v):
