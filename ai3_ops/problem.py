@@ -84,6 +84,11 @@ def spread(label: str, value: int | Sequence[int], count: int, name: str, least:
     return values
 
 
+def is_contiguous(tensor: Tensor) -> bool:
+    """Asked with its memory format: a question without one is a model's own, after which it may view (`layout.Watch`)."""
+    return tensor.is_contiguous(memory_format=torch.contiguous_format)
+
+
 def is_channels_last(*tensors: Tensor) -> bool:
     """Whether ATen would answer in channels_last for one of these 4-D tensors."""
     return any(_torch.suggest_memory_format(t) == torch.channels_last for t in tensors)

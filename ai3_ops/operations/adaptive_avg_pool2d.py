@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ai3_ops.calls.call import Call
 from ai3_ops.operations.case import LARGEST, BadCall, Case, Draw, image, pair
 from ai3_ops.operations.pooling import Pooling, batch_of
-from ai3_ops.problem import Problem, check, is_channels_last, spread
+from ai3_ops.problem import Problem, check, is_channels_last, is_contiguous, spread
 
 
 class AdaptiveAvgPool2d(Pooling):
@@ -103,7 +103,7 @@ class AdaptiveAvgPool2dCall(Call):
         """But for the means of whole planes, where these are few and small."""
         input, size = args
         whole = size == 1 or (isinstance(size, (tuple, list)) and all(n == 1 for n in size))
-        if not whole or not input.is_cpu or input.ndim < 3 or not input.is_contiguous():
+        if not whole or not input.is_cpu or input.ndim < 3 or not is_contiguous(input):
             return True
         return input.shape[-2] * input.shape[-1] > _PLANE or input.numel() > _ELEMENTS
 

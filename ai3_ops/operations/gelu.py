@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ai3_ops import registry
 from ai3_ops.operations.elementwise import MEASURED, MEASURED_IN, WIDEST, Elementwise, ElementwiseCall, ElementwiseLine
 from ai3_ops.operations.step import Step, computed
-from ai3_ops.problem import Problem, check
+from ai3_ops.problem import Problem, check, is_contiguous
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -30,7 +30,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     cores), and are seen as the contiguous tensors that their memory is.
     """
     image = input.ndim == 4 and approximate == "none" and input.is_cpu and input.numel() >= _VIEWED
-    if image and not input.is_contiguous() and input.is_contiguous(memory_format=torch.channels_last):
+    if image and not is_contiguous(input) and input.is_contiguous(memory_format=torch.channels_last):
         return F.gelu(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     return F.gelu(input, approximate=approximate)
 

@@ -17,7 +17,7 @@ from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
 from ai3_ops.operations.normalization import NARROW, Form, Normalization, NormalizationCall, check_weights, groups
 from ai3_ops.operations.step import Step, computed
-from ai3_ops.problem import Problem, check, check_dtype, is_channels_last
+from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, is_contiguous
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -222,7 +222,7 @@ class GroupNormCall(NormalizationCall):
         size = input.dtype.itemsize
         if not input.is_cpu or input.ndim < 2 or input.numel() < _ELEMENTS.get(size, 1):
             return not input.is_cpu
-        if input.is_contiguous():
+        if is_contiguous(input):
             return _WIDE or input.shape[0] * groups > 1
         return _WIDE and size < 8 and input.shape[1] <= _CHANNELS and is_channels_last(input)
 

@@ -16,7 +16,7 @@ from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.normalization import NARROW, Form, Normalization, NormalizationCall, check_weights, rows
 from ai3_ops.operations.step import Step, computed
-from ai3_ops.problem import Problem, check, check_dtype
+from ai3_ops.problem import Problem, check, check_dtype, is_contiguous
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -223,7 +223,7 @@ class LayerNormCall(NormalizationCall):
             return True
         bytes = input.dtype.itemsize
         enough = math.prod(shape) >= _FEATURES.get(bytes, 1) and input.numel() >= _ELEMENTS.get(bytes, 1)
-        return enough and input.is_contiguous()
+        return enough and is_contiguous(input)
 
     @staticmethod
     def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -438,3 +438,29 @@ def test_tuning_leaves_the_memory_formats_of_a_swapped_model():
     assert is_channels_last(swapped[0].weight)
     ai3_ops.tune(swapped, X, budget_seconds=0, progress=False)
     assert is_channels_last(swapped[0].weight)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        nn.GELU(), nn.SiLU(), nn.ReLU(), nn.GroupNorm(2, 16), nn.AdaptiveAvgPool2d(1), nn.AvgPool2d(2), nn.MaxPool2d(2),
+        nn.Softmax(1), nn.LayerNorm((16, 16)), nn.LayerNorm(16), nn.Linear(16, 8),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_questions_of_our_own_calls_are_no_views(behind):
+    """The model's code views something; what swapped calls ask of how a tensor lies does not count as that."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.behind, self.last = nn.Conv2d(3, 16, 1), behind, nn.Conv2d(3, 16, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            y = self.behind(y.permute(0, 2, 3, 1) if y.shape[-1] == 16 and isinstance(behind, nn.LayerNorm) else y)
+            return y, self.last(x), x.view(x.shape[0], -1)
+
+    swapped = ai3_ops.swap(Net().eval(), "default", torch.randn(1, 3, 16, 16))
+    assert not any("given in NCHW" in (layer.reason or "") for layer in ai3_ops.explain(swapped).layers)
+    assert swapped.conv.weight.is_contiguous(memory_format=torch.channels_last)
