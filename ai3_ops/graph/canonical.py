@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ai3_ops.graph import steps
-from ai3_ops.graph.network import Network, call, is_constant, signature_of
+from ai3_ops.graph.network import Network, call, is_constant, open_sizes, signature_of
 from ai3_ops.operations.step import Step
 
 aten = torch.ops.aten
@@ -459,7 +459,7 @@ def _reshaped(net: Network, before: fx.Node, x: fx.Node, like: fx.Node) -> fx.No
         return None
     if x.meta["shape"] == like.meta["shape"] and x.meta["scales"] == like.meta["scales"]:
         return x
-    sizes = tuple(-1 if k else n for n, k in zip(like.meta["shape"], like.meta["scales"], strict=True))
+    sizes = open_sizes(like.meta["shape"], like.meta["scales"])
     return net.step(before, steps.reshape, x, sizes, layers=like.meta["layers"])
 
 
@@ -516,7 +516,7 @@ def _every(net: Network, node: fx.Node, x: Any, dim: int, first: int, last: int,
     shape, scales = x.meta["shape"], x.meta["scales"]
     if not _known(x, node) or scales[dim] or shape[dim] % step or first >= step or last <= shape[dim] - step + first:
         return None
-    sizes = [-1 if k else n for n, k in zip(shape, scales, strict=True)]
+    sizes = open_sizes(shape, scales)
     split = net.step(node, steps.reshape, x, (*sizes[:dim], shape[dim] // step, step, *sizes[dim + 1 :]), layers=())
     return _reshaped(net, node, net.step(node, steps.cut, split, dim + 1, first, first + 1, layers=()), node)
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ai3_ops.graph import steps
-from ai3_ops.graph.network import Network, Node, is_constant
+from ai3_ops.graph.network import Network, Node, is_constant, only_user, open_sizes
 from ai3_ops.operations.step import RULES, Step
 
 aten = torch.ops.aten
@@ -38,44 +38,41 @@ def compose_attention(network: Network) -> bool:
     for node in network.calls(*_PRODUCTS):
         softmax = _through_reshapes(node.args[0], node)
         scores = None if softmax is None else _scores_of(network, softmax)
-        if scores is None or softmax is None or not _fits(node, scores):
+        if scores is None or not _fits(node, scores):
             continue
         mask = _mask_of(network, scores, node)
         if scores.masks and mask is None:
             continue
-        lead = scores.widest.meta["shape"][:-2]
-        open_at = scores.widest.meta["scales"]
-        layers = tuple(dict.fromkeys((*node.meta["layers"], *softmax.meta["layers"])))
-
-        def wide(x: Node, lead: Any = lead, open_at: Any = open_at, node: Node = node, layers: Any = layers) -> Node:
-            sizes = tuple(-1 if k else n for n, k in zip((*lead, *x.meta["shape"][-2:]), open_at, strict=True))
-            return x if x.meta["shape"][:-2] == lead else network.step(node, steps.reshape, x, sizes, layers=layers)
-
-        rank = len(scores.key.meta["shape"])
-        key = network.step(node, steps.permute, scores.key, (*range(rank - 2), rank - 1, rank - 2), layers=layers)
-        operands = [wide(x) for x in (scores.query, key, node.args[1])]
-        rule = softmax.kwargs.get("algorithm", "default")
-        attention: Any = Step.by_operation["attention"].compute
-        new = network.step(node, attention, *operands, mask, False, scores.scale, layers=layers, algorithm=rule)
-        if new.meta["shape"] != node.meta["shape"]:
-            scales = node.meta["scales"]
-            sizes = tuple(-1 if k else n for n, k in zip(node.meta["shape"], scales, strict=True))
-            new = network.step(node, steps.reshape, new, sizes, layers=layers)
-        network.replace(node, new, "compose attention")
+        network.replace(node, _attention(network, node, softmax, scores, mask), "compose attention")
         found = True
     return found
 
 
-def _only_user(x: Any, user: Node) -> bool:
-    return isinstance(x, fx.Node) and x.op == "call_function" and set(x.users) == {user}
+def _attention(network: Network, product: Node, softmax: Node, scores: _Scores, mask: Node | None) -> Node:
+    """Of operands with the batch split as the scores have it; with the product's sizes."""
+    layers = tuple(dict.fromkeys((*product.meta["layers"], *softmax.meta["layers"])))
+    lead, scales = scores.widest.meta["shape"][:-2], scores.widest.meta["scales"]
+
+    def shown(x: Node, shape: tuple[int, ...], scales: tuple[int, ...]) -> Node:
+        if x.meta["shape"] == shape:
+            return x
+        return network.step(product, steps.reshape, x, open_sizes(shape, scales), layers=layers)
+
+    rank = len(scores.key.meta["shape"])
+    key = network.step(product, steps.permute, scores.key, (*range(rank - 2), rank - 1, rank - 2), layers=layers)
+    operands = [shown(x, (*lead, *x.meta["shape"][-2:]), scales) for x in (scores.query, key, product.args[1])]
+    rule = softmax.kwargs.get("algorithm", "default")
+    attention: Any = Step.by_operation["attention"].compute
+    new = network.step(product, attention, *operands, mask, False, scores.scale, layers=layers, algorithm=rule)
+    return shown(new, product.meta["shape"], product.meta["scales"])
 
 
 def _through_reshapes(x: Any, user: Node) -> Node | None:
     """The softmax over the last dimension that a product reads, whose leading dimensions may be split or joined behind it."""
-    while _only_user(x, user) and x.target is steps.reshape and x.meta["shape"][-2:] == x.args[0].meta["shape"][-2:]:
+    while only_user(x, user) and x.target is steps.reshape and x.meta["shape"][-2:] == x.args[0].meta["shape"][-2:]:
         x, user = x.args[0], x
     softmax = Step.by_operation["softmax"].compute
-    if not _only_user(x, user) or x.target is not softmax or x.args[1] != -1:
+    if not only_user(x, user) or x.target is not softmax or x.args[1] != -1:
         return None
     return x if x.kwargs.get("algorithm", "default") in RULES[:2] else None
 
@@ -84,7 +81,7 @@ def _scores_of(network: Network, softmax: Node) -> _Scores | None:
     """None where something else is done to the scores than to scale them, to add to them and to reshape them."""
     scale, masks, user = 1.0, list[tuple[Node, int]](), softmax
     x, widest = softmax.args[0], None
-    while _only_user(x, user):
+    while only_user(x, user):
         if widest is None or len(x.meta["shape"]) > len(widest.meta["shape"]):
             widest = x
         if x.target is steps.binary and x.args[2] == "add" and not x.kwargs and scale == 1:
@@ -169,7 +166,7 @@ def compose_gelu(network: Network) -> bool:
             continue
         for half, other in (node.args[:2], reversed(node.args[:2])):
             x = half.args[0] if _near(network, half, 0.5, 0.0) else None
-            if x is not None and _only_user(other, node) and _is_tanh_of(network, other, x):
+            if x is not None and only_user(other, node) and _is_tanh_of(network, other, x):
                 new = network.step(node, steps.unary, x, "gelu_tanh", layers=node.meta["layers"])
                 network.replace(node, new, "compose gelu")
                 found = True
@@ -189,16 +186,16 @@ def _is_tanh_of(network: Network, node: Any, x: Node) -> bool:
     if not _near(network, node, 1.0, 1.0):
         return False
     tanh = node.args[0]
-    if not _only_user(tanh, node) or tanh.target is not steps.unary or tanh.args[1] != "tanh":
+    if not only_user(tanh, node) or tanh.target is not steps.unary or tanh.args[1] != "tanh":
         return False
     inner = tanh.args[0]
-    if not _only_user(inner, tanh) or not _near(network, inner, math.sqrt(2 / math.pi), 0.0):
+    if not only_user(inner, tanh) or not _near(network, inner, math.sqrt(2 / math.pi), 0.0):
         return False
     total = inner.args[0]
-    if not _only_user(total, inner) or total.target is not steps.binary or total.args[2] != "add" or total.kwargs:
+    if not only_user(total, inner) or total.target is not steps.binary or total.args[2] != "add" or total.kwargs:
         return False
     cubes = [a for a in total.args[:2] if a is not x]
-    if len(cubes) != 1 or not _only_user(cubes[0], total) or not _near(network, cubes[0], 0.044715, 0.0):
+    if len(cubes) != 1 or not only_user(cubes[0], total) or not _near(network, cubes[0], 0.044715, 0.0):
         return False
     power = cubes[0].args[0]
-    return bool(_only_user(power, cubes[0]) and power.target is aten.pow.Tensor_Scalar and power.args == (x, 3))
+    return bool(only_user(power, cubes[0]) and power.target is aten.pow.Tensor_Scalar and power.args == (x, 3))

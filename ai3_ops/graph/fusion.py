@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from ai3_ops.graph import steps
 from ai3_ops.graph.attended import merge_products, simplify_masks
 from ai3_ops.graph.composed import compose_attention, compose_gelu
-from ai3_ops.graph.network import Network, Node, signature_of
+from ai3_ops.graph.network import Network, Node, only_user, signature_of
 from ai3_ops.graph.views import VIEW_PASSES
 from ai3_ops.operations.step import Step
 
@@ -41,13 +41,6 @@ def changed(network: Network, node: Node, before: Node, layers: tuple[str, ...],
     named = arguments(node) | values
     inputs = [named.pop("input")] if "input" in named else []
     return network.step(before, node.target, *inputs, layers=(*node.meta["layers"], *layers), **named)
-
-
-def only_user(node: Any, user: Any) -> bool:
-    """Whether a node is read by one other and by nothing else."""
-    if not isinstance(node, fx.Node) or user.op != "call_function":
-        return False
-    return len(node.users) == 1 and user in node.users
 
 
 def apart(node: Node) -> bool:

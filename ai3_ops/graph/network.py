@@ -234,6 +234,18 @@ def call(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
     return function(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
 
 
+def only_user(node: Any, user: Any) -> bool:
+    """Whether a node is read by one other and by nothing else."""
+    if not isinstance(node, fx.Node) or user.op != "call_function":
+        return False
+    return len(node.users) == 1 and user in node.users
+
+
+def open_sizes(shape: Sequence[int], scales: Sequence[int]) -> tuple[int, ...]:
+    """Sizes as `steps.reshape` takes them: -1 is the dimension that has the batch in it."""
+    return tuple(-1 if k else n for n, k in zip(shape, scales, strict=True))
+
+
 def is_step(node: Any) -> bool:
     """Whether a node calls one of our steps."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in STEPS

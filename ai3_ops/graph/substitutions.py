@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from ai3_ops.graph import steps
-from ai3_ops.graph.fusion import apart, arguments, changed, only_user
-from ai3_ops.graph.network import Network, Node, is_constant
+from ai3_ops.graph.fusion import apart, arguments, changed
+from ai3_ops.graph.network import Network, Node, is_constant, only_user
 
 Place = tuple[str, Callable[[], None]]  # where, and how
 Substitution = Callable[[Network], Iterator[Place]]

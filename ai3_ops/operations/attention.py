@@ -279,7 +279,7 @@ class Attention(Operation):
         return options.get(algorithm, {})
 
     def own_operands(self, algorithm: str, args: Sequence[Any]) -> dict[str, Any]:
-        """Lists of two partial blocks, one of them twice where there is no other, and of a full one."""
+        """Projections; or lists of two partial blocks, one of them twice where there is no other, and of a full one."""
         options, (query, key) = self.own_options(algorithm), args[:2]
         if algorithm == "linformer":  # one for all heads, one for each
             keys = _size(key, 1)

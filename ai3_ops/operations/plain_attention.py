@@ -310,19 +310,11 @@ class Projected(NamedTuple):
 
     plain: Plain  # of the call as it stands
 
-    def projections(self) -> tuple[Tensor, Tensor]:
-        """In at least float32, in no more dimensions than key and value have."""
-        wide = torch.promote_types(self.plain.query.dtype, torch.float32)
-        pairs = zip(patterns.PROJECTIONS, (self.plain.key, self.plain.value), strict=True)
-        of_key, of_value = (fitted(self.plain.own[name].to(wide), max(2, t.ndim)) for name, t in pairs)
-        return of_key, of_value
-
     def inner(self) -> Plain:
         """Over the projected rows."""
-        of_key, of_value = self.projections()
-        key, value = (t.to(of_key.dtype) for t in (self.plain.key, self.plain.value))
+        key, value = (projection @ tensor for _, tensor, projection, _ in self._each())
         own = {name: value for name, value in self.plain.own.items() if name not in patterns.PROJECTIONS}
-        return self.plain._replace(algorithm="math", key=of_key @ key, value=of_value @ value, own=own)
+        return self.plain._replace(algorithm="math", key=key, value=value, own=own)
 
     def forward(self) -> Tensor:
         """The output."""
@@ -333,50 +325,40 @@ class Projected(NamedTuple):
         found = self.inner().backward(grad)
         sums = {"query": found["query"]}
         for name, tensor, projection, own in self._each():
-            of_rows = found[name]
-            sums |= {name: projection.mT @ of_rows, own: of_rows @ tensor.mT}
+            _add(sums, ((name, projection.mT @ found[name]), (own, found[name] @ tensor.mT)))
         return self._narrowed(sums)
 
     def second(self, grad: Tensor, given: dict[str, Tensor | None]) -> tuple[Tensor, dict[str, Tensor]]:
         """As Plain's. Of dK = E^T dK' and dE = dK' K^T with the gradients b and e: that of dK' is E b + e K."""
-        inner = self.inner()
-        first, below = inner.backward(grad), {"query": given.get("query")}
+        inner, below = self.inner(), dict[str, Tensor]()
         for name, tensor, projection, own in self._each():
-            b, e = _cast(given.get(name), tensor), _cast(given.get(own), tensor)
-            terms = [] if b is None else [projection @ b]
-            terms += [] if e is None else [fitted(e, projection.ndim) @ tensor]
-            below[name] = sum(terms[1:], terms[0]) if terms else None
-        of_grad, found = inner.second(grad, below)
+            if (b := given.get(name)) is not None:
+                _add(below, [(name, projection @ b.to(tensor.dtype))])
+            if (e := given.get(own)) is not None:
+                _add(below, [(name, fitted(e.to(tensor.dtype), projection.ndim) @ tensor)])
+        first = inner.backward(grad)
+        of_grad, found = inner.second(grad, {"query": given.get("query"), **below})
         sums = {"query": found["query"]} if "query" in found else {}
         for name, tensor, projection, own in self._each():
-            b, e = _cast(given.get(name), tensor), _cast(given.get(own), tensor)
-            of_rows, again = first[name], found.get(name)
-            to_tensor, to_own = [], []
-            if again is not None:
-                to_tensor, to_own = [projection.mT @ again], [again @ tensor.mT]
-            if e is not None:
-                to_tensor.append(fitted(e, projection.ndim).mT @ of_rows)
-            if b is not None:
-                to_own.append(of_rows @ b.mT)
-            for n, terms in ((name, to_tensor), (own, to_own)):
-                if terms:
-                    sums[n] = sum(terms[1:], terms[0])
+            if (again := found.get(name)) is not None:
+                _add(sums, ((name, projection.mT @ again), (own, again @ tensor.mT)))
+            if (e := given.get(own)) is not None:
+                _add(sums, [(name, fitted(e.to(tensor.dtype), projection.ndim).mT @ first[name])])
+            if (b := given.get(name)) is not None:
+                _add(sums, [(own, first[name] @ b.to(tensor.dtype).mT)])
         return of_grad, self._narrowed(sums)
 
     def _each(self) -> Iterator[tuple[str, Tensor, Tensor, str]]:
-        """Key and value with their projections."""
-        of_key, of_value = self.projections()
-        key, value = (t.to(of_key.dtype) for t in (self.plain.key, self.plain.value))
-        yield "key", key, of_key, patterns.PROJECTIONS[0]
-        yield "value", value, of_value, patterns.PROJECTIONS[1]
+        """Key and value with their projections, in at least float32, these in no more dimensions than those have."""
+        wide = torch.promote_types(self.plain.query.dtype, torch.float32)
+        names = zip(("key", "value"), patterns.PROJECTIONS, strict=True)
+        for name, own in names:
+            tensor = self.plain.key if name == "key" else self.plain.value
+            yield name, tensor.to(wide), fitted(self.plain.own[own].to(wide), max(2, tensor.ndim)), own
 
     def _narrowed(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         known = self.plain.own | {"query": self.plain.query, "key": self.plain.key, "value": self.plain.value}
         return {name: reduced(g, known[name]).to(known[name].dtype) for name, g in sums.items()}
-
-
-def _cast(tensor: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if tensor is None else tensor.to(like.dtype)
 
 
 def plain(

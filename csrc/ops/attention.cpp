@@ -68,6 +68,7 @@ struct Expected {
   Kind kind;
   Sizes sizes;  // -1: any. Those before the last `fixed` ones may be 1 or missing
   size_t fixed;
+  bool shared = false;  // its gradient has its own sizes, where it stands for several heads, too
 };
 int64_t whole_named(const Entry& entry, const AttentionProblem& p, const char* name, int64_t otherwise) {
   for (int i = 0; i < static_cast<int>(entry.parameters.size()); i++)
@@ -88,7 +89,7 @@ std::optional<Expected> expected(const Entry& entry, const AttentionProblem& p, 
   if (name == "sinks" || name == "alibi_slopes") return Expected{Kind::values, {p.heads}, 1};
   if (name == "key_lengths") return Expected{Kind::indices, {p.outer, p.batch}, 0};
   if (name == "rel_h" || name == "rel_w") return Expected{Kind::values, {p.outer, p.batch, p.heads, p.queries, -1}, 2};
-  if (name == "key_projection" || name == "value_projection") return Expected{Kind::values, {p.kv_heads, -1, p.keys}, 2};
+  if (name == "key_projection" || name == "value_projection") return Expected{Kind::values, {p.kv_heads, -1, p.keys}, 2, true};
   if (name == "random_indices")
     return Expected{Kind::indices, {p.heads, std::max<int64_t>(0, rows - 2), whole_named(entry, p, "random_blocks", -1)}, 2};
   return std::nullopt;
@@ -369,8 +370,7 @@ void backward(const Entry& entry, StableIValue* stack) {
   for (size_t i = 0; i < entry.parameters.size() && result.size() < gradients; i++) {
     if (!is_tensor(entry.parameters[i])) continue;
     const Tensor* const t = c.own[i] && known_dtype(*c.own[i]) && wanted[result.size()] ? &*c.own[i] : nullptr;
-    const bool is_projection = entry.parameters[i].name.find("_projection") != std::string::npos;  // of all heads, or of each
-    if (auto size = expected(entry, p, entry.parameters[i].name); t && size && !is_projection) {
+    if (auto size = expected(entry, p, entry.parameters[i].name); t && size && !size->shared) {
       for (int64_t& n : size->sizes) n = n < 0 ? size_at(*t, 0) : n;
       check(t->numel() == checked_numel(entry, size->sizes, 1), entry, "needs ", entry.parameters[i].name,
             " of the output's batch for its gradient, got ", *t);

@@ -22,7 +22,6 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -74,13 +73,20 @@ inline uint32_t checksum(const void* data, size_t size) {
   return static_cast<uint32_t>(crc32_z(0, static_cast<const Bytef*>(data), size));
 }
 
-inline at::ScalarType type_of(const std::string& name) {
-  static const std::map<std::string, at::ScalarType> known{
-      {"F64", at::kDouble}, {"F32", at::kFloat}, {"F16", at::kHalf}, {"BF16", at::kBFloat16}, {"I64", at::kLong},
-      {"I32", at::kInt},    {"I16", at::kShort}, {"I8", at::kChar},  {"U8", at::kByte},       {"BOOL", at::kBool}};
-  const auto found = known.find(name);
-  need(found != known.end(), "it has a tensor of type " + name);
-  return found->second;
+// By PyTorch's names, and by safetensors'.
+struct Type {
+  at::ScalarType type;
+  const char *name, *stored;
+};
+inline constexpr Type kTypes[] = {{at::kDouble, "float64", "F64"}, {at::kFloat, "float32", "F32"},
+                                  {at::kHalf, "float16", "F16"},   {at::kBFloat16, "bfloat16", "BF16"},
+                                  {at::kLong, "int64", "I64"},     {at::kInt, "int32", "I32"},
+                                  {at::kShort, "int16", "I16"},    {at::kChar, "int8", "I8"},
+                                  {at::kByte, "uint8", "U8"},      {at::kBool, "bool", "BOOL"}};
+inline at::ScalarType type_of(const std::string& stored) {
+  for (const Type& t : kTypes)
+    if (stored == t.stored) return t.type;
+  refuse("it has a tensor of type " + stored);
 }
 
 inline int64_t size_in(const Json& number) {
@@ -191,9 +197,9 @@ struct Graph {
   };
   std::vector<Node> nodes;
   std::vector<Region> regions;
-  std::unordered_map<std::string, size_t> index;
 
   Graph(const Json& graph, const File& file) {
+    std::map<std::string, size_t> index;
     std::map<std::string, int> of_name;
     std::map<std::string, at::Tensor> constants;
     for (const auto& [name, held] : graph.at("held").items()) {
@@ -205,6 +211,8 @@ struct Graph {
     for (const Json& row : graph.at("nodes")) {
       const std::string op = row.at(0), name = row.at(1), target = row.at(2);
       const Json &args = row.at(3), &kwargs = row.at(4);
+      need(args.is_array() && !args.empty() && kwargs.is_array() && !kwargs.empty(),
+           "its graph calls " + target + " without arguments");
       Node node{};
       if (op == "placeholder") {
         node.kind = Node::Kind::placeholder;
@@ -226,19 +234,21 @@ struct Graph {
             "between its programs is " + target + ", which needs Python (ai3_ops.explain shows what stayed outside of programs)");
         bind(node, target.substr(3), args, kwargs);
       }
-      for (const Json& arg : node.args) check_names(arg);
-      check_names(node.value);
+      for (Json& arg : node.args) resolve(arg, index);
+      resolve(node.value, index);
       index[name] = nodes.size();
       nodes.push_back(std::move(node));
     }
   }
-  // Whether every node that a value names comes before.
-  void check_names(const Json& value) const {
+  // Puts the place of each node that a value names, which comes before, for its name.
+  static void resolve(Json& value, const std::map<std::string, size_t>& index) {
     if (!value.is_array()) return;
     if (!value.empty() && value.at(0) == "node") {
-      need(index.count(value.at(1).get<std::string>()), "its graph reads a node that is not there");
+      const auto found = index.find(value.at(1).get<std::string>());
+      need(found != index.end(), "its graph reads a node that is not there");
+      value = Json{"node", found->second};
     } else {
-      for (const Json& v : value) check_names(v);
+      for (Json& v : value) resolve(v, index);
     }
   }
   static void bind(Node& node, const std::string& target, const Json& args, const Json& kwargs) {
@@ -265,11 +275,9 @@ struct Graph {
   }
 
   using Values = std::vector<c10::IValue>;
-  const c10::IValue& named(const Json& value, const Values& values) const {
-    return values.at(index.at(value.at(1).get<std::string>()));
-  }
+  static const c10::IValue& named(const Json& value, const Values& values) { return values.at(value.at(1).get<size_t>()); }
   // A value of the file as an operator's argument of that type.
-  c10::IValue value(const Json& v, const c10::TypePtr& type, const Values& values) const {
+  static c10::IValue value(const Json& v, const c10::TypePtr& type, const Values& values) {
     if (type->kind() == c10::TypeKind::OptionalType) {
       if (v.is_null()) return {};
       return value(v, type->expectRef<c10::OptionalType>().getElementType(), values);
@@ -289,7 +297,7 @@ struct Graph {
     if (v.is_number_float() || type->kind() == c10::TypeKind::FloatType) return v.get<double>();
     return v.get<int64_t>();
   }
-  c10::IValue list(const Json& v, const c10::TypePtr& type, const Values& values) const {
+  static c10::IValue list(const Json& v, const c10::TypePtr& type, const Values& values) {
     need(type->kind() == c10::TypeKind::ListType, "its graph has a list where an operator takes none");
     const c10::TypePtr element = type->expectRef<c10::ListType>().getElementType();
     c10::impl::GenericList made(element->kind() == c10::TypeKind::SymIntType ? c10::TypePtr(c10::IntType::get()) : element);
@@ -297,23 +305,13 @@ struct Graph {
     return made;
   }
   static c10::IValue constant(const std::string& name) {
-    static const std::map<std::string, int64_t> known{{"float64", int64_t(at::kDouble)},
-                                                      {"float32", int64_t(at::kFloat)},
-                                                      {"float16", int64_t(at::kHalf)},
-                                                      {"bfloat16", int64_t(at::kBFloat16)},
-                                                      {"int64", int64_t(at::kLong)},
-                                                      {"int32", int64_t(at::kInt)},
-                                                      {"int16", int64_t(at::kShort)},
-                                                      {"int8", int64_t(at::kChar)},
-                                                      {"uint8", int64_t(at::kByte)},
-                                                      {"bool", int64_t(at::kBool)},
-                                                      {"strided", int64_t(at::kStrided)},
-                                                      {"contiguous_format", int64_t(at::MemoryFormat::Contiguous)},
-                                                      {"channels_last", int64_t(at::MemoryFormat::ChannelsLast)},
-                                                      {"preserve_format", int64_t(at::MemoryFormat::Preserve)}};
-    const auto found = known.find(name);
-    need(found != known.end(), "its graph has a value torch." + name);
-    return found->second;
+    for (const Type& t : kTypes)
+      if (name == t.name) return static_cast<int64_t>(t.type);
+    if (name == "strided") return static_cast<int64_t>(at::kStrided);
+    if (name == "contiguous_format") return static_cast<int64_t>(at::MemoryFormat::Contiguous);
+    if (name == "channels_last") return static_cast<int64_t>(at::MemoryFormat::ChannelsLast);
+    if (name == "preserve_format") return static_cast<int64_t>(at::MemoryFormat::Preserve);
+    refuse("its graph has a value torch." + name);
   }
 
   Tensors run(const Tensors& inputs) const {
@@ -356,7 +354,7 @@ struct Graph {
     }
     return results;
   }
-  void collect(const Json& v, const Values& values, Tensors& results) const {
+  static void collect(const Json& v, const Values& values, Tensors& results) {
     need(v.is_array(), "it returns " + v.dump() + ", which is no tensor");
     if (v.at(0) != "node") {
       for (size_t i = 1; i < v.size(); i++) collect(v[i], values, results);
@@ -370,16 +368,11 @@ struct Graph {
   }
 };
 
-struct Plan {
-  std::variant<Region, Graph> body;
-  bool dynamic;  // for any batch size
-
-  static Plan of(const Json& plan, const File& file) {
-    const bool dynamic = plan.at("dynamic").get<bool>();
-    if (plan.contains("region")) return {Region(plan.at("region"), file), dynamic};
-    return {Graph(plan.at("graph"), file), dynamic};
-  }
-};
+using Plan = std::variant<Region, Graph>;
+inline Plan plan_of(const Json& plan, const File& file) {
+  if (plan.contains("region")) return Region(plan.at("region"), file);
+  return Graph(plan.at("graph"), file);
+}
 
 inline Json shape_text(const at::Tensor& t, size_t start) {
   Json shape{"tuple"};
@@ -387,14 +380,12 @@ inline Json shape_text(const at::Tensor& t, size_t start) {
   return shape;
 }
 inline Json dtype_text(const at::Tensor& t) {
-  static const std::map<at::ScalarType, std::string> names{
-      {at::kDouble, "float64"}, {at::kFloat, "float32"}, {at::kHalf, "float16"}, {at::kBFloat16, "bfloat16"},
-      {at::kLong, "int64"},     {at::kInt, "int32"},     {at::kShort, "int16"},  {at::kChar, "int8"},
-      {at::kByte, "uint8"},     {at::kBool, "bool"}};
-  const auto found = names.find(t.scalar_type());
-  return Json{"torch", found == names.end() ? "another dtype" : found->second};
+  for (const Type& known : kTypes)
+    if (t.scalar_type() == known.type) return Json{"torch", known.name};
+  return Json{"torch", "another dtype"};
 }
-// What a plan holds for, as the file writes it: sizes, without the batch where any will do, and types.
+// What a plan holds for, as the file writes it: sizes, without the batch where any will do (`dynamic`), and types. No key of the
+// one kind is one of the other.
 inline std::string key_of(const Tensors& inputs, bool dynamic) {
   const size_t start = dynamic ? 1 : 0;
   if (inputs.size() == 1 && dynamic) return Json{"tuple", shape_text(inputs[0], start), dtype_text(inputs[0])}.dump();
@@ -429,8 +420,7 @@ class Model {
     const c10::InferenceMode guard;
     for (const bool dynamic : {true, false}) {
       const auto found = shared_->plans.find(detail::key_of(inputs, dynamic));
-      if (found == shared_->plans.end() || found->second.dynamic != dynamic) continue;
-      return std::visit([&](const auto& body) { return body.run(inputs); }, found->second.body);
+      if (found != shared_->plans.end()) return std::visit([&](const auto& body) { return body.run(inputs); }, found->second);
     }
     std::string got;
     for (const at::Tensor& t : inputs)
@@ -457,7 +447,7 @@ class Model {
                        ", and this process has " + value + ": optimize and save again here");
     auto shared = std::make_shared<Shared>();
     for (const detail::Json& entry : document.at("plans"))
-      shared->plans.emplace(entry.at("key").dump(), detail::Plan::of(entry.at("plan"), file));
+      shared->plans.emplace(entry.at("key").dump(), detail::plan_of(entry.at("plan"), file));
     for (const detail::Json& shown : document.at("inputs").at("shown")) {
       if (shown == "list") continue;
       detail::need(shown.is_array() && shown.at(0) == "tuple", "an input of it is no tensor");

@@ -5,37 +5,14 @@
 // The libraries (ai3_ops/_C.so and, for CUDA models, _C_cuda.so) define the operators; the .pt files hold a tensor or a tuple of
 // tensors as torch.save writes them. Exit code 0: every output is equal to the expected one within 1e-4 (1e-2 in half precision)
 // of its largest magnitude.
-#include <ATen/ATen.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
-#include <fstream>
 #include <iostream>
-#include <iterator>
+
+#include "../without_python.h"
 
 namespace {
-
-std::vector<at::Tensor> read_tensors(const char* path) {
-  std::ifstream in(path, std::ios::binary);
-  if (!in) throw std::runtime_error(std::string("cannot read ") + path);
-  const std::vector<char> bytes((std::istreambuf_iterator<char>(in)), std::istreambuf_iterator<char>());
-  const c10::IValue value = torch::jit::pickle_load(bytes);
-  if (value.isTensor()) return {value.toTensor()};
-  std::vector<at::Tensor> tensors;
-  if (value.isTuple())
-    for (const c10::IValue& v : value.toTupleRef().elements()) tensors.push_back(v.toTensor());
-  else
-    for (const c10::IValue& v : value.toListRef()) tensors.push_back(v.toTensor());
-  return tensors;
-}
-
-bool has_python() {
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);)
-    if (line.find("libpython") != std::string::npos || line.find("libtorch_python") != std::string::npos) return true;
-  return false;
-}
 
 int run(int argc, char** argv) {
   if (argc < 5) throw std::runtime_error("usage: aoti_runner package.pt2 inputs.pt expected.pt library.so...");
