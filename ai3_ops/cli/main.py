@@ -115,6 +115,11 @@ def parser() -> argparse.ArgumentParser:
         default="quick",
         help="how much is compared with float64: the example's first item (default), every rewrite and random inputs, nothing",
     )
+    optimize.add_argument(
+        "--portable",
+        action="store_true",
+        help="keep the weights beside their packs: the file loads with any instruction set",
+    )
     for command in (tune, optimize):
         command.add_argument("--objective", default="latency", help="latency (default), p99 or memory")
         for name, kind, text in (
@@ -272,7 +277,7 @@ def optimize_network(arguments: argparse.Namespace, console: Console) -> int:
     inputs = _laid_out(net.inputs, arguments.channels_last)
     names = (
         "alpha", "budget_seconds", "objective", "memory_limit", "tolerance", "deterministic", "allow_approximate",
-        "verify",
+        "verify", "portable",
     )  # fmt: skip
     settings = {name: getattr(arguments, name) for name in names}
     fast = ai3_ops.optimize(net.model, inputs, arguments.selectors, **settings)

@@ -22,6 +22,7 @@ def optimize(
     allow_approximate: bool = False,
     keep_original: bool = True,
     verify: str = "quick",
+    portable: bool = False,
     progress: bool = True,
 ) -> nn.Module:
     """A module for inference that computes what `model` does, as fast as this package can on this machine.
@@ -51,6 +52,8 @@ def optimize(
         verify: how much is computed in float64 to compare with. "quick": the outputs for the first item of the example. "full":
             also those of the whole example and of random inputs, the network after its rewrites and each substitution. "off":
             none; the captured graph is compared with the model all the same.
+        portable: also keeps the weights as they are before they are packed, in memory and in files of `save`, which then load on
+            machines with other instruction sets, too.
         progress: shows on a terminal's standard error what is done, and at the end what took how long.
 
     Returns:
@@ -80,6 +83,7 @@ def optimize(
             deterministic,
             allow_approximate,
             verify,
+            portable,
         ),
         keep_original=keep_original,
         progress=progress,
@@ -88,6 +92,8 @@ def optimize(
 
 def save(optimized: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes what `optimize` returned into one file, from which any process with this ai3_ops and instruction set runs it.
+
+    What was optimized with `portable=True` is written with its weights and runs with any instruction set.
 
     The file has the programs, the graph around them and the packed weights, and no code: it is a safetensors file, whose metadata
     is a JSON document. The original's modules and weights are not in it. `path` is replaced when the file is complete.
@@ -110,12 +116,16 @@ def save(optimized: nn.Module, path: str | os.PathLike[str]) -> None:
 def load(path: str | os.PathLike[str]) -> nn.Module:
     """The module that `save` wrote: equal outputs, bit for bit, for the sizes that were planned and other batches as before.
 
+    Of a portable file that was saved with another instruction set the weights are packed anew, for this one; the algorithms
+    stay those that were chosen there, and outputs are equal within rounding.
+
     Weights are not copied but mapped from the file, so that processes which load one file share them: it must stay as it is
     while they run (`save` to the same path does not change it, but puts another in its place). There is no `state_dict()`, and
     other sizes than the planned ones are errors. Nothing of the file is run as code.
 
     Raises:
-        ValueError: no such file, or a damaged one; one of another version, instruction set or byte order.
+        ValueError: no such file, or a damaged one; one of another version or byte order; where weights were not kept, of another
+            instruction set; where they were, a program of which this one cannot run an algorithm.
         OSError: the file cannot be read.
     """
     from ai3_ops.optimizing import saved

@@ -70,6 +70,7 @@ class Settings:
     deterministic: bool = False
     allow_approximate: bool = False
     verify: str = "quick"  # how much is computed to compare with: one of VERIFY
+    portable: bool = False  # whether programs hold their weights beside the packs
     resolved: dict[str, str] | None = None  # by call, what the selectors chose for the first example
     thorough: bool = True  # search and compare; without, what was learned before is taken over
 
@@ -188,7 +189,7 @@ def make_plan(
 
     def programs() -> tuple[list[tuple[Part, Region]], nn.Module, bool]:
         """Those of the algorithms as they are chosen now, what runs them, and whether its error is small enough."""
-        regions = lowered(network, inputs, report, compare=settings.thorough)
+        regions = lowered(network, inputs, report, compare=settings.thorough, keep=settings.portable)
         body = body_of(network, regions)
         error = report.error = reference.error(lambda given: flat_outputs(body(*given)))
         worst = WORST_APPROXIMATION if choose.approximates(network) else reference.worst
@@ -393,16 +394,19 @@ def _normalized(node: fx.Node) -> fx.Node | None:
 
 
 def lowered(
-    network: Network, inputs: list[Any], report: Optimization, compare: bool = True
+    network: Network, inputs: list[Any], report: Optimization, compare: bool = True, keep: bool = False
 ) -> list[tuple[Part, Region]]:
-    """The programs, without those that are slower than PyTorch with the same steps and those that cannot be built."""
+    """The programs, without those that are slower than PyTorch with the same steps and those that cannot be built.
+
+    With `keep` they hold their weights.
+    """
     regions: list[tuple[Part, Region]] = []
     refused = True
     while refused:  # a step that the engine refuses parts a region in two
         refused, regions = False, []
         for part in parts(network):
             try:
-                regions.append((part, build(network, part)))
+                regions.append((part, build(network, part, keep)))
             except ValueError as error:
                 refused = True
                 _leave(network, part, str(error), report)

@@ -7,6 +7,7 @@ steps in steps.py: reading a file calls nothing else. The tensors are the packed
 from __future__ import annotations
 
 import inspect
+import json
 import keyword
 import operator
 import os
@@ -24,12 +25,12 @@ from ai3_ops.explaining.report import Optimization, OptimizeReport, Step
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Rewrite
 from ai3_ops.operations.step import Step as OwnStep
-from ai3_ops.optimizing.module import Optimized
+from ai3_ops.optimizing.module import Optimized, programs_of
 from ai3_ops.optimizing.pipeline import Plan, Settings, Swapped
 from ai3_ops.programs import container
 from ai3_ops.programs.body import Body
 from ai3_ops.programs.lower import Region
-from ai3_ops.programs.program import Program
+from ai3_ops.programs.program import Program, Source, joined
 from ai3_ops.programs.spelled import spelled
 from ai3_ops.selecting.selectors import listed
 
@@ -109,9 +110,11 @@ class _Saver:
             for key, plan in model._ai3_plans.items()
             if plan.body is not None
         ]
+        kept = [p.sources is not None for plan in model._ai3_plans.values() for p in programs_of(plan)]
         return {
             "format": FORMAT,
             "made_by": _versions(),
+            "portable": all(kept),
             "inputs": {
                 "shown": _encoded(model._ai3_shown),
                 "types": _encoded(model._ai3_types),
@@ -139,6 +142,15 @@ class _Saver:
             "constants": [self.tensor(t) for t in program.constants],
             "examples": _encoded(program.examples),
             "algorithms": list(region.algorithms),
+        } | ({} if program.sources is None else {"sources": [self.source(s) for s in program.sources]})
+
+    def source(self, source: Source) -> dict[str, Any]:
+        return {
+            "given": self.tensor(source.given),
+            "pack": source.pack,
+            "window": _encoded(tuple(source.window)),
+            "parameters": _encoded(source.parameters),
+            "chw": _encoded(source.chw and tuple(source.chw)),
         }
 
     def graph(self, body: Any) -> dict[str, Any]:
@@ -277,6 +289,8 @@ class _Loader:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors, self._functions = tensors, _functions()
+        self._anew = False  # whether weights are packed here
+        self._packed: dict[str, Tensor] = {}
 
     def module(self, document: dict[str, Any]) -> Optimized:
         if document["format"] != FORMAT:
@@ -284,11 +298,12 @@ class _Loader:
                 f"it has format {document['format']}, this version reads {FORMAT}: optimize and save again"
             )
         made_by, here = document["made_by"], _versions()
+        self._anew = document.get("portable", False) and made_by["level"] != here["level"]
         for what in ("byte order", "level", "ai3_ops"):
-            if made_by[what] != here[what]:
+            if made_by[what] != here[what] and not (what == "level" and self._anew):
                 raise ValueError(
                     f"it was saved with {what} {made_by[what]}, and this process has {here[what]}: weights are packed for one; "
-                    "optimize and save again here"
+                    "optimize and save again here" + (", or there with portable=True" if what == "level" else "")
                 )
         inputs, empty = document["inputs"], inspect.Parameter.empty
         signature = inspect.Signature(
@@ -321,10 +336,37 @@ class _Loader:
         return Plan(body, plan["dynamic"], spec, Optimization(""), plan["resolved"])
 
     def region(self, region: dict[str, Any]) -> Region:
-        program = Program(
-            region["program"], [self.tensor(t) for t in region["constants"]], self.value(region["examples"])
-        )
+        sources = [self.source(s) for s in region["sources"]] if "sources" in region else None
+        examples = self.value(region["examples"])
+        if not self._anew:
+            constants = [self.tensor(t) for t in region["constants"]]
+            return Region(Program(region["program"], constants, examples, sources), tuple(region["algorithms"]))
+        if sources is None:
+            raise ValueError("a program of it has no weights")
+        key = json.dumps(region["sources"])  # programs of one module for several sizes share their packs
+        if key not in self._packed:
+            self._packed[key] = joined(sources)
+        program = Program(region["program"], [self._packed[key]], examples, sources)
+        try:
+            program.report()
+        except RuntimeError as error:
+            level = _library.registry()["level"]
+            raise ValueError(
+                f"it was saved for another instruction set, and with {level} it cannot run: {error}"
+            ) from None
         return Region(program, tuple(region["algorithms"]))
+
+    def source(self, source: dict[str, Any]) -> Source:
+        pack = source["pack"]
+        if pack and not (pack.startswith("_") and pack.endswith("_pack")):
+            raise ValueError(f"it packs weights by {pack!r}")
+        return Source(
+            self.tensor(source["given"]),
+            pack,
+            self.value(source["window"]),
+            self.value(source["parameters"]),
+            self.value(source["chw"]),
+        )
 
     def graph(self, graph: dict[str, Any]) -> Body:
         held = {

@@ -139,8 +139,11 @@ def _ordered(graph: fx.Graph, groups: list[list[fx.Node]]) -> bool:
     return True
 
 
-def build(network: Network, part: Part) -> Region:
-    """The program of a part; ValueError where the engine cannot do one of its steps."""
+def build(network: Network, part: Part, keep: bool = False) -> Region:
+    """The program of a part, which holds its weights, too, where these are to be kept.
+
+    ValueError where the engine cannot do one of its steps.
+    """
     builder = Builder()
     values: dict[fx.Node, Any] = {}
     for node in part.inputs:
@@ -153,7 +156,7 @@ def build(network: Network, part: Part) -> Region:
     # What other programs and PyTorch read next stays as it is computed; what the network returns is contiguous.
     returned: Any = network.output.args[0] or ()
     layouts = [node not in returned and _is_image(node) for node in part.outputs]
-    program = builder.build([values[node] for node in part.outputs], channels_last=layouts)
+    program = builder.build([values[node] for node in part.outputs], channels_last=layouts, keep=keep)
     return Region(program, tuple(algorithms))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -458,11 +458,13 @@ class Builder:
         return next((step.algorithm for step in self._steps[count:] if step.algorithm), "")
 
     # The program ------------------------------------------------------------------------------------------------------
-    def build(self, outputs: Sequence[Value], *, channels_last: bool | Sequence[bool] = False) -> Program:
+    def build(
+        self, outputs: Sequence[Value], *, channels_last: bool | Sequence[bool] = False, keep: bool = False
+    ) -> Program:
         """The program that computes `outputs`; images are returned in channels_last, or contiguous, each where flags are given.
 
         Weights are packed here, by the algorithm of each layer: later changes of them are not seen. What no output
-        depends on is left out, inputs stay.
+        depends on is left out, inputs stay. With `keep` the program holds the weights beside their packs.
         """
         if not outputs or any(v.builder is not self._own for v in outputs):
             raise ValueError("a program needs outputs, of this Builder")
@@ -510,7 +512,9 @@ class Builder:
         examples = [
             (v.shape, v.dtype) for v, s in zip(self._values, self._steps, strict=True) if s.operation == "input"
         ]
-        return Program("\n".join(rows) + "\n", [constants.joined()], examples)
+        return Program(
+            "\n".join(rows) + "\n", [joined(constants.sources)], examples, constants.sources if keep else None
+        )
 
     def _folded_flattens(self, order: Sequence[int], outputs: Sequence[Value]) -> set[int]:
         """Flattens of more than a pixel that linears alone read: rows stay in NHWC order, and the weights follow."""
@@ -523,55 +527,72 @@ class Builder:
         return {i for i in flats if self._steps[i].operands[0].shape[2:] != (1, 1)}
 
 
-class _Constant(NamedTuple):
-    """One that is still to be packed, or copied."""
+class Source(NamedTuple):
+    """What one of a program's constants is made of: a tensor, and how an algorithm packs it."""
 
-    given: Tensor  # kept, so that its address stays its own
-    bytes: int
-    make: Callable[[], Tensor]
-    packed: bool
+    given: Tensor  # kept while a program is built, so that its address stays its own
+    pack: str = ""  # the operator that packs it; "": copied as it is
+    window: tuple[Any, ...] = ()
+    parameters: tuple[tuple[str, Any], ...] = ()  # of the algorithm's own
+    chw: tuple[int, ...] | None = None  # of the image whose rows a linear's weight multiplies: columns in NHWC order
+
+    def made(self, tensor: Tensor | None = None) -> Tensor:
+        """The constant, of the tensor or of another one of its sizes."""
+        tensor = self.given if tensor is None else tensor
+        if self.chw is not None:
+            tensor = tensor.unflatten(1, self.chw).permute(0, 2, 3, 1).flatten(1)
+        tensor = tensor.contiguous()
+        if not self.pack:
+            return tensor
+        pack = operator_named(self.pack)
+        if pack is None:
+            raise ValueError(f"there is no operator {self.pack}")
+        return pack(tensor, *self.window, **dict(self.parameters))
+
+    @property
+    def bytes(self) -> int:
+        """Of the constant."""
+        return self.made(self.given.to("meta")).nbytes if self.pack else self.given.nbytes
+
+
+def joined(sources: Sequence[Source]) -> Tensor:
+    """A program's constants in one tensor: a call that gets hundreds of tensors takes as long for them as for some layers.
+
+    Each is packed where it stays, one after the other.
+    """
+    if not sources:  # an operator needs a tensor, to know the device
+        return torch.zeros(64, dtype=torch.uint8)
+    whole, place = torch.ops.ai3._program_constants(sources[0].given, [s.bytes for s in sources]), 0
+    with torch.no_grad():
+        for source in sources:
+            place = torch.ops.ai3._program_put_constant_(whole, source.made(), place, bool(source.pack))
+    return whole
 
 
 class _Constants:
-    """A program's tensors, one for each weight and way to pack it."""
+    """A program's constants, one for each weight and way to pack it."""
 
     def __init__(self) -> None:
-        self._all: list[_Constant] = []
+        self.sources: list[Source] = []
         self._known: dict[Any, int] = {}
 
-    def joined(self) -> Tensor:
-        """All of them in one tensor: a call that gets hundreds of tensors takes as long for them as for some layers."""
-        if not self._all:  # an operator needs a tensor, to know the device
-            return torch.zeros(64, dtype=torch.uint8)
-        whole, place = torch.ops.ai3._program_constants(self._all[0].given, [c.bytes for c in self._all]), 0
-        with torch.no_grad():
-            for constant in self._all:
-                place = torch.ops.ai3._program_put_constant_(whole, constant.make(), place, constant.packed)
-        return whole
-
-    def _add(self, key: Any, constant: _Constant) -> int:
-        given = constant.given
-        key = (given.data_ptr(), given.shape, given.stride(), given.dtype, *key)
+    def _add(self, source: Source) -> int:
+        given = source.given
+        key = (given.data_ptr(), given.shape, given.stride(), given.dtype, *source[1:])
         if key not in self._known:
-            self._known[key] = len(self._all)
-            self._all.append(constant)
+            self._known[key] = len(self.sources)
+            self.sources.append(source)
         return self._known[key]
 
     def plain(self, tensor: Tensor) -> int:
-        return self._add((), _Constant(tensor, tensor.nbytes, tensor.contiguous, False))
+        return self._add(Source(tensor))
 
     def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
         operation = step.operation.removesuffix(f"_{step.algorithm}")
-        pack = operator_named(f"_{operation}_{step.algorithm}_pack")
-
-        def make(weight: Tensor = tensor) -> Tensor:
-            if chw is not None:  # columns in NHWC order
-                weight = weight.unflatten(1, chw).permute(0, 2, 3, 1).flatten(1)
-            weight = weight.contiguous()
-            return weight if pack is None else pack(weight, *step.window, **dict(step.parameters))
-
-        key = (operation, step.algorithm, step.window, step.parameters, chw)
-        return self._add(key, _Constant(tensor, make(tensor.to("meta")).nbytes, make, pack is not None))
+        pack = f"_{operation}_{step.algorithm}_pack"
+        if operator_named(pack) is None:
+            return self._add(Source(tensor, chw=chw))
+        return self._add(Source(tensor, pack, step.window, step.parameters, chw))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -612,12 +633,20 @@ class Program:
     """
 
     def __init__(
-        self, text: str, constants: list[Tensor], examples: Sequence[tuple[tuple[int, ...], torch.dtype]]
+        self,
+        text: str,
+        constants: list[Tensor],
+        examples: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        sources: Sequence[Source] | None = None,
     ) -> None:
-        """`constants`: one tensor, of the bytes of packed weights and the like; `examples`: each input's sizes and dtype."""
+        """`constants`: one tensor, of the bytes of packed weights and the like; `examples`: each input's sizes and dtype.
+
+        `sources`: what the constants were made of, where it is kept.
+        """
         self.text = text
         self.constants = constants
         self.examples = list(examples)
+        self.sources = None if sources is None else list(sources)
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The outputs, in build's order."""

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import random
 import struct
+import subprocess
+import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -194,6 +197,83 @@ def test_another_machine_or_version_is_refused(small, monkeypatch, what):
     with pytest.raises(
         ValueError, match=f"model.ai3: it was saved with {what} {here[what]}, and this process has another"
     ):
+        ai3_ops.load(path)
+
+
+class Packed(nn.Module):
+    """Weights packed by several algorithms, a flatten that a linear's columns follow, a table, a PReLU's slope."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8)
+        self.third, self.last, self.slope = nn.Conv2d(8, 8, 3, padding=1), nn.Linear(288, 5), nn.PReLU(8)
+        self.register_buffer("table", torch.randn(1, 8, 6, 6))
+
+    def forward(self, x):
+        return self.last((self.slope(self.third(F.relu(self.second(self.first(x))))) + self.table).flatten(1))
+
+
+@pytest.fixture
+def portable(path):
+    """A saved network that holds its weights, its example, and what it answers."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 6)
+    choices = {"first": "winograd", "second": "depthwise", "third": "winograd_f4", "last": "gemm"}
+    fast = ai3_ops.optimize(Packed().eval(), x, choices, portable=True, progress=False)
+    ai3_ops.save(fast, path)
+    return path, x, fast(x)
+
+
+def test_weights_that_were_kept_are_packed_anew(portable, monkeypatch, tmp_path):
+    path, x, y = portable
+    assert torch.equal(ai3_ops.load(path)(x), y)
+    here = saved._versions()
+    monkeypatch.setattr(saved, "_versions", lambda: here | {"level": "another"})
+    anew = ai3_ops.load(path)
+    assert torch.equal(anew(x), y)  # the same level by another name
+    assert torch.equal(roundtrip(anew, tmp_path / "again.ai3")(x), y)
+    assert torch.equal(pickle.loads(pickle.dumps(anew))(x), y)
+
+
+def test_another_level_computes_what_was_saved_with_its_weights(portable, tmp_path):
+    path, x, y = portable
+    torch.save((x, y), tmp_path / "call.pt")
+    program = (
+        "import sys, torch, ai3_ops; x, y = torch.load(sys.argv[2]); fast = ai3_ops.load(sys.argv[1]);"
+        "torch.testing.assert_close(fast(x), y); print('ran')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(path), str(tmp_path / "call.pt")],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "AI3_OPS_ISA": "portable"},
+    )
+    assert done.stdout == "ran\n", done.stderr
+
+
+def test_a_level_that_lacks_an_algorithm_is_refused(portable, monkeypatch):
+    path, _, _ = portable
+    here = saved._versions()
+    forged(path, lambda d: d.update(json.loads(json.dumps(d).replace("conv2d_depthwise ", "conv2d_none "))))
+    monkeypatch.setattr(saved, "_versions", lambda: here | {"level": "another"})
+    with pytest.raises(
+        ValueError, match=r"saved for another instruction set, and with .* it cannot run: .*conv2d_none"
+    ):
+        ai3_ops.load(path)
+
+
+@pytest.mark.parametrize("pack", ["_program_put_constant_", "_library", "conv2d_direct", "_none_pack"])
+def test_weights_are_packed_by_operators_for_it_alone(portable, monkeypatch, pack):
+    path, _, _ = portable
+    here = saved._versions()
+
+    def change(document):
+        sources = document["plans"][0]["plan"]["region"]["sources"]
+        next(source for source in sources if source["pack"])["pack"] = pack
+
+    forged(path, change)
+    monkeypatch.setattr(saved, "_versions", lambda: here | {"level": "another"})
+    with pytest.raises(ValueError, match=f"{pack}"):
         ai3_ops.load(path)
 
 
