@@ -44,7 +44,7 @@ PACKAGES = {
     "onnxruntime": ("onnxruntime", "onnxruntime"), "openvino": ("openvino", "openvino"), "ncnn": ("ncnn", "ncnn"),
     "mnn": ("MNN", "MNN"), "opencv": ("cv2", "opencv-python-headless"),
 }  # fmt: skip
-OURS = ("swap default", "swap auto", "optimize")
+OURS = ("swap default", "swap auto", "optimize", "load")
 APPROXIMATE = ("optimize approximate",)  # only run where asked for, and compared with nobody
 PEERS = tuple(name for name in peers.ENGINES if name not in OURS + APPROXIMATE)
 MODELS = (
@@ -170,6 +170,35 @@ def _pnnx(model: nn.Module, args: tuple[Any, ...], folder: Path) -> None:
     _convert(["pnnx", "model.torchscript", f"inputshape=[{shape}]", "fp16=0"], folder, "pnnx")
 
 
+_SAVE = """
+import sys
+from pathlib import Path
+import torch, ai3_ops
+folder = Path(sys.argv[1])
+torch.set_num_threads(int(sys.argv[2]))
+model, x = (torch.load(folder / name, weights_only=False) for name in ("model.pt", "inputs.pt"))
+try:
+    ai3_ops.save(ai3_ops.optimize(model.eval(), x, progress=False), folder / "model.ai3")
+except Exception as error:
+    (folder / "save.txt").write_text(str(error))
+"""
+
+
+def _optimize(folder: Path, threads: int) -> None:
+    """The file that "load" reads, made in a process of its own, whose memory does not count."""
+    with (folder / "save.log").open("w") as log:
+        subprocess.run(
+            [sys.executable, "-P", "-c", _SAVE, str(folder), str(threads)], env=_environment(threads), stderr=log
+        )
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """Of a process that finds this package."""
+    root = str(Path(ai3_ops.__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
+
+
 def _convert(command: list[str], folder: Path, name: str) -> None:
     """Runs a converter that a package brings, from beside this Python or PATH."""
     beside = Path(sys.executable).parent / command[0]
@@ -187,13 +216,10 @@ class Worker:
 
     def __init__(self, engine: str, folder: Path, threads: int) -> None:
         self.engine = engine
-        root = str(Path(ai3_ops.__file__).parent.parent)
-        paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
         self.log = open(folder / f"{engine.replace(' ', '_')}.log", "w+")  # noqa: SIM115  # as long as the process
         self.process = subprocess.Popen(
             [sys.executable, "-P", peers.__file__, engine, str(folder), str(threads)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=environment, cwd=folder,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True, env=_environment(threads), cwd=folder,
         )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
@@ -243,6 +269,9 @@ def measure(named: models.Named, engines: Sequence[str], threads: int, turns: in
             else:
                 there.append(engine)
         prepare(named, there, folder)
+        if "load" in there:
+            bar.update(task, description=f"{named.name}: the file that load reads")
+            _optimize(folder, threads)
         workers = []
         for engine in there:
             bar.update(task, description=f"{named.name}: loading {engine}")
@@ -320,8 +349,9 @@ Memory: the peak of a call above what the process held before it loaded the mode
 call" is above what it held before the call, when nothing free was kept (activations, workspaces, outputs; empty for engines
 that keep those between calls). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch in float64; above 0.1 the
 output is called wrong and its engine is not compared. Energy: joules of a call, where the machine exposes it (RAPL). Load:
-seconds until the first output, with conversion and tuning (cached measurements are taken). "optimize approximate" is
-`optimize(model, x, allow_approximate=True)`, which may use bfloat16, and is not compared either.
+seconds until the first output, with conversion and tuning (cached measurements are taken). "load" runs what another process
+optimized and saved. "optimize approximate" is `optimize(model, x, allow_approximate=True)`, which may use bfloat16, and is
+not compared either.
 """
     yield f"![medians of all engines]({picture})\n"
     yield "## Medians, ms\n"
@@ -331,6 +361,13 @@ seconds until the first output, with conversion and tuning (cached measurements 
     for result in results.values():
         cells = [_ms(result.engines.get(name), result.fastest(PEERS + OURS) == name) for name in names]
         yield f"| {result.key} | " + " | ".join(cells) + f" | {_ratio(result)} |"
+    yield "\n## Memory, MiB\n"
+    yield "| network | " + " | ".join(names) + " |"
+    yield "|---|" + "---:|" * len(names)
+    for result in results.values():
+        taken = {name: e.peak_bytes for name, e in result.engines.items() if e.peak_bytes and not e.absent}
+        shown = [_least(taken[n], taken[n] == min(taken.values())) if n in taken else "" for n in names]
+        yield f"| {result.key} | " + " | ".join(shown) + " |"
     for result in results.values():
         yield f"\n## {result.key}\n"
         facts = {"input": result.input, "command": f"`{result.command}`", "commit": result.commit, "date": result.date}
@@ -358,6 +395,10 @@ seconds until the first output, with conversion and tuning (cached measurements 
             yield f"| {name} | {version} | " + " | ".join((*numbers, *joules)) + " |"
         if not energy:
             yield "\nThis machine exposes no energy."
+
+
+def _least(size: int, least: bool) -> str:
+    return f"**{_mib(size)}**" if least else _mib(size)
 
 
 def _mib(size: int | None) -> str:

@@ -100,6 +100,19 @@ def approximate(folder: Path, threads: int) -> Ready:
     return _ours(folder, threads, lambda ai3, model, x: ai3.optimize(model, x, allow_approximate=True, progress=False))
 
 
+def load(folder: Path, threads: int) -> Ready:
+    """`load(path)` of what another process optimized and saved: as a network is deployed."""
+    import torch
+
+    import ai3_ops
+
+    path, failure = folder / "model.ai3", folder / "save.txt"
+    if not path.exists():
+        raise Absent(f"not saved: {failure.read_text() if failure.exists() else 'was not optimized'}")
+    torch.set_num_threads(threads)
+    return _call(torch, ai3_ops.load(path), torch.load(folder / "inputs.pt", weights_only=True)), ai3_ops.__version__
+
+
 def _numpy(folder: Path) -> Any:
     import numpy
 
@@ -202,14 +215,14 @@ def opencv(folder: Path, threads: int) -> Ready:
 ENGINES: dict[str, Callable[[Path, int], Ready]] = {
     "eager": eager, "channels_last": channels_last, "compile": compile, "onnxruntime": onnxruntime, "openvino": openvino,
     "ncnn": ncnn, "mnn": mnn, "opencv": opencv, "swap default": swap_default, "swap auto": swap_auto, "optimize": optimize,
-    "optimize approximate": approximate,
+    "load": load, "optimize approximate": approximate,
 }  # fmt: skip
 
 
 # What a process imports before its memory is counted from there.
 LIBRARIES = {
     **dict.fromkeys(("eager", "channels_last"), ("torch",)),
-    **dict.fromkeys(("swap default", "swap auto", "optimize", "optimize approximate"), ("torch", "ai3_ops")),
+    **dict.fromkeys(("swap default", "swap auto", "optimize", "load", "optimize approximate"), ("torch", "ai3_ops")),
     "compile": ("torch", "torch._dynamo", "torch._inductor.compile_fx"),
     "onnxruntime": ("onnxruntime",), "openvino": ("openvino",), "ncnn": ("ncnn",), "mnn": ("MNN",), "opencv": ("cv2",),
 }  # fmt: skip

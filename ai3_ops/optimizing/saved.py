@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx, nn
 
-from ai3_ops import _library, _machine
+from ai3_ops import _machine
 from ai3_ops._torch import OpOverload, pytree
 from ai3_ops.explaining.report import Optimization, OptimizeReport, Step
 from ai3_ops.graph import steps
@@ -30,7 +30,7 @@ from ai3_ops.optimizing.pipeline import Plan, Settings, Swapped
 from ai3_ops.programs import container
 from ai3_ops.programs.body import Body
 from ai3_ops.programs.lower import Region
-from ai3_ops.programs.program import Program, Source, joined
+from ai3_ops.programs.program import Program, Source, joined, level
 from ai3_ops.programs.spelled import spelled
 from ai3_ops.selecting.selectors import listed
 
@@ -215,7 +215,7 @@ def _versions() -> dict[str, str]:
     return {
         "ai3_ops": _machine.version(),
         "torch": torch.__version__,
-        "level": str(_library.registry()["level"]),
+        "level": level(),
         "byte order": sys.byteorder,
     }
 
@@ -350,9 +350,8 @@ class _Loader:
         try:
             program.report()
         except RuntimeError as error:
-            level = _library.registry()["level"]
             raise ValueError(
-                f"it was saved for another instruction set, and with {level} it cannot run: {error}"
+                f"it was saved for another instruction set, and with {level()} it cannot run: {error}"
             ) from None
         return Region(program, tuple(region["algorithms"]))
 

@@ -555,6 +555,11 @@ class Source(NamedTuple):
         return self.made(self.given.to("meta")).nbytes if self.pack else self.given.nbytes
 
 
+def level() -> str:
+    """The instruction set that weights are packed for here."""
+    return str(_library.registry()["level"])
+
+
 def joined(sources: Sequence[Source]) -> Tensor:
     """A program's constants in one tensor: a call that gets hundreds of tensors takes as long for them as for some layers.
 
@@ -647,6 +652,21 @@ class Program:
         self.constants = constants
         self.examples = list(examples)
         self.sources = None if sources is None else list(sources)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"level": level()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        made = state.pop("level")
+        vars(self).update(state)
+        if made == level():
+            return
+        if self.sources is None:
+            raise ValueError(
+                f"ai3_ops: a program was pickled with {made}, and this process has {level()}: weights are packed for one; "
+                "optimize again here, or there with portable=True"
+            )
+        self.constants = [joined(self.sources)]
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         """The outputs, in build's order."""

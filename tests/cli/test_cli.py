@@ -225,6 +225,9 @@ def test_optimize_prints_and_saves(tmp_path, capsys, monkeypatch):
     assert any('verify="off"' in note for note in part["notes"])
     assert main([*given[:-1], str(tmp_path / "fast.ai3")]) == 0
     assert torch.equal(ai3_ops.load(tmp_path / "fast.ai3")(x), fast(x))
+    assert main([*given[:-1], str(tmp_path / "portable.ai3"), "--portable"]) == 0
+    assert torch.equal(ai3_ops.load(tmp_path / "portable.ai3")(x), fast(x))
+    assert (tmp_path / "portable.ai3").stat().st_size > (tmp_path / "fast.ai3").stat().st_size
     with pytest.raises(SystemExit):
         main(["optimize", "test_cli:_factory", "--alpha", "0.5"])
     assert "ai3_ops optimize: alpha needs a number of at least 1" in capsys.readouterr().err

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 import ai3_ops
 from ai3_ops.optimizing import saved
-from ai3_ops.programs import container
+from ai3_ops.programs import container, program
 
 pytestmark = pytest.mark.usefixtures("faster")
 
@@ -238,17 +238,31 @@ def test_weights_that_were_kept_are_packed_anew(portable, monkeypatch, tmp_path)
 def test_another_level_computes_what_was_saved_with_its_weights(portable, tmp_path):
     path, x, y = portable
     torch.save((x, y), tmp_path / "call.pt")
-    program = (
+    code = (
         "import sys, torch, ai3_ops; x, y = torch.load(sys.argv[2]); fast = ai3_ops.load(sys.argv[1]);"
         "torch.testing.assert_close(fast(x), y); print('ran')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, str(path), str(tmp_path / "call.pt")],
+        [sys.executable, "-c", code, str(path), str(tmp_path / "call.pt")],
         capture_output=True,
         text=True,
         env={**os.environ, "AI3_OPS_ISA": "portable"},
     )
     assert done.stdout == "ran\n", done.stderr
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_pickle_of_another_level_is_packed_anew_or_refused(kept, monkeypatch):
+    x = torch.randn(2, 3, 6, 6)
+    choices = {"first": "winograd", "second": "depthwise", "third": "winograd_f4", "last": "gemm"}
+    fast = ai3_ops.optimize(Packed().eval(), x, choices, portable=kept, progress=False)
+    pickled, here = pickle.dumps(fast), program.level()
+    monkeypatch.setattr(program, "level", lambda: "another")
+    if kept:
+        assert torch.equal(pickle.loads(pickled)(x), fast(x))
+    else:
+        with pytest.raises(ValueError, match=f"pickled with {here}, and this process has another: .* portable=True"):
+            pickle.loads(pickled)
 
 
 def test_a_level_that_lacks_an_algorithm_is_refused(portable, monkeypatch):
