@@ -170,28 +170,6 @@ def _pnnx(model: nn.Module, args: tuple[Any, ...], folder: Path) -> None:
     _convert(["pnnx", "model.torchscript", f"inputshape=[{shape}]", "fp16=0"], folder, "pnnx")
 
 
-_SAVE = """
-import sys
-from pathlib import Path
-import torch, ai3_ops
-folder = Path(sys.argv[1])
-torch.set_num_threads(int(sys.argv[2]))
-model, x = (torch.load(folder / name, weights_only=False) for name in ("model.pt", "inputs.pt"))
-try:
-    ai3_ops.save(ai3_ops.optimize(model.eval(), x, progress=False), folder / "model.ai3")
-except Exception as error:
-    (folder / "save.txt").write_text(str(error))
-"""
-
-
-def _optimize(folder: Path, threads: int) -> None:
-    """The file that "load" reads, made in a process of its own, whose memory does not count."""
-    with (folder / "save.log").open("w") as log:
-        subprocess.run(
-            [sys.executable, "-P", "-c", _SAVE, str(folder), str(threads)], env=_environment(threads), stderr=log
-        )
-
-
 def _environment(threads: int) -> dict[str, str]:
     """Of a process that finds this package."""
     root = str(Path(ai3_ops.__file__).parent.parent)
@@ -199,14 +177,14 @@ def _environment(threads: int) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
 
 
-def _convert(command: list[str], folder: Path, name: str) -> None:
+def _convert(command: list[str], folder: Path, name: str, environment: Mapping[str, str] | None = None) -> None:
     """Runs a converter that a package brings, from beside this Python or PATH."""
     beside = Path(sys.executable).parent / command[0]
     program = str(beside) if beside.exists() else shutil.which(command[0])
     if program is None:
         (folder / f"{name}.txt").write_text(f"{command[0]} is not there")
         return
-    done = subprocess.run([program, *command[1:]], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run([program, *command[1:]], cwd=folder, env=environment, capture_output=True, text=True)
     (folder / f"{name}.txt").write_text(done.stdout[-2000:] + done.stderr[-2000:])
 
 
@@ -271,7 +249,9 @@ def measure(named: models.Named, engines: Sequence[str], threads: int, turns: in
         prepare(named, there, folder)
         if "load" in there:
             bar.update(task, description=f"{named.name}: the file that load reads")
-            _optimize(folder, threads)
+            saving = "import sys; from ai3_ops.cli import peers; peers.save(*sys.argv[1:])"  # apart: its memory is not load's
+            command = [sys.executable, "-P", "-c", saving, str(folder), str(threads)]
+            _convert(command, folder, "save", _environment(threads))
         workers = []
         for engine in there:
             bar.update(task, description=f"{named.name}: loading {engine}")
@@ -366,8 +346,9 @@ not compared either.
     yield "|---|" + "---:|" * len(names)
     for result in results.values():
         taken = {name: e.peak_bytes for name, e in result.engines.items() if e.peak_bytes and not e.absent}
-        shown = [_least(taken[n], taken[n] == min(taken.values())) if n in taken else "" for n in names]
-        yield f"| {result.key} | " + " | ".join(shown) + " |"
+        least = min(taken.values(), default=0)
+        cells = [f"**{_mib(size)}**" if size == least else _mib(size) for size in map(taken.get, names)]
+        yield f"| {result.key} | " + " | ".join(cells) + " |"
     for result in results.values():
         yield f"\n## {result.key}\n"
         facts = {"input": result.input, "command": f"`{result.command}`", "commit": result.commit, "date": result.date}
@@ -395,10 +376,6 @@ not compared either.
             yield f"| {name} | {version} | " + " | ".join((*numbers, *joules)) + " |"
         if not energy:
             yield "\nThis machine exposes no energy."
-
-
-def _least(size: int, least: bool) -> str:
-    return f"**{_mib(size)}**" if least else _mib(size)
 
 
 def _mib(size: int | None) -> str:

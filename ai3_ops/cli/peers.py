@@ -100,15 +100,27 @@ def approximate(folder: Path, threads: int) -> Ready:
     return _ours(folder, threads, lambda ai3, model, x: ai3.optimize(model, x, allow_approximate=True, progress=False))
 
 
+SAVED = "model.ai3"
+
+
+def save(folder: str, threads: str) -> None:
+    """Makes the file that `load` reads."""
+    _, model, inputs = _torch(Path(folder), int(threads))
+    import ai3_ops
+
+    ai3_ops.save(ai3_ops.optimize(model, inputs, progress=False), Path(folder) / SAVED)
+
+
 def load(folder: Path, threads: int) -> Ready:
     """`load(path)` of what another process optimized and saved: as a network is deployed."""
     import torch
 
     import ai3_ops
 
-    path, failure = folder / "model.ai3", folder / "save.txt"
+    path, failure = folder / SAVED, folder / "save.txt"
     if not path.exists():
-        raise Absent(f"not saved: {failure.read_text() if failure.exists() else 'was not optimized'}")
+        said = failure.read_text().strip().splitlines() if failure.exists() else []
+        raise Absent(f"not saved: {said[-1] if said else 'it was not optimized'}")
     torch.set_num_threads(threads)
     return _call(torch, ai3_ops.load(path), torch.load(folder / "inputs.pt", weights_only=True)), ai3_ops.__version__
 

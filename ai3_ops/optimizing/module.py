@@ -560,15 +560,14 @@ class Optimized(nn.Module):
 
 def _share_packs(plan: Plan, others: Iterable[Plan]) -> None:
     """Of a new plan the packed weights that another one has already."""
-    known = [c for other in others for program in programs_of(other) for c in program.constants]
-    for program in programs_of(plan):
+    known = [c for other in others for program in _programs(other) for c in program.constants]
+    for program in _programs(plan):
         for i, own in enumerate(program.constants):
             same = (c for c in known if c.shape == own.shape and torch.equal(c, own))
             program.constants[i] = next(same, own)
 
 
-def programs_of(plan: Plan) -> list[Program]:
-    """Of a plan, in order."""
+def _programs(plan: Plan) -> list[Program]:
     return [] if plan.body is None else [m.program for m in plan.body.modules() if isinstance(m, Region)]
 
 

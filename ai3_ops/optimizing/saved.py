@@ -25,12 +25,13 @@ from ai3_ops.explaining.report import Optimization, OptimizeReport, Step
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Rewrite
 from ai3_ops.operations.step import Step as OwnStep
-from ai3_ops.optimizing.module import Optimized, programs_of
+from ai3_ops.optimizing.module import Optimized
 from ai3_ops.optimizing.pipeline import Plan, Settings, Swapped
 from ai3_ops.programs import container
 from ai3_ops.programs.body import Body
+from ai3_ops.programs.constants import Source, joined, level
 from ai3_ops.programs.lower import Region
-from ai3_ops.programs.program import Program, Source, joined, level
+from ai3_ops.programs.program import Program
 from ai3_ops.programs.spelled import spelled
 from ai3_ops.selecting.selectors import listed
 
@@ -110,11 +111,9 @@ class _Saver:
             for key, plan in model._ai3_plans.items()
             if plan.body is not None
         ]
-        kept = [p.sources is not None for plan in model._ai3_plans.values() for p in programs_of(plan)]
         return {
             "format": FORMAT,
             "made_by": _versions(),
-            "portable": all(kept),
             "inputs": {
                 "shown": _encoded(model._ai3_shown),
                 "types": _encoded(model._ai3_types),
@@ -289,7 +288,8 @@ class _Loader:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors, self._functions = tensors, _functions()
-        self._anew = False  # whether weights are packed here
+        self._made_by: dict[str, str] = {}
+        self._here = _versions()
         self._packed: dict[str, Tensor] = {}
 
     def module(self, document: dict[str, Any]) -> Optimized:
@@ -297,14 +297,9 @@ class _Loader:
             raise ValueError(
                 f"it has format {document['format']}, this version reads {FORMAT}: optimize and save again"
             )
-        made_by, here = document["made_by"], _versions()
-        self._anew = document.get("portable", False) and made_by["level"] != here["level"]
-        for what in ("byte order", "level", "ai3_ops"):
-            if made_by[what] != here[what] and not (what == "level" and self._anew):
-                raise ValueError(
-                    f"it was saved with {what} {made_by[what]}, and this process has {here[what]}: weights are packed for one; "
-                    "optimize and save again here" + (", or there with portable=True" if what == "level" else "")
-                )
+        self._made_by = document["made_by"]
+        for what in ("byte order", "ai3_ops"):
+            self.check_same(what)
         inputs, empty = document["inputs"], inspect.Parameter.empty
         signature = inspect.Signature(
             [
@@ -330,6 +325,14 @@ class _Loader:
             report=OptimizeReport(**report),
         )
 
+    def check_same(self, what: str, otherwise: str = "") -> None:
+        made, here = self._made_by[what], self._here[what]
+        if made != here:
+            raise ValueError(
+                f"it was saved with {what} {made}, and this process has {here}: weights are packed for one; "
+                f"optimize and save again here{otherwise}"
+            )
+
     def plan(self, plan: dict[str, Any]) -> Plan:
         body = self.region(plan["region"]) if "region" in plan else self.graph(plan["graph"])
         spec = None if plan["out_spec"] is None else _spec(plan["out_spec"])
@@ -338,11 +341,11 @@ class _Loader:
     def region(self, region: dict[str, Any]) -> Region:
         sources = [self.source(s) for s in region["sources"]] if "sources" in region else None
         examples = self.value(region["examples"])
-        if not self._anew:
+        if sources is None:
+            self.check_same("level", ", or there with portable=True")
+        if sources is None or self._made_by["level"] == self._here["level"]:
             constants = [self.tensor(t) for t in region["constants"]]
             return Region(Program(region["program"], constants, examples, sources), tuple(region["algorithms"]))
-        if sources is None:
-            raise ValueError("a program of it has no weights")
         key = json.dumps(region["sources"])  # programs of one module for several sizes share their packs
         if key not in self._packed:
             self._packed[key] = joined(sources)

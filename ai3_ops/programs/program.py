@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 from ai3_ops.operations.step import Step
 from ai3_ops.problem import spread
-from ai3_ops.registry import operator_named
+from ai3_ops.programs.constants import Constants, Source, joined, level
 
 Pair = int | Sequence[int]
 Parameter = float | Tensor | None  # an activation's: a number, or a tensor of one element or of one for each channel
@@ -480,7 +480,7 @@ class Builder:
             raise ValueError("a program needs an input")
         folded = self._folded_flattens(order, outputs)
         number = {index: i for i, index in enumerate(order)}
-        constants = _Constants()
+        constants = Constants()
         rows = []
         for index in order:
             step = self._steps[index]
@@ -495,7 +495,8 @@ class Builder:
             chw = None if image is None else self._steps[image.index].operands[0].shape[1:]
             for name, tensor in step.tensors.items():
                 if name == "weight" and step.operation.startswith(("conv2d_", "linear_")):
-                    options[name] = options[name].replace("$0", f"${constants.weight(step, tensor, chw)}")
+                    number_of = constants.weight(step.operation, tensor, step.window, step.parameters, chw)
+                    options[name] = options[name].replace("$0", f"${number_of}")
                 else:
                     options[name] = f"${constants.plain(tensor)}"
             if step.residual is not None:
@@ -525,79 +526,6 @@ class Builder:
                 if not (step.operation.startswith("linear_") and position == 0):
                     flats.discard(value.index)
         return {i for i in flats if self._steps[i].operands[0].shape[2:] != (1, 1)}
-
-
-class Source(NamedTuple):
-    """What one of a program's constants is made of: a tensor, and how an algorithm packs it."""
-
-    given: Tensor  # kept while a program is built, so that its address stays its own
-    pack: str = ""  # the operator that packs it; "": copied as it is
-    window: tuple[Any, ...] = ()
-    parameters: tuple[tuple[str, Any], ...] = ()  # of the algorithm's own
-    chw: tuple[int, ...] | None = None  # of the image whose rows a linear's weight multiplies: columns in NHWC order
-
-    def made(self, tensor: Tensor | None = None) -> Tensor:
-        """The constant, of the tensor or of another one of its sizes."""
-        tensor = self.given if tensor is None else tensor
-        if self.chw is not None:
-            tensor = tensor.unflatten(1, self.chw).permute(0, 2, 3, 1).flatten(1)
-        tensor = tensor.contiguous()
-        if not self.pack:
-            return tensor
-        pack = operator_named(self.pack)
-        if pack is None:
-            raise ValueError(f"there is no operator {self.pack}")
-        return pack(tensor, *self.window, **dict(self.parameters))
-
-    @property
-    def bytes(self) -> int:
-        """Of the constant."""
-        return self.made(self.given.to("meta")).nbytes if self.pack else self.given.nbytes
-
-
-def level() -> str:
-    """The instruction set that weights are packed for here."""
-    return str(_library.registry()["level"])
-
-
-def joined(sources: Sequence[Source]) -> Tensor:
-    """A program's constants in one tensor: a call that gets hundreds of tensors takes as long for them as for some layers.
-
-    Each is packed where it stays, one after the other.
-    """
-    if not sources:  # an operator needs a tensor, to know the device
-        return torch.zeros(64, dtype=torch.uint8)
-    whole, place = torch.ops.ai3._program_constants(sources[0].given, [s.bytes for s in sources]), 0
-    with torch.no_grad():
-        for source in sources:
-            place = torch.ops.ai3._program_put_constant_(whole, source.made(), place, bool(source.pack))
-    return whole
-
-
-class _Constants:
-    """A program's constants, one for each weight and way to pack it."""
-
-    def __init__(self) -> None:
-        self.sources: list[Source] = []
-        self._known: dict[Any, int] = {}
-
-    def _add(self, source: Source) -> int:
-        given = source.given
-        key = (given.data_ptr(), given.shape, given.stride(), given.dtype, *source[1:])
-        if key not in self._known:
-            self._known[key] = len(self.sources)
-            self.sources.append(source)
-        return self._known[key]
-
-    def plain(self, tensor: Tensor) -> int:
-        return self._add(Source(tensor))
-
-    def weight(self, step: _Step, tensor: Tensor, chw: tuple[int, ...] | None) -> int:
-        operation = step.operation.removesuffix(f"_{step.algorithm}")
-        pack = f"_{operation}_{step.algorithm}_pack"
-        if operator_named(pack) is None:
-            return self._add(Source(tensor, chw=chw))
-        return self._add(Source(tensor, pack, step.window, step.parameters, chw))
 
 
 @dataclasses.dataclass(frozen=True)

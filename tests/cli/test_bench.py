@@ -89,9 +89,8 @@ def test_each_engine_in_its_process(monkeypatch):
     assert found["ncnn"].absent == "not installed: pip install a-package"
     for name in engines[:4]:
         engine = found[name]
-        if (
-            name == "load" and "the model stayed as it was" in engine.absent
-        ):  # so small a network does not gain everywhere
+        # So small a network does not gain everywhere.
+        if name == "load" and "the model stayed as it was" in engine.absent:
             continue
         assert not engine.absent, engine.absent
         assert engine.calls >= 2 * peers.TURN_CALLS

@@ -189,14 +189,18 @@ def test_what_cannot_be_saved_is_named(path, monkeypatch):
         assert not path.exists()
 
 
+def differ(monkeypatch, what):
+    """This process gets another level, version or byte order; what it was."""
+    here = saved._versions()
+    monkeypatch.setattr(saved, "_versions", lambda: here | {what: "another"})
+    return here[what]
+
+
 @pytest.mark.parametrize("what", ["level", "ai3_ops", "byte order"])
 def test_another_machine_or_version_is_refused(small, monkeypatch, what):
     path, _, _ = small
-    here = saved._versions()
-    monkeypatch.setattr(saved, "_versions", lambda: here | {what: "another"})
-    with pytest.raises(
-        ValueError, match=f"model.ai3: it was saved with {what} {here[what]}, and this process has another"
-    ):
+    was = differ(monkeypatch, what)
+    with pytest.raises(ValueError, match=f"model.ai3: it was saved with {what} {was}, and this process has another"):
         ai3_ops.load(path)
 
 
@@ -213,13 +217,18 @@ class Packed(nn.Module):
         return self.last((self.slope(self.third(F.relu(self.second(self.first(x))))) + self.table).flatten(1))
 
 
-@pytest.fixture
-def portable(path):
-    """A saved network that holds its weights, its example, and what it answers."""
+def packed(portable):
+    """The optimized network and its example."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 6, 6)
     choices = {"first": "winograd", "second": "depthwise", "third": "winograd_f4", "last": "gemm"}
-    fast = ai3_ops.optimize(Packed().eval(), x, choices, portable=True, progress=False)
+    return ai3_ops.optimize(Packed().eval(), x, choices, portable=portable, progress=False), x
+
+
+@pytest.fixture
+def portable(path):
+    """A saved network that holds its weights, its example, and what it answers."""
+    fast, x = packed(portable=True)
     ai3_ops.save(fast, path)
     return path, x, fast(x)
 
@@ -227,8 +236,7 @@ def portable(path):
 def test_weights_that_were_kept_are_packed_anew(portable, monkeypatch, tmp_path):
     path, x, y = portable
     assert torch.equal(ai3_ops.load(path)(x), y)
-    here = saved._versions()
-    monkeypatch.setattr(saved, "_versions", lambda: here | {"level": "another"})
+    differ(monkeypatch, "level")
     anew = ai3_ops.load(path)
     assert torch.equal(anew(x), y)  # the same level by another name
     assert torch.equal(roundtrip(anew, tmp_path / "again.ai3")(x), y)
@@ -253,9 +261,7 @@ def test_another_level_computes_what_was_saved_with_its_weights(portable, tmp_pa
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_pickle_of_another_level_is_packed_anew_or_refused(kept, monkeypatch):
-    x = torch.randn(2, 3, 6, 6)
-    choices = {"first": "winograd", "second": "depthwise", "third": "winograd_f4", "last": "gemm"}
-    fast = ai3_ops.optimize(Packed().eval(), x, choices, portable=kept, progress=False)
+    fast, x = packed(portable=kept)
     pickled, here = pickle.dumps(fast), program.level()
     monkeypatch.setattr(program, "level", lambda: "another")
     if kept:
@@ -267,9 +273,8 @@ def test_a_pickle_of_another_level_is_packed_anew_or_refused(kept, monkeypatch):
 
 def test_a_level_that_lacks_an_algorithm_is_refused(portable, monkeypatch):
     path, _, _ = portable
-    here = saved._versions()
     forged(path, lambda d: d.update(json.loads(json.dumps(d).replace("conv2d_depthwise ", "conv2d_none "))))
-    monkeypatch.setattr(saved, "_versions", lambda: here | {"level": "another"})
+    differ(monkeypatch, "level")
     with pytest.raises(
         ValueError, match=r"saved for another instruction set, and with .* it cannot run: .*conv2d_none"
     ):
@@ -279,14 +284,13 @@ def test_a_level_that_lacks_an_algorithm_is_refused(portable, monkeypatch):
 @pytest.mark.parametrize("pack", ["_program_put_constant_", "_library", "conv2d_direct", "_none_pack"])
 def test_weights_are_packed_by_operators_for_it_alone(portable, monkeypatch, pack):
     path, _, _ = portable
-    here = saved._versions()
 
     def change(document):
         sources = document["plans"][0]["plan"]["region"]["sources"]
         next(source for source in sources if source["pack"])["pack"] = pack
 
     forged(path, change)
-    monkeypatch.setattr(saved, "_versions", lambda: here | {"level": "another"})
+    differ(monkeypatch, "level")
     with pytest.raises(ValueError, match=f"{pack}"):
         ai3_ops.load(path)
 
