@@ -84,3 +84,14 @@ def test_group_norm_far_from_zero():
     wrong, right = map(float, done.stdout.split())
     assert wrong > 0.1, done.stderr
     assert right < 1e-5
+
+
+@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
+def test_a_weight_s_gradient_of_what_meets_only_padding():
+    done = run(10, "print(worst > 0)")
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_a_maximum_outside_of_the_input():
+    done = run(11, "print(int(at.max()) > 0 or int(at.min()) < 0)")
+    assert done.stdout.strip() == "True", done.stderr

@@ -133,7 +133,7 @@ class Call(Ways):
         input = args[0]
         if not self.repeats or self.writes_nchw or self.reads_last or type(input) is not Tensor:
             return self(*args)
-        if _is_compiling() or _grad_enabled() or _any_autocast():
+        if _is_compiling() or _grad_enabled() or _any_autocast() or _tracing_state() is not None:
             return self(*args)
         shape, stride, dtype, cuda, generation = self.left
         try:
@@ -235,8 +235,8 @@ class Call(Ways):
     def run_or_leave(self, *args: Any) -> Tensor:
         """As `run`, but where `default` gains nothing: PyTorch makes that call.
 
-        While a call is compiled or exported, that is decided by sizes which are constants there; one of sizes that may change
-        keeps its operator, because no one choice would be right for all of them.
+        While a call is compiled or exported, that is decided by sizes which are constants there; one of sizes that may change,
+        as all do for torch.jit.trace, keeps its operator, because no one choice would be right for all of them.
         """
         rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
         if rule and self.is_unmeasured(args[0]):
@@ -246,7 +246,7 @@ class Call(Ways):
             return type(self).function(*args) if left else self.run(*args)
         if rule and _grad_enabled() and self.leaves_training(args):
             return self.leave(args)
-        if not rule or type(args[0]) is not Tensor or self.gains(args):
+        if not rule or type(args[0]) is not Tensor or _tracing_state() is not None or self.gains(args):
             return self.run_chosen(args)
         return self.leave(args, self.why_left)
 
@@ -322,6 +322,8 @@ class Call(Ways):
     def leaves_training(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` leaves a call that records gradients to PyTorch, where that is faster."""
         if self.algorithm is None or self.algorithm.name != "default" or self.strict or _is_exporting():
+            return False
+        if _tracing_state() is not None:  # sizes are tensors, and what is recorded is for inference
             return False
         if self.operator is None or not any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return False

@@ -510,6 +510,36 @@ def is_wrong_in_training(weight: Tensor, stride: Any, groups: int, dtype: torch.
     return groups == 1 and tuple(weight.shape[2:]) == (1, 1) and strided and weight.shape[1] < _WIDE_VECTOR
 
 
+def meets_only_padding(image: Any, kernel: Any, stride: Any, padding: Any, dilation: Any) -> bool:
+    """Whether no pixel of the image meets some element of the kernel: at every place of the window it lies on the padding.
+
+    PyTorch does not write such an element's gradient in 16 bits and channels_last (docs/pytorch.md);
+    csrc/ops/conv2d_backward.cpp asks the same of a call. Each argument is a number for each dimension.
+    """
+    for size, taps, step, pad, spacing in zip(image, kernel, stride, padding, dilation, strict=True):
+        places = (size + 2 * pad - spacing * (taps - 1) - 1) // step + 1
+        for tap in range(taps):
+            begin = pad - tap * spacing  # of the places at which it meets a pixel, times the stride
+            last = size - 1 + begin
+            if last < 0 or max(0, -(-begin // step)) > min(places - 1, last // step):
+                return True
+    return False
+
+
+def trains_astray(input: Any, weight: Any, dtype: torch.dtype, window: Sequence[Any]) -> bool:
+    """Whether PyTorch's gradient of the weight is wrong in channels_last. window: stride, padding, dilation and groups."""
+    stride, padding, dilation, groups = window
+    if is_wrong_in_training(weight, stride, groups, dtype):
+        return True
+    if dtype.itemsize != 2 or input.ndim not in (3, 4):
+        return False
+    try:
+        windows = registry.OPERATIONS["conv2d"].windows("", stride, padding, dilation)  # type: ignore[attr-defined]
+    except RuntimeError:  # the operator says so
+        return False
+    return meets_only_padding(input.shape[-2:], weight.shape[2:], *windows)
+
+
 # In NCHW (two cores of Zen 3, AVX2: measured at no other level) outputs up to this take 0.5 to 0.97 of PyTorch's time, larger
 # ones by exact algorithms, which multiply, up to 1.95 times as long, unless much less comes out than goes in; Winograd's and
 # depthwise 0.35 to 0.9 of it.
@@ -557,6 +587,8 @@ class Conv2dCall(SwitchedCall):
         """
         input, weight = args[:2]
         if not input.is_cpu or torch.compiler.is_compiling():
+            return True
+        if torch.is_grad_enabled() and weight.requires_grad and trains_astray(input, weight, input.dtype, args[3:]):
             return True
         if input.dtype != torch.float32:
             lanes = input.ndim == 4 and args[6] == input.shape[1] < _LANES_16_BITS
@@ -640,7 +672,7 @@ class Conv2dCall(SwitchedCall):
         if input.device.type != "cpu" or input.ndim != 4 or weight.ndim != 4:
             return True
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
-        if groups == input.shape[1] or is_wrong_in_training(weight, stride, groups, dtype):  # depthwise
+        if groups == input.shape[1] or trains_astray(input, weight, dtype, args[3:]):  # depthwise
             return True
         kernel = tuple(weight.shape[2:])
         strides = (stride, stride) if isinstance(stride, int) else tuple(stride) * (2 // len(stride))

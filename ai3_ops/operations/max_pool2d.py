@@ -40,7 +40,26 @@ class MaxPool2d(WindowPooling):
         """ATen's, with the positions of the maxima found again: saving them would cost every forward pass."""
         (input,) = ctx.saved_tensors
         _, indices = torch.ops.aten.max_pool2d_with_indices(input.detach(), *ctx.arguments)
+        blind = self._blind(input, grad.shape[-2:], *ctx.arguments)
+        if blind is not None:
+            grad, indices = grad.masked_fill(blind, 0), indices.masked_fill(blind, 0)
         return (torch.ops.aten.max_pool2d_with_indices_backward(grad, input, *ctx.arguments, indices),)
+
+    def _blind(self, input: Tensor, outputs: Any, *arguments: Any) -> Tensor | None:
+        """Which windows (OH, OW) meet no pixel, since a dilation steps over a small input; None without a dilation.
+
+        ATen's position of their maximum lies outside of the input, or in another row (docs/pytorch.md).
+        """
+        sizes = self.problem(f"ai3::{self.name}", input, *arguments).sizes
+        if sizes["dilation_h"] == sizes["dilation_w"] == 1:
+            return None
+        meets = []
+        for name, count in zip(("height", "width"), outputs, strict=True):
+            stride, pad, dilation = (sizes[f"{what}_{name[0]}"] for what in ("stride", "pad", "dilation"))
+            taps = torch.arange(sizes[f"kernel_{name}"], device=input.device) * dilation - pad
+            places = torch.arange(count, device=input.device).unsqueeze(1) * stride + taps
+            meets.append(((places >= 0) & (places < sizes[f"in_{name}"])).any(1))
+        return ~(meets[0].unsqueeze(1) & meets[1])
 
     cases = (
         Case(((2, 3, 9, 8),), (2,)),

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict
 from typing import Any
 
+import torch
 from torch import nn
 
+from ai3_ops.calls.spec import Spec
 from ai3_ops.nn import layout
 from ai3_ops.nn.classes import Sites, Swapped, swapped_class
 from ai3_ops.nn.kinds import original_class, set_class
-from ai3_ops.operations.conv2d import is_wrong_in_training
+from ai3_ops.operations.conv2d import is_wrong_in_training, trains_astray
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost
 
@@ -42,9 +44,16 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             vars(module)["_ai3_lost"] = asdict(what)
 
 
-def _is_wrong_in_training(module: Any) -> bool:
-    weight = module.weight
-    return bool(weight.requires_grad and is_wrong_in_training(weight, module.stride, module.groups, weight.dtype))
+def _trains_astray(described: Described) -> bool:
+    """Whether PyTorch's gradient of a convolution's weight is wrong in channels_last, as far as an example tells."""
+    module: Any = described.module
+    weight, example = module.weight, described.call.example
+    if not weight.requires_grad:
+        return False
+    if example is None:
+        return is_wrong_in_training(weight, module.stride, module.groups, weight.dtype)
+    input, _, _, *window = map(Spec.tensor, example)
+    return any(trains_astray(input, weight, dtype, window) for dtype in (weight.dtype, torch.bfloat16))  # autocast's
 
 
 def lay_out(
@@ -57,7 +66,7 @@ def lay_out(
     """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
 
     In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`), and so do all beside
-    a layer that PyTorch computes but cannot train in channels_last (`is_wrong_in_training`). Where the model's code reads memory
+    a layer that PyTorch computes but cannot train in channels_last (`trains_astray`). Where the model's code reads memory
     by strides of its own weights never become channels_last. Where it views activations, only if the model gives the same on
     examples after that; where a view needs NCHW, the convolution before it gives that, unless most would. Without examples, only
     if a plan says so.
@@ -68,7 +77,7 @@ def lay_out(
     convolutions = [d for d in calls if d.operation == "conv2d" and d.site is None]
     planned = {name: [d.module for d in convolutions if d.layout == name] for name in layout.FORMATS}
     free = [d.module for d in convolutions if d.layout is None and not d.kept and d.call.algorithm is not None]
-    if any(d.call.algorithm is None and _is_wrong_in_training(d.module) for d in convolutions):
+    if any(d.call.algorithm is None and _trains_astray(d) for d in convolutions):
         free = []
     elif model.training:
         free = [module for module in free if not layout.is_costly(module)]

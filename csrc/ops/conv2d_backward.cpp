@@ -16,6 +16,19 @@ bool loses_its_place(const Conv2dProblem& p, bool channels_last) {
          (p.stride_h > 1 || p.stride_w > 1) && p.in_channels < vector;
 }
 
+// Whether no pixel of the input meets some element of the kernel: at every place of the window it lies on the padding.
+bool meets_only_padding(const Conv2dProblem& p) {
+  auto misses = [](int64_t size, int64_t kernel, int64_t stride, int64_t pad, int64_t dilation, int64_t outputs) {
+    for (int64_t k = 0; k < kernel; k++) {
+      const int64_t begin = pad - k * dilation, last = size - 1 + begin;  // of the places, times the stride
+      if (last < 0 || (begin > 0 ? ceil_div(begin, stride) : 0) > std::min(outputs - 1, last / stride)) return true;
+    }
+    return false;
+  };
+  return misses(p.in_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, p.out_height) ||
+         misses(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, p.out_width);
+}
+
 Tensor permuted(const Tensor& t, const Sizes& order) { return torch::stable::permute(t, order); }
 Tensor reshaped(const Tensor& t, const Sizes& sizes) { return torch::stable::reshape(t, sizes); }
 Tensor slice(const Tensor& t, int64_t dim, int64_t start, int64_t end, int64_t step = 1) {
@@ -130,8 +143,10 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
     const bool is_safe = p.dtype != DType::bf16 || p.out_channels % 16 == 0;
     by_aten[2] = by_aten[1] && wanted[2] && is_safe;
     // On the CPU, other strides than those of dense operands in one format, and the strides that a single channel may have in
-    // channels_last, send PyTorch's kernels astray (docs/pytorch.md).
-    const bool format = channels_last && p.in_channels > 1;
+    // channels_last, send PyTorch's kernels astray; in 16 bits and channels_last they do not write the gradient of what meets
+    // only padding (docs/pytorch.md).
+    const bool is_unwritten = size_of(p.dtype) == 2 && meets_only_padding(p);
+    const bool format = channels_last && p.in_channels > 1 && !is_unwritten;
     auto operand = [&](const Tensor& t) { return device == Device::cpu ? with_dense_strides(dense(t, format), format) : t; };
     auto stack = call_dispatcher("aten::convolution_backward", "", operand(grad), operand(c.input), operand(c.weight),
                                  std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},

@@ -14,7 +14,7 @@ import ai3_ops
 from ai3_ops import Plan, _library, _machine
 from ai3_ops.checking.calling import profiled
 from ai3_ops.nn import layout
-from ai3_ops.operations.conv2d import is_wrong_in_training
+from ai3_ops.operations.conv2d import is_wrong_in_training, meets_only_padding
 from ai3_ops.problem import is_channels_last
 from ai3_ops.selecting.plan import PlannedLayer
 
@@ -308,6 +308,41 @@ def test_training_where_channels_last_leads_pytorch_astray(channels, size, selec
         trained(x).square().sum().backward()
         for ours, theirs in zip(trained.parameters(), exact.parameters(), strict=True):
             assert (ours.grad.double() - theirs.grad).abs().max() <= 1e-4 * theirs.grad.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("selectors", ["default", "direct", "gemm", {"conv2d": "onednn"}, {"1": "direct"}])
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "padding", "dilation"),
+    [(1, 3, 2, 1, 1), (1, 3, 1, 1, 1), (2, 3, 1, 2, 2), (2, 5, 3, 2, 1), (3, 2, 8, 1, 1)],
+)
+def test_gradients_of_what_meets_only_padding(size, kernel, stride, padding, dilation, selectors, dtype):
+    """In channels_last oneDNN leaves them as the memory was (docs/pytorch.md)."""
+    make = [nn.Conv2d(8, 8, kernel, stride, padding, dilation), nn.Conv2d(8, 8, 1)]
+    model = nn.Sequential(*make).to(dtype).train()
+    x = torch.randn(2, 8, size, size).to(dtype)
+    swapped, exact = ai3_ops.swap(copy.deepcopy(model), selectors, x), copy.deepcopy(model).double()
+    exact(x.double()).sum().backward()
+    for trained in (swapped, ai3_ops.unswap(copy.deepcopy(swapped))):
+        for _ in range(3):
+            trained.zero_grad()
+            trained(x).sum().backward()
+            for ours, theirs in zip(trained.parameters(), exact.parameters(), strict=True):
+                assert (ours.grad.double() - theirs.grad).abs().max() <= 0.05 * theirs.grad.abs().max()
+                ours.grad.fill_(1e4)  # what the next gradient's memory holds
+
+
+def test_meets_only_padding():
+    for size, kernel, stride, pad, dilation in itertools.product(
+        (1, 2, 5), (1, 2, 3, 5), (1, 2, 4), range(4), (1, 2, 3)
+    ):
+        if size + 2 * pad <= dilation * (kernel - 1):
+            continue
+        x = torch.ones(1, 1, size, 1, dtype=torch.float64)
+        w = torch.zeros(1, 1, kernel, 1, dtype=torch.float64, requires_grad=True)
+        torch.conv2d(x, w, None, (stride, 1), (pad, 0), (dilation, 1)).sum().backward()
+        found = meets_only_padding((size, 1), (kernel, 1), (stride, 1), (pad, 0), (dilation, 1))
+        assert found == bool((w.grad == 0).any()), (size, kernel, stride, pad, dilation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

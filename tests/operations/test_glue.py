@@ -70,6 +70,37 @@ def test_max_pool2d_of_two_zeros(layout, window):
     assert torch.equal(out.signbit(), expected.signbit())
 
 
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [
+        ((17, 1, 1), ((2, 3), [], 1, 2, True)),
+        ((2, 3, 2, 5), (2, (1, 2), 1, (3, 4))),
+        ((1, 2, 3, 2), (2, 1, 1, (4, 3), True)),
+    ],
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_windows_that_meet_no_pixel(shape, window, layout):
+    """A dilation steps over the input: ATen's gradient is written where its index points, which is nowhere (docs/pytorch.md)."""
+    x = data(*shape).requires_grad_()
+    form = layout if x.ndim == 4 else torch.contiguous_format
+    given = x.detach().clone(memory_format=form).requires_grad_()
+    x.grad = torch.zeros_like(x)
+    out = ops.max_pool2d_direct(given, *window)
+    (k, m), (a, b) = ((n, n) if isinstance(n, int) else n for n in (window[0], window[3]))
+    s, t = (window[1], window[1]) if isinstance(window[1], int) else window[1] or (k, m)
+    for i, j in itertools.product(*map(range, out.shape[-2:])):
+        rows = [r for r in range(i * s - 1, i * s - 1 + k * a, a) if 0 <= r < shape[-2]]
+        columns = [c for c in range(j * t - 1, j * t - 1 + m * b, b) if 0 <= c < shape[-1]]
+        seen = x[..., rows, :][..., columns].flatten(-2)
+        if seen.shape[-1]:
+            seen.amax(-1).sum().backward()
+            assert torch.equal(out[..., i, j], seen.amax(-1))
+        else:
+            assert (out[..., i, j] == -torch.inf).all()
+    out.nan_to_num(neginf=0).sum().backward()
+    assert torch.equal(given.grad, x.grad)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (4, 5), (3, 0, 2), (6,), ()])
 def test_relu_and_flatten(layout, shape):

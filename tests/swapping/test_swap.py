@@ -657,6 +657,35 @@ def test_other_tracers():
     assert "Proxy" not in str(explain(swapped))
 
 
+class Traced(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.one, self.wide = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, 2, "valid")
+        self.line, self.norm, self.last = nn.Conv1d(8, 8, 1), nn.LayerNorm(9), nn.Linear(9, 4)
+
+    def forward(self, x):
+        y = self.wide(F.gelu(F.relu(self.one(self.conv(x)))))
+        y = self.norm(self.line(F.max_pool2d(y, 2, 1).flatten(2)))
+        return self.last(F.scaled_dot_product_attention(y, y, y).softmax(-1))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("selectors", ["default", {"conv2d": "winograd_general", "linear": "gemm", "relu": "direct"}])
+def test_torch_jit_trace(selectors, grad, warm):
+    """Which traces twice, the second time without gradients, and compares the graphs."""
+    model, x = Traced().eval(), torch.randn(2, 3, 11, 11)
+    swapped = swap(model, selectors, x)
+    with torch.set_grad_enabled(grad):
+        for _ in range(2 * warm):
+            swapped(x)
+        traced = torch.jit.trace(swapped, x)
+    assert "ai3::conv2d" in str(traced.inlined_graph)
+    for given in (x, torch.randn(1, 3, 11, 11)):
+        close(traced(given), model(given))
+
+
 def test_forward_mode_differentiation_is_pytorchs():
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     swapped = swap(model, {"linear": "gemm"})
