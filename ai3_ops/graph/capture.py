@@ -69,7 +69,7 @@ def capture(
             raise Uncapturable(
                 f"hooks of {hooked[0] or 'the module itself'} would run once, at the capture, and then never"
             )
-        calls = first or Calls(fresh, args, kwargs, copied(fresh, sharing=True))
+        calls = first or _alone(fresh, args, kwargs)
         calls.in_turn()
         if calls.sized_by:  # an export would end there, too, but after a trace of minutes
             raise Uncapturable(f"sizes inside of it depend on values ({calls.sized_by})")
@@ -149,6 +149,15 @@ class Calls:
                         "its graph computes something else than the module, in which what a call returns may depend on the calls "
                         "before it"
                     )
+
+
+def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:
+    """A call of a part of a model, which ran inside of it."""
+    try:
+        return Calls(module, args, kwargs, copied(module, sharing=True))
+    except Exception as error:  # whatever the module's own code raises
+        text = shortened(str(error).strip().partition("\n")[0])
+        raise Uncapturable(f"it does not run by itself: {type(error).__name__}: {text}") from error
 
 
 def _captured(calls: Calls) -> Network:

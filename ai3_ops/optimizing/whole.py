@@ -192,11 +192,12 @@ def _by_parts(
 
     What runs meanwhile are copies that share its parameters, from the state that it is in.
     """
-    calls: dict[nn.Module, tuple[Any, Any]] = {}  # the first of each module
+    calls: dict[nn.Module, Inputs] = {}  # the first of each module
     sizes: dict[nn.Module, set[Any]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(module, (args, kwargs))
+        if module not in calls:
+            calls[module] = Inputs(*pytree.tree_map(_as_it_is_now, (args, kwargs)))
         leaves = pytree.tree_leaves((args, kwargs))
         sizes.setdefault(module, set()).add(tuple(x.shape if isinstance(x, Tensor) else repr(x) for x in leaves))
 
@@ -278,10 +279,16 @@ def _by_parts(
     return whole
 
 
+def _as_it_is_now(leaf: Any) -> Any:
+    """An argument that a later call may change, as a cache that grows, with a state of its own; tensors as they are."""
+    return leaf if isinstance(leaf, Tensor) else examples.copied(leaf)
+
+
 def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
     """What a call returns, in leaves and structure; it may write into copies of the inputs."""
     given = examples.copied(Inputs(args, kwargs))
-    leaves, spec = pytree.tree_flatten(model(*given.args, **given.kwargs))
+    with torch.no_grad():
+        leaves, spec = pytree.tree_flatten(model(*given.args, **given.kwargs))
     return [x.clone() if isinstance(x, Tensor) else x for x in leaves], spec
 
 

@@ -225,3 +225,52 @@ def test_bert_is_one_program_behind_its_embeddings():
         with torch.no_grad():
             got = fast(ids).last_hidden_state
         assert difference(got, exact(model, ids).last_hidden_state) < 1e-5
+
+
+class Grown:
+    """Keys and values so far, of no type that export knows, as transformers' caches."""
+
+    def __init__(self):
+        self.rows = {}
+
+    def add(self, layer, new):
+        old = self.rows.get(layer)
+        self.rows[layer] = new if old is None else torch.cat([old, new], -2)
+        return self.rows[layer]
+
+
+class Cached(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.key, self.query = layer, nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x, mask, cache):
+        kv = cache.add(self.layer, self.key(x))
+        return x + F.scaled_dot_product_attention(self.query(x), kv, kv, mask)
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(Cached(i) for i in range(2)), nn.Linear(16, 7)
+
+    def forward(self, x, mask, cache=None):
+        cache = cache or Grown()
+        for layer in self.layers:
+            x = layer(x, mask, cache)
+        return self.head(x), cache
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_cache_that_grows_with_a_mask_of_one_length(grad):
+    """Parts run alone on what they were given, which later layers and calls have changed since."""
+    torch.manual_seed(0)
+    model, x, mask = Decoder().eval(), torch.randn(2, 9, 16), torch.ones(9, 9).tril().bool()
+    with torch.set_grad_enabled(grad):
+        fast = ai3_ops.optimize(model, (x, mask), "default", progress=False)
+    with torch.no_grad():
+        (expected, cache), (got, ours) = model(x, mask), fast(x, mask)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+        step, more = torch.randn(2, 1, 16), torch.ones(1, 10).bool()
+        torch.testing.assert_close(fast(step, more, ours)[0], model(step, more, cache)[0], rtol=1e-4, atol=1e-5)
+        assert ours.rows[1].shape == cache.rows[1].shape == (2, 10, 16)
