@@ -45,6 +45,7 @@ class Call(Ways):
     reads_weights: ClassVar[bool] = False  # of the module
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
     why_left: ClassVar[str] = "some calls had sizes for which PyTorch is faster"
+    never_gains: ClassVar[bool] = False  # `default` leaves all to PyTorch, for which no class is needed
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}

@@ -301,8 +301,6 @@ def _why_uncovered(module: nn.Module) -> str:
         return ""
     if isinstance(module, torch.jit.ScriptModule):
         return "torch.jit compiled it: swap before that"
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return "no algorithm; optimize folds it into the convolution before"
     return "no algorithm of this operation"
 
 

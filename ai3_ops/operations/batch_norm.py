@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ai3_ops._torch import OpOverload
+from ai3_ops.calls.call import Call
+from ai3_ops.calls.plan import CallPlan
+from ai3_ops.calls.spec import weights_of
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
@@ -307,3 +310,84 @@ def _step_arguments(
     if training or folds or len(x.meta["shape"]) in (2, 4):
         return None
     return x, mean, variance, weight, bias, False, momentum, eps
+
+
+# Calls in models ------------------------------------------------------------------------------------------------------
+def _of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
+    """Of a module that normalizes by the statistics that it keeps."""
+    return x, m.running_mean, m.running_var, *weights_of(m), False, 0.1, m.eps
+
+
+def _forward(m: Any, call: Any, input: Tensor) -> Tensor:
+    """The forward of nn.BatchNorm1d, 2d and 3d with `call`, where the statistics are not the batch's own."""
+    if m.training or m.running_mean is None or m.running_var is None:
+        if call.strict and not m.training:
+            raise RuntimeError(f"ai3_ops: {call.layer or 'the model itself'} (batch_norm): {_BY_BATCH}")
+        if not torch.compiler.is_compiling():
+            call.calls, call.torch_calls, call.reason = call.calls + 1, call.torch_calls + 1, _BY_BATCH
+        return m._ai3_original.forward(m, input)
+    m._check_input_dim(input)
+    return call.of_module(_of_module(m, input))
+
+
+_BY_BATCH = "PyTorch normalizes by the batch's own statistics, in training and where none are kept"
+
+
+class BatchNormCall(Call):
+    """torch.nn.functional.batch_norm."""
+
+    operation = "batch_norm"
+    functions = (F.batch_norm,)
+    function = F.batch_norm
+    modules: ClassVar = dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _of_module)
+    forwards: ClassVar = dict.fromkeys(modules, _forward)
+    repeats = True
+    reads_weights = True
+    why_left = "PyTorch is faster, and optimize folds it into the layer before (docs/algorithms/batch_norm/default.md)"
+    never_gains = True
+
+    def arguments(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> tuple[Any, ...]:
+        """The same."""
+        return input, running_mean, running_var, weight, bias, training, momentum, eps
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves all to PyTorch."""
+        return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """Never on the CPU."""
+        return args[0].device.type != "cpu"
+
+    def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
+        """With plain tensors."""
+        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in args[1:5]):
+            return None
+        return plan.operator(*args[:5], plan.numbers)
+
+    def way_key(self, args: tuple[Any, ...]) -> Any:
+        """The dtypes of all tensors."""
+        input, *numbers, training, momentum, eps = args
+        dtypes = (None if t is None else t.dtype for t in numbers)
+        return input.shape, input.stride(), input.dtype, *dtypes, training, momentum, eps
+
+    def plan_key(self, args: tuple[Any, ...]) -> Any:
+        """All but the tensors, which are not in the plan; a rule looks at whether they are there."""
+        _, *numbers, training, momentum, eps = args
+        return (*(None if t is None else t.dtype for t in numbers), training, momentum, eps)
+
+    @staticmethod
+    def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Images of any size."""
+        if weight is None:
+            raise LookupError("the channels")
+        return (2, *weight.shape, 7, 7), (1, *weight.shape, 5, 4)

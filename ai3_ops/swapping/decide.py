@@ -89,6 +89,9 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
             if described.call.returns_view:  # what is later written to the view shows in the input
                 call.reason = "PyTorch returns a view, not a copy"
                 return
+            if described.call.never_gains and described.device() == "cpu":
+                call.reason = described.call.why_left
+                return
             if described.device().startswith("cuda") and registry.preferred.get(described.operation) is None:
                 call.reason = UNMEASURED
                 return

@@ -214,7 +214,7 @@ def test_tune_and_explain_on_the_command_line(tmp_path, monkeypatch, capsys):
     assert main(["tune", SMALL, "--output", str(plan), "--threads", "1", "--memory-limit", "1000000"]) == 0
     shown = capsys.readouterr().out
     assert "im2col" in shown
-    assert "3 layers" in shown
+    assert "4 layers" in shown
     loaded = selectors(str(plan))
     assert isinstance(loaded, ai3_ops.Plan)
     assert loaded.settings["memory_limit"] == 1000000

@@ -344,7 +344,7 @@ def test_a_compiled_optimized_module_has_its_report(holder):
 
 def test_what_no_operation_covers_is_listed_by_kind():
     net = nn.Sequential(
-        nn.Conv3d(2, 3, 3), nn.LSTM(3, 4), nn.BatchNorm2d(3), nn.BatchNorm2d(3), nn.Dropout(), nn.Linear(3, 3),
+        nn.Conv3d(2, 3, 3), nn.LSTM(3, 4), nn.PReLU(3), nn.PReLU(3), nn.Dropout(), nn.Linear(3, 3),
         torch.jit.trace(nn.Linear(3, 3), torch.zeros(1, 3)),
     )  # fmt: skip
     net = torch.ao.quantization.quantize_dynamic(net, {nn.Linear}, dtype=torch.qint8)
@@ -355,8 +355,8 @@ def test_what_no_operation_covers_is_listed_by_kind():
         assert found["5"] == ("DynamicQuantizedLinear", "quantized weights have no algorithm")
         assert "6" in found or any(module.name == "6" for module in report.unreached)
         text = str(report)
-        assert "not covered: 2 BatchNorm2d, 1 Conv3d, 1 LSTM" in text
-        assert len([line for line in text.splitlines() if "BatchNorm2d  " in line]) == 1
+        assert "not covered: 2 PReLU, 1 Conv3d, 1 LSTM" in text
+        assert len([line for line in text.splitlines() if "PReLU  " in line]) == 1
         assert "* (2)" in text
     assert report.to_dict()["uncovered"][0]["type"] == "Conv3d"
     assert [m.name for m in report.filter("1").uncovered] == ["1"]

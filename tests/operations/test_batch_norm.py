@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -70,3 +73,82 @@ def test_volumes_are_normalized_in_a_program():
     with torch.no_grad():
         for given in (x, x[:1]):
             torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-5)
+
+
+# In models ---------------------------------------------------------------------------------------------------------
+class Normed(nn.Module):
+    """Modules of each kind, and a function's call."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.own, self.plain = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)
+        self.untracked, self.line = nn.BatchNorm2d(8, track_running_stats=False), nn.BatchNorm1d(8)
+        self.volume = nn.BatchNorm3d(2)
+        self.register_buffer("mean", torch.randn(8))
+        self.register_buffer("variance", torch.rand(8) + 1)
+
+    def forward(self, x):
+        y = self.untracked(self.plain(F.relu(self.own(self.conv(x)))))
+        y = F.batch_norm(y, self.mean, self.variance, eps=1e-3)
+        return self.line(self.volume(y.unflatten(1, (2, 4))).flatten(1, 2).mean((2, 3)))
+
+
+def trained():
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(4, 3, 9, 9)
+    for _ in range(2):
+        model(x)
+    return model.eval(), x
+
+
+def close(actual, expected, tolerance=1e-4):
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_direct_computes_what_has_statistics():
+    model, x = trained()
+    swapped = ai3_ops.swap(model, {"batch_norm": "direct"}, x)
+    with torch.no_grad():
+        for _ in range(3):
+            close(swapped(x), model(x))
+        close(torch.compile(swapped, fullgraph=True)(x), model(x))
+        close(torch.export.export(swapped, (x,)).module()(x), model(x))
+        close(ai3_ops.optimize(swapped, x, "default", progress=False)(x), model(x))
+        close(pickle.loads(pickle.dumps(swapped))(x), model(x))
+        close(ai3_ops.unswap(copy.deepcopy(swapped))(x), model(x))
+    used = {row.name: row.used for row in ai3_ops.explain(swapped).layers if row.operation == "batch_norm"}
+    assert used.pop("untracked") == "torch"
+    assert {*used} == {":batch_norm_0", "own", "plain", "line", "volume"}
+    assert {*used.values()} == {"direct"}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_training_changes_the_statistics_as_pytorchs(mode):
+    model, x = trained()
+    swapped = getattr(ai3_ops.swap(model, {"batch_norm": "direct"}), mode)()
+    model = getattr(copy.deepcopy(model), mode)()
+    for m in (swapped, model):
+        m(x).square().sum().backward()
+    for ours, theirs in zip(swapped.parameters(), model.parameters(), strict=True):
+        close(ours.grad, theirs.grad, 1e-3)
+    for ours, theirs in zip(swapped.buffers(), model.buffers(), strict=True):
+        close(ours, theirs)
+    close(swapped.eval()(x), model.eval()(x))
+
+
+def test_default_leaves_all_to_pytorch():
+    model, x = trained()
+    swapped = ai3_ops.swap(model, "default", x)
+    assert type(swapped.own) is nn.BatchNorm2d
+    rows = [row for row in ai3_ops.explain(swapped).layers if row.operation == "batch_norm"]
+    assert len(rows) == 6
+    assert all(row.used == "torch" and "optimize folds it" in row.reason for row in rows)
+
+
+def test_errors():
+    model, x = trained()
+    with pytest.raises(ValueError, match=r"untracked \(batch_norm\): direct needs running_mean and running_var"):
+        ai3_ops.swap(model, {"batch_norm": "direct"}, x, strict=True)
+    swapped = ai3_ops.swap(model, {"own": "direct"})
+    with pytest.raises(ValueError, match="expected 4D input"):
+        swapped.own(torch.zeros(2, 8))

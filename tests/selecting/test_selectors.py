@@ -193,7 +193,7 @@ def test_mistakes(net, selectors, words):
         swap(net, selectors)
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm2d(3), nn.ConvTranspose2d(3, 3, 3), nn.Conv3d(3, 3, 3), nn.Identity()])
+@pytest.mark.parametrize("layer", [nn.PReLU(3), nn.ConvTranspose2d(3, 3, 3), nn.Conv3d(3, 3, 3), nn.Identity()])
 def test_a_layer_of_no_operation(layer):
     model = nn.Sequential(layer, nn.ReLU())
     for value in ("direct", ["direct"], lambda m: "direct"):
