@@ -329,6 +329,11 @@ def _mul(net: Network, node: fx.Node, x: Any, y: Any) -> fx.Node | None:
     return _arithmetic(net, node, x, y, names[node.target])
 
 
+@translates(aten.neg.default)
+def _neg(net: Network, node: fx.Node, x: Any) -> fx.Node | None:
+    return _arithmetic(net, node, x, -1.0, "mul")
+
+
 # Activations ----------------------------------------------------------------------------------------------------------
 _PLAIN = {
     aten.relu.default: "relu",
@@ -627,7 +632,7 @@ def _same(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
     return x
 
 
-@translates(aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default)
+@translates(aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default)
 def _to(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
     return _same(net, node, x) if x.meta["dtype"] == node.meta["dtype"] else None
 

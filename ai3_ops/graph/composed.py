@@ -1,8 +1,9 @@
-"""What models compose of several operators, as one step: attention, and the GELU by tanh.
+"""What models compose of several operators, as one step: attention, RMS norm, and the GELU by tanh.
 
 softmax(q k^T * scale + masks) v, as torchvision's Swin and many encoders write it, becomes attention with the sum of the masks:
 scores are never written to memory. Masks may be added while the batch is split, as into images and their windows: the step then
-has five dimensions. 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is what transformers calls "gelu_new".
+has five dimensions. 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is what transformers calls "gelu_new". x / sqrt(mean(x^2) + eps) is how Llama, T5 and many others write RMS norm, with the weight applied
+afterwards and, in 16 bits, in float32 but for the weight: the step rounds once.
 """
 
 from __future__ import annotations
@@ -156,6 +157,72 @@ def _mask_of(network: Network, scores: _Scores, before: Node) -> Node | None:
     ):  # of batch and heads, which were one dimension
         return None
     return network.constant(total.to(dtype).contiguous(), f"{scores.masks[0][0].target}.mask", before)
+
+
+def compose_rms_norm(network: Network) -> bool:
+    """Of products with 1 / sqrt(mean(x^2) + eps) over the last dimension, and with a weight then."""
+    found = False
+    for node in network.calls(steps.binary):
+        if node.args[2] != "mul" or node.kwargs:
+            continue
+        for x, root in (node.args[:2], node.args[1::-1]):
+            eps = _eps_of_root(network, root, node, x)
+            if eps is not None and _rms_norm(network, node, x, eps):
+                found = True
+                break
+    return found
+
+
+def _eps_of_root(network: Network, root: Any, product: Node, x: Any) -> float | None:
+    """Of 1 / sqrt(mean(x^2) + eps), which nothing but the product reads; None where it is something else."""
+    if not only_user(root, product) or root.target is not aten.rsqrt.default or not x.meta["shape"]:
+        return None
+    total = root.args[0]
+    alike = _alike(network, total) if only_user(total, root) else None
+    mean = total.args[0] if alike is not None and alike[0] == 1 and alike[1] > 0 else None
+    if alike is None or not only_user(mean, total) or mean.target is not aten.mean.dim:
+        return None
+    square, dims, keep = (*mean.args, False)[:3]
+    if list(dims) not in ([-1], [len(x.meta["shape"]) - 1]) or not keep or len(mean.args) > 3 or mean.kwargs:
+        return None
+    if not only_user(square, mean):
+        return None
+    powers = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
+    products = square.target is steps.binary and square.args[2] == "mul" and square.args[1] is square.args[0]
+    if not powers and not products and square.target is not aten.square.default:
+        return None
+    return alike[1] if _unwidened(square.args[0]) is _unwidened(x) and not square.kwargs else None
+
+
+def _rms_norm(network: Network, product: Node, x: Node, eps: float) -> bool:
+    """In the place of a product, or of the rounding to 16 bits and the weight that follow it."""
+    last, weight, source = product, None, _unwidened(x)
+    after = next(iter(last.users), None)
+    if source.meta["dtype"] != product.meta["dtype"]:
+        if only_user(last, after) and after.target in _CASTS and after.meta["dtype"] == source.meta["dtype"]:
+            x, last = source, after
+        elif x is source:
+            return False
+    after = next(iter(last.users), None)
+    if only_user(last, after) and after.target is steps.affine and not after.kwargs and after.args[0] is last:
+        scale, shift = (network.value(a) for a in after.args[1:3])
+        if len(last.meta["shape"]) != 4 and scale.numel() == x.meta["shape"][-1] and not bool(shift.any()):
+            last, weight = after, after.args[1]
+    layers = tuple(dict.fromkeys((*last.meta["layers"], *product.meta["layers"])))
+    rms_norm: Any = Step.by_operation["rms_norm"].compute
+    new = network.step(last, rms_norm, x, (x.meta["shape"][-1],), weight, eps, layers=layers)
+    network.replace(last, new, "compose rms norm")
+    return True
+
+
+_CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
+
+
+def _unwidened(x: Any) -> Any:
+    """What a value of float32 was in 16 bits, or the value itself."""
+    if not isinstance(x, fx.Node) or x.target not in _CASTS or x.meta["dtype"] != torch.float32:
+        return x
+    return x.args[0] if x.args[0].meta["dtype"].itemsize == 2 else x
 
 
 def compose_gelu(network: Network) -> bool:

@@ -14,9 +14,17 @@ from ai3_ops import _library
 from ai3_ops.calls.spec import weights_of
 from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import BadCall, Case, Draw
-from ai3_ops.operations.normalization import NARROW, Form, Normalization, NormalizationCall, check_weights, rows
+from ai3_ops.operations.normalization import (
+    NARROW,
+    Form,
+    Normalization,
+    NormalizationCall,
+    check_weights,
+    row_count,
+    rows,
+)
 from ai3_ops.operations.step import Step, computed
-from ai3_ops.problem import Problem, check, check_dtype, is_contiguous
+from ai3_ops.problem import Problem, check_dtype, is_contiguous
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -41,14 +49,8 @@ class LayerNorm(Normalization):
         """Input (..., *normalized_shape), weight and bias (normalized_shape), also float32 ones beside 16 bits; RuntimeError."""
         check_dtype(label, input)
         shape = tuple(normalized_shape)
-        check(len(shape) > 0, label, "needs a normalized_shape of at least one dimension")
-        lead = input.shape[: max(input.ndim - len(shape), 0)]
-        fits = input.ndim >= len(shape) and all(a == b for a, b in zip(input.shape[len(lead) :], shape, strict=True))
-        check(fits, label, f"needs input whose last dimensions are {shape}, got {tuple(input.shape)}")
+        count = row_count(label, input, shape)
         wide = check_weights(label, input, shape, {"weight": weight, "bias": bias})
-        count: Any = 1
-        for size in lead:
-            count = count * size
         sizes = {
             "rows": count, "features": math.prod(shape), "has_weight": weight is not None, "has_bias": bias is not None,
             "wide_weight": wide,

@@ -1,4 +1,7 @@
-"""What layer_norm and group_norm share: y = (x - mean) / sqrt(variance + eps) * weight + bias and its derivatives."""
+"""What normalizations of rows share: y = (x - mean) / sqrt(variance + eps) * weight + bias and its derivatives.
+
+rms_norm's mean is 0, and it has no bias.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,24 @@ class Form(NamedTuple):
     last: list[int]
     weights: Callable[[Tensor], Tensor]  # so that they broadcast to the rows
     summed: Callable[[Tensor], Tensor]  # of the rows, to the weight's sizes
+    centered: bool = True  # around the mean, else around 0
+
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Of each row."""
+        return tensor.mean(self.last, keepdim=True)
+
+    def off_mean(self, tensor: Tensor) -> Tensor:
+        """What is left of each row without its mean, if that counts."""
+        return tensor - self.mean(tensor) if self.centered else tensor
 
 
-def rows(shape: Sequence[int]) -> Form:
+def rows(shape: Sequence[int], centered: bool = True) -> Form:
     """The last dimensions, of sizes `shape`."""
 
     def same(tensor: Tensor) -> Tensor:
         return tensor
 
-    return Form(same, list(range(-len(shape), 0)), same, lambda t: t.sum_to_size(tuple(shape)))
+    return Form(same, list(range(-len(shape), 0)), same, lambda t: t.sum_to_size(tuple(shape)), centered)
 
 
 def groups(count: int, input: Tensor) -> Form:
@@ -52,20 +64,19 @@ def groups(count: int, input: Tensor) -> Form:
     )
 
 
-def normalized(x: Tensor, last: list[int], eps: float) -> tuple[Tensor, Tensor]:
+def normalized(form: Form, x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalized rows and what they were multiplied by, in functions that have every derivative.
 
     In float64, because squares of large float32 are beyond float32.
     """
-    x = x.double()
-    d = x - x.mean(last, keepdim=True)
-    scale = (d.square().mean(last, keepdim=True) + eps).rsqrt()
+    d = form.off_mean(x.double())
+    scale = (form.mean(d.square()) + eps).rsqrt()
     return d * scale, scale
 
 
 def forward(form: Form, input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """In functions that have every derivative: those of tangents of ATen's layer_norm take mean and scale for constants."""
-    y, _ = normalized(form.rows(input), form.last, eps)
+    y, _ = normalized(form, form.rows(input), eps)
     y = y if weight is None else y * form.weights(weight).to(y.dtype)
     y = y if bias is None else y + form.weights(bias).to(y.dtype)
     return y.reshape(input.shape).to(input.dtype)
@@ -75,14 +86,13 @@ def backward(
     form: Form, grad: Tensor, input: Tensor, weight: Tensor | None, eps: float, mask: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
     """What a `_backward` operator computes, in PyTorch's functions: of that alone tangents are taken."""
-    last = form.last
-    h, scale = normalized(form.rows(input), last, eps)
+    h, scale = normalized(form, form.rows(input), eps)
     y = form.rows(grad).double()
     g = y if weight is None else y * form.weights(weight).double()
-    of_x = scale * (g - g.mean(last, keepdim=True) - h * (g * h).mean(last, keepdim=True))
+    of_x = scale * (form.off_mean(g) - h * form.mean(g * h))
     dtype = torch.promote_types(input.dtype, torch.float32) if weight is None else weight.dtype
     of_x = of_x.reshape(input.shape).to(input.dtype)
-    grads = of_x, form.summed(y * h).to(dtype), form.summed(y).to(dtype)
+    grads = of_x, form.summed(y * h).to(dtype), *([form.summed(y).to(dtype)] if len(mask) > 2 else [])
     return tuple(g if wanted else None for g, wanted in zip(grads, mask, strict=True))
 
 
@@ -99,19 +109,16 @@ def double_backward(
     dL/ds are written out below.
     """
     gy, x, weight = saved
-    last = form.last
-
-    def mean(t: Tensor) -> Tensor:
-        return t.mean(last, keepdim=True)
-
-    a, c, e = (g.double() if wanted and g is not None else None for g, wanted in zip(grads, mask, strict=True))
+    mean, off_mean = form.mean, form.off_mean
+    a, c, *rest = (g.double() if wanted and g is not None else None for g, wanted in zip(grads, mask, strict=True))
+    e = rest[0] if rest else None
     a = None if a is None else form.rows(a)
     c, e = (None if t is None else form.weights(t) for t in (c, e))
     w = None if weight is None else form.weights(weight).double()
     dy = form.rows(gy).double()
     g = dy if w is None else dy * w
-    h, scale = normalized(form.rows(x), last, eps)
-    of_g = torch.zeros_like(dy) if a is None else scale * (a - mean(a) - h * mean(a * h))
+    h, scale = normalized(form, form.rows(x), eps)
+    of_g = torch.zeros_like(dy) if a is None else scale * (off_mean(a) - h * mean(a * h))
     to_y = of_g if w is None else of_g * w
     of_h = torch.zeros_like(dy) if c is None else c * dy
     to_y = to_y if c is None else to_y + c * h
@@ -119,8 +126,8 @@ def double_backward(
     of_scale = None
     if a is not None:
         of_h = of_h - scale * (a * mean(g * h) + g * mean(a * h))
-        of_scale = mean(a * g) - mean(a) * mean(g) - mean(a * h) * mean(g * h)
-    to_x = scale * (of_h - mean(of_h) - h * mean(of_h * h))
+        of_scale = mean(off_mean(a) * g) - mean(a * h) * mean(g * h)
+    to_x = scale * (off_mean(of_h) - h * mean(of_h * h))
     to_x = to_x if of_scale is None else to_x - scale.square() * h * of_scale
     to_w = None if weight is None else form.summed(dy * of_g).to(weight.dtype)
     return to_y.reshape(x.shape).to(gy.dtype), to_x.reshape(x.shape).to(x.dtype), to_w
@@ -142,6 +149,18 @@ def check_weights(label: str, input: Tensor, shape: tuple[int, ...], named: dict
     return wide
 
 
+def row_count(label: str, input: Tensor, shape: tuple[int, ...]) -> Any:
+    """How many rows of sizes `shape`, the last dimensions, an input has; RuntimeError where it has others."""
+    check(len(shape) > 0, label, "needs a normalized_shape of at least one dimension")
+    lead = input.shape[: max(input.ndim - len(shape), 0)]
+    fits = input.ndim >= len(shape) and all(a == b for a, b in zip(input.shape[len(lead) :], shape, strict=True))
+    check(fits, label, f"needs input whose last dimensions are {shape}, got {tuple(input.shape)}")
+    count: Any = 1
+    for size in lead:
+        count = count * size
+    return count
+
+
 class Normalization(Operation):
     """Rules of operators (input, how, weight, bias, eps), where `how` says which elements are normalized together."""
 
@@ -154,6 +173,10 @@ class Normalization(Operation):
     def weight_shape(self, how: Any, input: Tensor) -> tuple[Any, ...]:
         """Of weight and bias."""
         raise NotImplementedError
+
+    def eps(self, input: Tensor, given: float | None) -> float:
+        """The one that was given, or else the operator's default."""
+        return 1e-5 if given is None else given
 
     def aten_backward(
         self,
@@ -180,14 +203,15 @@ class Normalization(Operation):
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor) -> None:
         """Mean and variance are computed again: saving them would cost every forward pass."""
-        input, ctx.how, weight, bias, ctx.eps = inputs
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        input, ctx.how, weight, *bias, eps = inputs
+        ctx.eps = self.eps(input, eps)
+        ctx.bias_dtype = bias[0].dtype if bias and bias[0] is not None else None
         ctx.save_for_backward(input, weight)
 
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """By the algorithm's own backward operator."""
         input, weight = ctx.saved_tensors
-        needs = [ctx.needs[0], ctx.needs[2], ctx.needs[3]]
+        needs = [ctx.needs[0], *ctx.needs[2:-1]]
         if ctx.operator is not None:
             grads = ctx.operator(grad, input, ctx.how, weight, ctx.eps, needs)
         elif _torch.in_transform() or torch.is_grad_enabled() or _torch.in_forward_mode():
@@ -197,8 +221,10 @@ class Normalization(Operation):
             shape = self.weight_shape(ctx.how, input)
             bias = None if ctx.bias_dtype is None else input.new_empty(shape, dtype=ctx.bias_dtype)
             grads = self.aten_backward(grad, input, ctx.how, weight, bias, ctx.eps, needs)
-        x, w, b = (g if wanted else None for g, wanted in zip(grads, needs, strict=True))
-        return x, None, w, b if b is None else b.to(ctx.bias_dtype)
+        x, *others = (g if wanted else None for g, wanted in zip(grads, needs, strict=True))
+        if ctx.bias_dtype is not None and others[-1] is not None:
+            others[-1] = others[-1].to(ctx.bias_dtype)
+        return x, None, *others
 
     def pytorch(
         self,
@@ -218,9 +244,9 @@ class Normalization(Operation):
 
     def backward_call(self, call: Any) -> list[Any] | None:
         """The weight may be absent, the bias is not among them."""
-        x, weight, _ = call.tensors
+        x, weight = call.tensors[:2]
         how, *eps = call.case.arguments
-        return [call.grad(), x, [*how] if isinstance(how, tuple) else how, weight, *(eps or [1e-5])]
+        return [call.grad(), x, [*how] if isinstance(how, tuple) else how, weight, *(eps or [self.eps(x, None)])]
 
 
 def register_backward(rules: Normalization, op: OpOverload, algorithm: str) -> None:
@@ -272,7 +298,8 @@ def vmap_backward(
     y, x = base.lead(grad, dims[0], size), base.lead(input, dims[1], size)
     w = [None] * size if weight is None else base.lead(weight, dims[3], size)
     results = zip(*(op(y[i], x[i], how, w[i], eps, mask) for i in range(size)), strict=True)
-    return tuple(torch.stack(r) for r in results), (0, 0, 0)
+    stacked = tuple(torch.stack(r) for r in results)
+    return stacked, (0,) * len(stacked)
 
 
 Normalization.rules = {"backward": register_backward, "out": Operation.register_out}
@@ -302,18 +329,18 @@ class NormalizationCall(Call):
 
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
         """With weight and bias, where those are plain tensors."""
-        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in args[2:4]):
+        input, _, *weights, _ = args
+        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in weights):
             return None
-        return plan.operator(args[0], args[2], args[3], plan.numbers)
+        return plan.operator(input, *weights, plan.numbers)
 
     def way_key(self, args: tuple[Any, ...]) -> Any:
         """The weight's and bias's dtypes of these."""
-        input, how, weight, bias, eps = args
-        of_input = input.shape, input.stride(), input.dtype
-        return of_input, how, None if weight is None else weight.dtype, None if bias is None else bias.dtype, eps
+        input, how, *weights, eps = args
+        return input.shape, input.stride(), input.dtype, how, *(None if t is None else t.dtype for t in weights), eps
 
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """All but the tensors, which are not in the plan; a rule looks at whether they are there."""
-        _, how, weight, bias, eps = args
-        present = [None if t is None else t.dtype for t in (weight, bias)]
+        _, how, *weights, eps = args
+        present = [None if t is None else t.dtype for t in weights]
         return (*(how if isinstance(how, (tuple, list)) else [how]), *present, eps)

@@ -30,14 +30,11 @@ LayerNormProblem problem_from(const Query& q) {
 LayerNormProblem problem(const Entry& entry, const Call& c) {
   const DType dtype = dtype_of(entry, c.input);
   const Sizes input = sizes_of(c.input);
-  check(!c.shape.empty(), entry, "needs a normalized_shape of at least one dimension");
-  check(input.size() >= c.shape.size() && std::equal(c.shape.rbegin(), c.shape.rend(), input.rbegin()), entry,
-        "needs input whose last dimensions are ", c.shape, ", got ", input);
+  check_rows(entry, input, c.shape);
   const bool wide = is_wide(c.input, {&c.weight, &c.bias});
   check_weight(entry, c.input, c.weight, c.shape, "weight", wide), check_weight(entry, c.input, c.bias, c.shape, "bias", wide);
   LayerNormProblem p{};
-  p.dtype = dtype, p.features = checked_numel(entry, c.shape, 1);
-  p.rows = checked_numel(entry, Sizes(input.begin(), input.end() - static_cast<std::ptrdiff_t>(c.shape.size())), 1);
+  p.dtype = dtype, p.features = checked_numel(entry, c.shape, 1), p.rows = rows_of(entry, input, c.shape);
   p.eps = c.eps, p.has_weight = c.weight.has_value(), p.has_bias = c.bias.has_value(), p.wide_weight = wide;
   p.parameters = c.parameters.value_or(entry.defaults);
   set_threads(p);
@@ -140,11 +137,8 @@ struct LayerNormStep final : program::Step {
     r.traits<LayerNormProblem>();
     r.needs_operands(1);
     const program::Value x = r.operand(0);
-    const int64_t dims = r.line.number_of("dims"), rank = static_cast<int64_t>(x.sizes.size());
-    r.line.check(dims > 0 && dims <= rank, "needs dims of the input's, got " + to_string(x.sizes));
-    const auto first = x.sizes.end() - static_cast<std::ptrdiff_t>(dims);
-    p.dtype = x.dtype, p.rows = program::count_of(Sizes(x.sizes.begin(), first));
-    p.features = program::count_of(Sizes(first, x.sizes.end())), p.eps = r.line.real("eps");
+    std::tie(p.rows, p.features) = rows_value(r, x);
+    p.dtype = x.dtype, p.eps = r.line.real("eps");
     p.has_weight = r.line.has("weight"), p.has_bias = r.line.has("bias"), p.parameters = r.parameters();
     set_threads(p);
     r.elements("weight", p.dtype, p.features), r.elements("bias", p.dtype, p.features);

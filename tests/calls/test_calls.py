@@ -46,6 +46,8 @@ MODULES = {
     "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, stride=2), (2, 4, 11)),
     "layer_norm": (lambda: nn.LayerNorm((3, 4)), (2, 3, 4)),
     "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 7, 9)),
+    "rms_norm": (lambda: nn.RMSNorm((3, 4)), (2, 3, 4)),
+    "batch_norm": (lambda: nn.BatchNorm2d(4).eval(), (2, 4, 7, 9)),
     "attention": (SelfAttention, (2, 3, 6, 4)),
     "softmax": (lambda: nn.Softmax(1), (2, 3, 5)),
     "gelu": (lambda: nn.GELU("tanh"), (3, 5)),
@@ -53,11 +55,9 @@ MODULES = {
 }
 
 
-# No module can be swapped to block_sparse or linformer, which need tensors of their own; batch_norm is no call of modules.
+# No module can be swapped to block_sparse or linformer, which need tensors of their own.
 PAIRS = [
-    (a.operation, a.name)
-    for a in ai3_ops.algorithms(device="cpu")
-    if a.name not in ("block_sparse", "linformer") and a.operation != "batch_norm"
+    (a.operation, a.name) for a in ai3_ops.algorithms(device="cpu") if a.name not in ("block_sparse", "linformer")
 ]
 
 

@@ -151,8 +151,8 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
     m.query = in.x.stored(), m.key = in.weight.stored(), m.value = in.bias.stored();
   else
     m.input = in.x.stored();
-  if constexpr (requires { m.weight; })
-    m.weight = pack_bytes > 0 ? packed.as<char>() : in.weight.stored(), m.bias = in.bias.stored();
+  if constexpr (requires { m.weight; }) m.weight = pack_bytes > 0 ? packed.as<char>() : in.weight.stored();
+  if constexpr (requires { m.bias; }) m.bias = in.bias.stored();
   if constexpr (requires { m.residual; })
     m.residual = onto_residual ? y.as<char>() : in.residual.stored(), m.slope = in.slope.stored();
   if constexpr (requires { m.scale; }) m.scale = in.scale.stored(), m.shift = in.shift.stored();
@@ -164,11 +164,11 @@ Guarded run(const Algorithm<P>& a, const P& p, const Inputs<P>& in, Flush flush,
 // Runs an algorithm's kernel for the gradient of the input, or of weight and bias. The stored elements of the latter two.
 template <class P>
 std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, const Data& grad, bool of_weight, Flush flush) {
-  p.has_bias = true;
+  if constexpr (requires { p.has_bias; }) p.has_bias = true;
   const Extent count = extent(p);
   const Guarded gradient((of_weight ? count.weight : count.input) * size_of(p.dtype), flush),
       bias((of_weight ? count.bias : 0) * size_of(p.dtype), flush);
-  p.has_bias = false;
+  if constexpr (requires { p.has_bias; }) p.has_bias = false;
   typename P::Gradients m;
   m.grad_output = grad.stored(), m.input = in.x.stored();
   if constexpr (requires { m.weight; }) {

@@ -298,3 +298,136 @@ def test_gelu_by_tanh(form, dtype):
     with torch.no_grad():
         exact = model.double()(x.double())
     assert float((fast(x) - exact).abs().max() / exact.abs().max()) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+# RMS norm ---------------------------------------------------------------------------------------------------------------
+class Rms(nn.Module):
+    """`how` is what is done between two layers."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.first, self.second = how, nn.Linear(16, 16), nn.Linear(16, 8)
+        self.weight = nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return self.second(self.how(self, self.first(x)))
+
+
+def as_llama(m, h):
+    dtype, h = h.dtype, h.to(torch.float32)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return m.weight * h.to(dtype)
+
+
+def as_t5(m, h):
+    return m.weight * (h * torch.rsqrt(h.to(torch.float32).pow(2).mean(-1, keepdim=True) + 1e-6)).to(m.weight.dtype)
+
+
+def as_gemma(m, h):
+    return (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + m.weight.float())).type_as(h)
+
+
+def of_squares(m, h):
+    return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-3)
+
+
+def by_function(m, h):
+    return nn.functional.rms_norm(h, (16,), m.weight, 1e-6)
+
+
+def without_eps(m, h):
+    return nn.functional.rms_norm(h, (16,))
+
+
+@pytest.mark.parametrize("how", [as_llama, as_t5, as_gemma, of_squares, by_function, without_eps])
+def test_rms_norm_is_one_step(how):
+    torch.manual_seed(2)
+    model, x = Rms(how).eval(), torch.randn(2, 5, 16)
+    fast = optimized(model, x)
+    assert steps_of(fast) == ["linear", "rms_norm", "linear"]
+    for given in (x, x[:1], 1e3 * x):
+        torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", [as_llama, by_function])
+def test_rms_norm_of_16_bits_rounds_once(how):
+    torch.manual_seed(2)
+    model, x = Rms(how).eval().bfloat16(), torch.randn(2, 5, 16).bfloat16()
+    fast = optimized(model, x)
+    assert "rms_norm" in steps_of(fast)
+    assert "to.dtype" not in steps_of(fast)
+    with torch.no_grad():
+        exact = model.double()(x.double())
+        own = (model.bfloat16()(x) - exact).abs().max()
+        assert (fast(x) - exact).abs().max() <= 2 * own
+
+
+def minus_the_mean(m, h):
+    return h * torch.rsqrt((h - 1).pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def cubes(m, h):
+    return h * torch.rsqrt(h.abs().pow(3).mean(-1, keepdim=True) + 1e-6)
+
+
+def over_rows(m, h):
+    return h * torch.rsqrt(h.pow(2).mean(-2, keepdim=True) + 1e-6)
+
+
+def read_twice(m, h):
+    root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return h * root + root
+
+
+def of_another(m, h):
+    return h.tanh() * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def shifted_root(m, h):
+    return h * torch.rsqrt(2 * h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+@pytest.mark.parametrize("how", [minus_the_mean, cubes, over_rows, read_twice, of_another, shifted_root])
+def test_what_is_no_rms_norm_stays(how):
+    torch.manual_seed(2)
+    model, x = Rms(how).eval(), torch.randn(2, 5, 16)
+    fast = optimized(model, x)
+    assert "rms_norm" not in steps_of(fast)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+class Rotary(nn.Module):
+    """An encoder's layer as Llama's are: halves turned, gates of SiLU."""
+
+    def __init__(self, width=32, heads=2):
+        super().__init__()
+        self.heads, self.q, self.k, self.v, self.o = heads, *(nn.Linear(width, width, False) for _ in range(4))
+        self.up, self.gate, self.down = nn.Linear(width, 48, False), nn.Linear(width, 48, False), nn.Linear(48, width, False)
+        self.norms = nn.ModuleList(nn.RMSNorm(width, 1e-6) for _ in range(2))
+        angles = torch.outer(torch.arange(6.0), 1 / 10 ** torch.linspace(0, 3, width // heads // 2)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def turned(self, x):
+        left, right = x.chunk(2, -1)
+        return x * self.cos + torch.cat((-right, left), -1) * self.sin
+
+    def forward(self, x):
+        h = self.norms[0](x)
+        q, k, v = (f(h).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        h = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def test_layers_with_rotary_positions_are_one_program():
+    torch.manual_seed(3)
+    model, x = nn.Sequential(Rotary(), Rotary()).eval(), torch.randn(2, 6, 32)
+    fast = optimized(model, x)
+    (part,) = ai3_ops.explain(fast).optimization.parts
+    assert all(step.algorithm != "torch" for step in part.steps)
+    assert steps_of(fast).count("rms_norm") == 4
+    with torch.no_grad():
+        for given in (x, x[:1]):
+            torch.testing.assert_close(fast(given), model(given), rtol=1e-4, atol=1e-5)

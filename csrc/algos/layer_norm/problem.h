@@ -17,6 +17,7 @@ struct LayerNormOperands {
 struct LayerNormProblem {
   using Operands = LayerNormOperands;
   using Gradients = WeightedGradients;
+  static constexpr bool centered = true;  // around the mean
   DType dtype;
   int32_t threads;
   int64_t rows, features;
