@@ -211,8 +211,9 @@ class Call(Ways):
             return type(self).function(*args) if operator is None else self.forward(args)
         if operator is None:
             return self.without_operator(args)
-        if not isinstance(args[0], Tensor):  # torch.fx traces
-            return operator(*args, **self.options)
+        if not isinstance(args[0], Tensor):  # torch.fx traces; what else is no tensor PyTorch refuses
+            traced = any(isinstance(a, torch.fx.Proxy) for a in args)
+            return operator(*args, **self.options) if traced else type(self).function(*args)
         if _tracing_state() is not None:  # torch.jit.trace does
             return operator(*args, **self.switches(args[0]))
         example = self.example
@@ -326,7 +327,9 @@ class Call(Ways):
             return False
         if _tracing_state() is not None:  # sizes are tensors, and what is recorded is for inference
             return False
-        if self.operator is None or not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if self.operator is None or not isinstance(args[0], Tensor):
+            return False
+        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
             return False
         left = not self.gains_in_training(args)
         self.left_training = left

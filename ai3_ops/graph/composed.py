@@ -2,8 +2,9 @@
 
 softmax(q k^T * scale + masks) v, as torchvision's Swin and many encoders write it, becomes attention with the sum of the masks:
 scores are never written to memory. Masks may be added while the batch is split, as into images and their windows: the step then
-has five dimensions. 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is what transformers calls "gelu_new". x / sqrt(mean(x^2) + eps) is how Llama, T5 and many others write RMS norm, with the weight applied
-afterwards and, in 16 bits, in float32 but for the weight: the step rounds once.
+has five dimensions. 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is what transformers calls "gelu_new".
+x / sqrt(mean(x^2) + eps) is how Llama, T5 and many others write RMS norm, with the weight applied afterwards and, in 16 bits, in
+float32 but for the weight: the step rounds once.
 """
 
 from __future__ import annotations

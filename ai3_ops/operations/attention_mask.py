@@ -19,7 +19,8 @@ def attention_mask(algorithm: str, query_length: int, key_length: int, **paramet
     `parameters` are the algorithm's own (`window=256`), or their defaults. bigbird's random blocks differ by head, which
     `heads=12` says (1 without). A block that is listed several times is seen once here; longformer's global queries see
     all keys. For looking at patterns and for tests: it takes a byte for each pair, which the algorithms never do.
-    ValueError for an algorithm that has no pattern, TypeError for parameters that it does not have.
+    ValueError for an algorithm that has no pattern and for values that it refuses, TypeError for parameters that it does
+    not have.
     """
     if algorithm not in (*SPARSE, "flash", "math"):
         raise ValueError(
@@ -37,6 +38,12 @@ def attention_mask(algorithm: str, query_length: int, key_length: int, **paramet
         raise TypeError("attention_mask('block_sparse') needs kv_num_blocks and kv_indices")
     if algorithm in ("longformer", "bigbird") and query_length != key_length:
         raise ValueError(f"{algorithm} needs as many queries as keys, got {query_length} and {key_length}")
+    if algorithm != "block_sparse":  # whose lists say themselves how many heads there are
+        query, key = (torch.empty(1, 1, 1, 1).expand(1, heads, n, 1) for n in (query_length, key_length))
+        asked = registry.OPERATIONS["attention"].asked(algorithm, query, key, key, **parameters)
+        ok, reason = registry.supports_problem("attention", algorithm, asked)
+        if not ok:
+            raise ValueError(f"attention_mask({algorithm!r}): {reason}")
     if algorithm in ("flash", "math"):
         causal, lengths = parameters.pop("is_causal", False), parameters.get("key_lengths")
         lengths = None if lengths is None else lengths[..., None, None, None]

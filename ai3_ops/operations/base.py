@@ -120,7 +120,14 @@ class Operation(Tested):
         ok, reason = registry.supports_problem(self.name, algorithm, problem)
         if not ok:
             names = sorted({a.name for a in registry.algorithms(self.name) if not a.python} - {algorithm})
-            others = problem._replace(sizes={k: v for k, v in problem.sizes.items() if k != "parameters"})
+            own = registry.parameters(self.name, algorithm)
+            given = problem.sizes.get("parameters", {})
+            others = problem
+            if any(p.name in given and given[p.name] != p.default for p in own):  # which mean something to these alone
+                known = [p.name for p in own]
+                names = [name for name in names if [p.name for p in registry.parameters(self.name, name)] == known]
+            else:
+                others = problem._replace(sizes={k: v for k, v in problem.sizes.items() if k != "parameters"})
             able = [name for name in names if registry.supports_problem(self.name, name, others)[0]]
             raise RuntimeError(f"{label}: {reason}; algorithms that support this case: {', '.join(able) or 'none'}")
         return problem

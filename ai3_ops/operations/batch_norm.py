@@ -326,7 +326,8 @@ def _forward(m: Any, call: Any, input: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
             call.calls, call.torch_calls, call.reason = call.calls + 1, call.torch_calls + 1, _BY_BATCH
         return m._ai3_original.forward(m, input)
-    m._check_input_dim(input)
+    if isinstance(input, Tensor):  # not what a tracer gives
+        m._check_input_dim(input)
     return call.of_module(_of_module(m, input))
 
 

@@ -29,7 +29,13 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     By erf PyTorch calls oneDNN for contiguous tensors alone: images in channels_last take 1.3 to 1.7 times as long (two Zen 5
     cores), and are seen as the contiguous tensors that their memory is.
     """
-    image = input.ndim == 4 and approximate == "none" and input.is_cpu and input.numel() >= _VIEWED
+    image = (
+        isinstance(input, Tensor)
+        and input.ndim == 4
+        and approximate == "none"
+        and input.is_cpu
+        and input.numel() >= _VIEWED
+    )
     if image and not is_contiguous(input) and input.is_contiguous(memory_format=torch.channels_last):
         return F.gelu(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
     return F.gelu(input, approximate=approximate)
@@ -40,6 +46,7 @@ class Gelu(Elementwise):
 
     name = "gelu"
     aten = staticmethod(F.gelu)
+    signed_zeros = False  # by erf ATen's of -0 is +0 where oneDNN has AVX2
 
     def problem(self, label: str, input: Tensor, approximate: str = "none", **_: Any) -> Problem:
         """Any shape; RuntimeError for other dtypes than the four, and other forms than ATen's."""

@@ -26,6 +26,11 @@ def default_eps(dtype: torch.dtype) -> float:
     return torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
 
 
+def _known_eps(input: Any, eps: float | None) -> float | None:
+    """The same for a tensor; None stays for what a tracer gives."""
+    return default_eps(input.dtype) if eps is None and isinstance(input, Tensor) else eps
+
+
 class RmsNorm(Normalization):
     """Rules of `ai3::rms_norm_<algorithm>`, as torch.nn.functional.rms_norm."""
 
@@ -192,7 +197,7 @@ class RmsNormStep(Step):
 
 # Calls in models ------------------------------------------------------------------------------------------------------
 def _of_module(m: Any, x: Tensor) -> tuple[Any, ...]:
-    return x, m.normalized_shape, m._parameters.get("weight"), default_eps(x.dtype) if m.eps is None else m.eps
+    return x, m.normalized_shape, m._parameters.get("weight"), _known_eps(x, m.eps)
 
 
 _ELEMENTS_IN_TRAINING = 2**15
@@ -210,7 +215,7 @@ class RmsNormCall(NormalizationCall):
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> tuple[Any, ...]:
         """The same, with ATen's eps where none is given."""
-        return input, normalized_shape, weight, default_eps(input.dtype) if eps is None else eps
+        return input, normalized_shape, weight, _known_eps(input, eps)
 
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """Where there is enough to compute (docs/algorithms/rms_norm/default.md)."""

@@ -56,9 +56,7 @@ MODULES = {
 
 
 # No module can be swapped to block_sparse or linformer, which need tensors of their own.
-PAIRS = [
-    (a.operation, a.name) for a in ai3_ops.algorithms(device="cpu") if a.name not in ("block_sparse", "linformer")
-]
+PAIRS = [(a.operation, a.name) for a in ai3_ops.algorithms(device="cpu") if a.name not in ("block_sparse", "linformer")]
 
 
 @pytest.fixture(params=PAIRS, ids="_".join)

@@ -394,3 +394,22 @@ def test_fakes_check_tensors_as_kernels_do():
         OPS.attention_longformer(q, k, v, global_mask=torch.zeros(1, 256, device="meta"))
     with pytest.raises(RuntimeError, match="global_query that broadcasts"):
         OPS.attention_longformer(q, k, v, global_query=q[..., :3])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "parameters", "words"),
+    [
+        ("longformer", {"window": 3}, "an even window from 0, got 3"),
+        ("longformer", {"window": -4}, "an even window from 0, got -4"),
+        ("bigbird", {"block_size": 0}, "block_size"),
+        ("flash", {"window_left": -5}, "windows from -1"),
+    ],
+)
+def test_values_that_no_algorithm_takes(algorithm, parameters, words):
+    """Others that lack the parameter would compute something else: a refusal does not name them."""
+    x = torch.randn(1, 2, 64, 4)
+    with pytest.raises(ValueError, match=words):
+        ai3_ops.attention_mask(algorithm, 64, 64, **parameters)
+    for given in (x, x.to("meta")):
+        with pytest.raises(RuntimeError, match=f"{words}.*; algorithms that support this case: none"):
+            getattr(torch.ops.ai3, f"attention_{algorithm}")(given, given, given, **parameters)

@@ -324,7 +324,9 @@ def as_t5(m, h):
 
 
 def as_gemma(m, h):
-    return (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + m.weight.float())).type_as(h)
+    return (h.float() * torch.rsqrt(h.float().pow(2).mean(-1, keepdim=True) + 1e-6) * (1.0 + m.weight.float())).type_as(
+        h
+    )
 
 
 def of_squares(m, h):
@@ -402,7 +404,11 @@ class Rotary(nn.Module):
     def __init__(self, width=32, heads=2):
         super().__init__()
         self.heads, self.q, self.k, self.v, self.o = heads, *(nn.Linear(width, width, False) for _ in range(4))
-        self.up, self.gate, self.down = nn.Linear(width, 48, False), nn.Linear(width, 48, False), nn.Linear(48, width, False)
+        self.up, self.gate, self.down = (
+            nn.Linear(width, 48, False),
+            nn.Linear(width, 48, False),
+            nn.Linear(48, width, False),
+        )
         self.norms = nn.ModuleList(nn.RMSNorm(width, 1e-6) for _ in range(2))
         angles = torch.outer(torch.arange(6.0), 1 / 10 ** torch.linspace(0, 3, width // heads // 2)).repeat(1, 2)
         self.register_buffer("cos", angles.cos())

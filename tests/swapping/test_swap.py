@@ -669,6 +669,29 @@ class Traced(nn.Module):
         return self.last(F.scaled_dot_product_attention(y, y, y).softmax(-1))
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "selectors", ["default", "direct", {"conv2d": "gemm", "rms_norm": "direct", "batch_norm": "direct"}]
+)
+def test_torch_fx_traces(selectors, grad):
+    layers = nn.BatchNorm2d(8), nn.ReLU(), nn.RMSNorm(5), nn.LayerNorm(5), nn.Linear(5, 4), nn.GELU(), nn.Softmax(-1)
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), *layers).eval(), torch.randn(1, 3, 7, 7)
+    swapped = swap(model, selectors, x)
+    with torch.set_grad_enabled(grad):
+        close(torch.fx.symbolic_trace(swapped)(x), model(x))
+
+
+@pytest.mark.parametrize("selectors", ["default", "direct"])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.ReLU(), nn.Conv2d(1, 1, 1), nn.Linear(2, 2), nn.RMSNorm(2), nn.LayerNorm(2), nn.GELU(), nn.MaxPool2d(2)],
+)
+def test_what_is_no_tensor_is_refused_as_by_pytorch(layer, selectors):
+    for module in (layer, swap(nn.Sequential(layer), selectors)):
+        with pytest.raises(TypeError, match=r"must be Tensor, not NoneType|invalid combination"):
+            module(None)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("grad", [False, True])

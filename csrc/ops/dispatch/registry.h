@@ -256,6 +256,21 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
   return chosen;
 }
 
+// p as another algorithm of its operation would be asked: the call's own parameters, where they are not the defaults, mean
+// something to those alone that have the same ones; nothing for others.
+template <class P>
+std::optional<P> asked_of(const Entry& other, const Entry& entry, const P& p) {
+  if constexpr (requires { p.parameters; }) {
+    const auto* const given = std::begin(p.parameters.values);
+    if (!std::equal(given, std::end(p.parameters.values), std::begin(entry.defaults.values))) {
+      auto same = [](const Parameter& a, const Parameter& b) { return a.name == b.name; };
+      const auto &a = entry.parameters, &b = other.parameters;
+      return std::equal(a.begin(), a.end(), b.begin(), b.end(), same) ? std::optional<P>(p) : std::nullopt;
+    }
+  }
+  return with_parameters(p, other.defaults);
+}
+
 // The sentence for a refusal: what the operator needs and got, and who can do it.
 template <class P>
 [[noreturn]] void refused(const Entry& entry, Device device, const P& p, const Reason& reason) {
@@ -264,7 +279,9 @@ template <class P>
   bool first = true;
   for (const Entry* e : entries(*entry.operation)) {
     Reason ignored;
-    if (e == &entry || !select(*e, device, with_parameters(p, e->defaults), ignored)) continue;
+    if (e == &entry) continue;
+    const std::optional<P> other = asked_of(*e, entry, p);
+    if (!other || !select(*e, device, *other, ignored)) continue;
     message += (first ? "" : ", ") + e->name;
     first = false;
   }
