@@ -178,9 +178,9 @@ def _eps_of_root(network: Network, root: Any, product: Node, x: Any) -> float | 
     """Of 1 / sqrt(mean(x^2) + eps), which nothing but the product reads; None where it is something else."""
     if not only_user(root, product) or root.target is not aten.rsqrt.default or not x.meta["shape"]:
         return None
-    total = root.args[0]
+    total: Any = root.args[0]
     alike = _alike(network, total) if only_user(total, root) else None
-    mean = total.args[0] if alike is not None and alike[0] == 1 and alike[1] > 0 else None
+    mean: Any = total.args[0] if alike is not None and alike[0] == 1 and alike[1] > 0 else None
     if alike is None or not only_user(mean, total) or mean.target is not aten.mean.dim:
         return None
     square, dims, keep = (*mean.args, False)[:3]
@@ -195,10 +195,10 @@ def _eps_of_root(network: Network, root: Any, product: Node, x: Any) -> float | 
     return alike[1] if _unwidened(square.args[0]) is _unwidened(x) and not square.kwargs else None
 
 
-def _rms_norm(network: Network, product: Node, x: Node, eps: float) -> bool:
+def _rms_norm(network: Network, product: Node, x: Any, eps: float) -> bool:
     """In the place of a product, or of the rounding to 16 bits and the weight that follow it."""
     last, weight, source = product, None, _unwidened(x)
-    after = next(iter(last.users), None)
+    after: Any = next(iter(last.users), None)
     if source.meta["dtype"] != product.meta["dtype"]:
         if only_user(last, after) and after.target in _CASTS and after.meta["dtype"] == source.meta["dtype"]:
             x, last = source, after
@@ -223,7 +223,8 @@ def _unwidened(x: Any) -> Any:
     """What a value of float32 was in 16 bits, or the value itself."""
     if not isinstance(x, fx.Node) or x.target not in _CASTS or x.meta["dtype"] != torch.float32:
         return x
-    return x.args[0] if x.args[0].meta["dtype"].itemsize == 2 else x
+    narrow: Any = x.args[0]
+    return narrow if narrow.meta["dtype"].itemsize == 2 else x
 
 
 def compose_gelu(network: Network) -> bool:
