@@ -531,7 +531,7 @@ def trains_astray(input: Any, weight: Any, dtype: torch.dtype, window: Sequence[
     stride, padding, dilation, groups = window
     if is_wrong_in_training(weight, stride, groups, dtype):
         return True
-    if dtype.itemsize != 2 or input.ndim not in (3, 4):
+    if dtype.itemsize != 2 or input.ndim not in (3, 4) or weight.ndim != 4:
         return False
     try:
         windows = registry.OPERATIONS["conv2d"].windows("", stride, padding, dilation)  # type: ignore[attr-defined]
