@@ -40,7 +40,8 @@ def attention_mask(algorithm: str, query_length: int, key_length: int, **paramet
         raise ValueError(f"{algorithm} needs as many queries as keys, got {query_length} and {key_length}")
     if algorithm != "block_sparse":  # whose lists say themselves how many heads there are
         query, key = (torch.empty(1, 1, 1, 1).expand(1, heads, n, 1) for n in (query_length, key_length))
-        asked = registry.OPERATIONS["attention"].asked(algorithm, query, key, key, **parameters)
+        numbers = {name: value for name, value in parameters.items() if not isinstance(value, Tensor)}
+        asked = registry.OPERATIONS["attention"].asked(algorithm, query, key, key, **numbers)
         ok, reason = registry.supports_problem("attention", algorithm, asked)
         if not ok:
             raise ValueError(f"attention_mask({algorithm!r}): {reason}")
