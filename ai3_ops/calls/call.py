@@ -327,9 +327,11 @@ class Call(Ways):
             return False
         if _tracing_state() is not None:  # sizes are tensors, and what is recorded is for inference
             return False
-        if self.operator is None or not isinstance(args[0], Tensor):
-            return False
-        if not any(isinstance(a, Tensor) and a.requires_grad for a in args):
+        if (
+            self.operator is None
+            or not isinstance(args[0], Tensor)
+            or not any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        ):
             return False
         left = not self.gains_in_training(args)
         self.left_training = left

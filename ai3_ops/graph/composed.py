@@ -21,6 +21,7 @@ from ai3_ops.operations.step import RULES, Step
 
 aten = torch.ops.aten
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
+_CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
 _LARGEST = 2**24  # elements of a mask that is computed beforehand
 
 
@@ -197,7 +198,7 @@ def _eps_of_root(network: Network, root: Any, product: Node, x: Any) -> float | 
 
 def _rms_norm(network: Network, product: Node, x: Any, eps: float) -> bool:
     """In the place of a product, or of the rounding to 16 bits and the weight that follow it."""
-    last, weight, source = product, None, _unwidened(x)
+    last, weight, source, features = product, None, _unwidened(x), x.meta["shape"][-1]
     after: Any = next(iter(last.users), None)
     if source.meta["dtype"] != product.meta["dtype"]:
         if only_user(last, after) and after.target in _CASTS and after.meta["dtype"] == source.meta["dtype"]:
@@ -207,16 +208,13 @@ def _rms_norm(network: Network, product: Node, x: Any, eps: float) -> bool:
     after = next(iter(last.users), None)
     if only_user(last, after) and after.target is steps.affine and not after.kwargs and after.args[0] is last:
         scale, shift = (network.value(a) for a in after.args[1:3])
-        if len(last.meta["shape"]) != 4 and scale.numel() == x.meta["shape"][-1] and not bool(shift.any()):
+        if len(last.meta["shape"]) != 4 and scale.numel() == features and not bool(shift.any()):
             last, weight = after, after.args[1]
     layers = tuple(dict.fromkeys((*last.meta["layers"], *product.meta["layers"])))
     rms_norm: Any = Step.by_operation["rms_norm"].compute
-    new = network.step(last, rms_norm, x, (x.meta["shape"][-1],), weight, eps, layers=layers)
+    new = network.step(last, rms_norm, x, (features,), weight, eps, layers=layers)
     network.replace(last, new, "compose rms norm")
     return True
-
-
-_CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
 
 
 def _unwidened(x: Any) -> Any:

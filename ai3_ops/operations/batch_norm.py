@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops._torch import OpOverload
-from ai3_ops.calls.call import Call
-from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import weights_of
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
-from ai3_ops.operations.normalization import NARROW, check_weights
+from ai3_ops.operations.normalization import NARROW, NormalizationCall, check_weights, shapes_of_images
 from ai3_ops.operations.step import Step, computed
 from ai3_ops.problem import Problem, check, check_dtype, is_channels_last
 
@@ -334,7 +332,7 @@ def _forward(m: Any, call: Any, input: Tensor) -> Tensor:
 _BY_BATCH = "PyTorch normalizes by the batch's own statistics, in training and where none are kept"
 
 
-class BatchNormCall(Call):
+class BatchNormCall(NormalizationCall):
     """torch.nn.functional.batch_norm."""
 
     operation = "batch_norm"
@@ -342,12 +340,10 @@ class BatchNormCall(Call):
     function = F.batch_norm
     modules: ClassVar = dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _of_module)
     forwards: ClassVar = dict.fromkeys(modules, _forward)
-    repeats = True
-    reads_weights = True
     why_left = "PyTorch is faster, and optimize folds it into the layer before (docs/algorithms/batch_norm/default.md)"
     never_gains = True
 
-    def arguments(
+    def arguments(  # type: ignore[override]
         self,
         input: Tensor,
         running_mean: Tensor | None,
@@ -361,34 +357,13 @@ class BatchNormCall(Call):
         """The same."""
         return input, running_mean, running_var, weight, bias, training, momentum, eps
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """`default` leaves all to PyTorch."""
-        return self.run_or_leave(*self.arguments(*args, **kwargs))
-
     def gains(self, args: tuple[Any, ...]) -> bool:
         """Never on the CPU."""
         return args[0].device.type != "cpu"
 
-    def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
-        """With plain tensors."""
-        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in args[1:5]):
-            return None
-        return plan.operator(*args[:5], plan.numbers)
-
-    def way_key(self, args: tuple[Any, ...]) -> Any:
-        """The dtypes of all tensors."""
-        input, *numbers, training, momentum, eps = args
-        dtypes = (None if t is None else t.dtype for t in numbers)
-        return input.shape, input.stride(), input.dtype, *dtypes, training, momentum, eps
-
-    def plan_key(self, args: tuple[Any, ...]) -> Any:
-        """All but the tensors, which are not in the plan; a rule looks at whether they are there."""
-        _, *numbers, training, momentum, eps = args
-        return (*(None if t is None else t.dtype for t in numbers), training, momentum, eps)
-
     @staticmethod
-    def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Images of any size."""
-        if weight is None:
-            raise LookupError("the channels")
-        return (2, *weight.shape, 7, 7), (1, *weight.shape, 5, 4)
+    def parted(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Statistics, weight and bias apart."""
+        return args[1:5], args[5:]
+
+    input_shapes = staticmethod(shapes_of_images)

@@ -15,7 +15,15 @@ from ai3_ops.calls.spec import weights_of
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import STRANGE, BadCall, Case, Draw
-from ai3_ops.operations.normalization import NARROW, Form, Normalization, NormalizationCall, check_weights, groups
+from ai3_ops.operations.normalization import (
+    NARROW,
+    Form,
+    Normalization,
+    NormalizationCall,
+    check_weights,
+    groups,
+    shapes_of_images,
+)  # fmt: skip
 from ai3_ops.operations.step import Step, computed
 from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, is_contiguous
 
@@ -226,9 +234,4 @@ class GroupNormCall(NormalizationCall):
             return _WIDE or input.shape[0] * groups > 1
         return _WIDE and size < 8 and input.shape[1] <= _CHANNELS and is_channels_last(input)
 
-    @staticmethod
-    def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Images of any size."""
-        if weight is None:
-            raise LookupError("the channels")
-        return (2, *weight.shape, 7, 7), (1, *weight.shape, 5, 4)
+    input_shapes = staticmethod(shapes_of_images)

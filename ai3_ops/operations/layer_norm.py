@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,29 +12,27 @@ from torch import Tensor, nn
 
 from ai3_ops import _library
 from ai3_ops.calls.spec import weights_of
-from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.normalization import (
     NARROW,
-    Form,
-    Normalization,
+    LineOfRows,
     NormalizationCall,
+    RowNormalization,
     check_weights,
     row_count,
-    rows,
-)
+    shapes_of_rows,
+)  # fmt: skip
 from ai3_ops.operations.step import Step, computed
 from ai3_ops.problem import Problem, check_dtype, is_contiguous
 
-if TYPE_CHECKING:
-    from ai3_ops.operations.program import Line
 
-
-class LayerNorm(Normalization):
+class LayerNorm(RowNormalization):
     """Rules of `ai3::layer_norm_<algorithm>`, as torch.nn.functional.layer_norm."""
 
     name = "layer_norm"
     aten = staticmethod(F.layer_norm)
+    centered = True
+    own = (torch.mul, torch.add)
 
     def problem(
         self,
@@ -57,14 +55,6 @@ class LayerNorm(Normalization):
         }  # fmt: skip
         return Problem(str(input.device), input.dtype, sizes, tuple(input.shape))
 
-    def form(self, how: Sequence[int], input: Tensor) -> Form:
-        """The last dimensions."""
-        return rows(how)
-
-    def weight_shape(self, how: Sequence[int], input: Tensor) -> tuple[Any, ...]:
-        """That of the rows."""
-        return tuple(how)
-
     def aten_backward(
         self,
         grad: Tensor,
@@ -79,32 +69,6 @@ class LayerNorm(Normalization):
         aten = torch.ops.aten
         _, mean, scale = aten.native_layer_norm(input, how, weight, bias, eps)
         return aten.native_layer_norm_backward(grad, input, how, mean, scale, weight, bias, mask)
-
-    def vmap(
-        self,
-        op: Callable[..., Tensor],
-        size: int,
-        dims: Dims,
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        *rest: Any,
-        **options: Any,
-    ) -> tuple[Tensor, int]:
-        """More rows; weights of each sample's own are applied afterwards."""
-        at, _, of_weight, of_bias = [*dims, None, None, None, None][:4]
-        x = input if at is None else input.movedim(at, 0)
-        if of_weight is None and of_bias is None:
-            return op(x, normalized_shape, weight, bias, *rest, **options), 0
-        y = op(x, normalized_shape, None, None, *rest, **options)
-        y = y.unsqueeze(0) if at is None else y
-        for tensor, dim, apply in ((weight, of_weight, torch.mul), (bias, of_bias, torch.add)):
-            if tensor is not None:
-                lead, own = (1, tensor) if dim is None else (size, tensor.movedim(dim, 0))
-                rows = y.ndim - 1 - len(normalized_shape)
-                y = apply(y, own.reshape(lead, *[1] * rows, *normalized_shape))
-        return y.to(input.dtype), 0
 
     # Tests and benchmarks ---------------------------------------------------------------------------------------------
     cases = (
@@ -130,10 +94,6 @@ class LayerNorm(Normalization):
         Case(((4, 128, 1024), (1024,), (1024,)), ((1024,),)),
     )
 
-    def terms(self, case: Case) -> int:
-        """Elements of a row."""
-        return math.prod(case.arguments[0])
-
     def made_up(self, draw: Draw) -> Case:
         """Rows of any number of features."""
         features, lead = draw.pick((1, 2, 3, 7, 16, 17, 64, 96, 130, 384, 768, 1024, 3072)), draw.image[0]
@@ -155,7 +115,7 @@ class LayerNorm(Normalization):
 
 
 # Steps of networks and programs ------------------------------------------------------------------------------------------
-class LayerNormStep(Step):
+class LayerNormStep(LineOfRows, Step):
     """A line "layer_norm_direct %0 dims=1 eps=1e-05 weight=$0 bias=$1", over the last `dims` dimensions."""
 
     operation = "layer_norm"
@@ -178,22 +138,6 @@ class LayerNormStep(Step):
     stands_for: ClassVar = {
         torch.ops.aten.layer_norm.default: lambda x, shape, weight, bias, eps, *_: (x, tuple(shape), weight, bias, eps)
     }
-
-    @staticmethod
-    def works_on_rows(input: Any, normalized_shape: Sequence[int], *_: Any) -> bool:
-        """Not where several dimensions are normalized together."""
-        return len(normalized_shape) == 1
-
-    def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """As the class says."""
-        return {"dims": str(len(arguments["normalized_shape"])), "eps": repr(float(arguments["eps"]))}
-
-    def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
-        """As the class says."""
-        (x,) = operands
-        shape = x.shape[x.ndim - line.flag("dims", 1) :]
-        weight, bias = (x.new_empty(shape) if name in line.options else None for name in self.constants)
-        return x, shape, weight, bias, float(line.options["eps"])
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
@@ -227,9 +171,4 @@ class LayerNormCall(NormalizationCall):
         enough = math.prod(shape) >= _FEATURES.get(bytes, 1) and input.numel() >= _ELEMENTS.get(bytes, 1)
         return enough and is_contiguous(input)
 
-    @staticmethod
-    def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Any number of rows."""
-        if weight is None:
-            raise LookupError("the normalized_shape")
-        return (2, *weight.shape), (5, *weight.shape)
+    input_shapes = staticmethod(shapes_of_rows)

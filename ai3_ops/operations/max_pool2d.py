@@ -50,9 +50,9 @@ class MaxPool2d(WindowPooling):
 
         ATen's position of their maximum lies outside of the input, or in another row (docs/pytorch.md).
         """
-        sizes = self.problem(f"ai3::{self.name}", input, *arguments).sizes
-        if sizes["dilation_h"] == sizes["dilation_w"] == 1:
+        if arguments[3] in (1, [1], [1, 1]):
             return None
+        sizes = self.problem(f"ai3::{self.name}", input, *arguments).sizes
         meets = []
         for name, count in zip(("height", "width"), outputs, strict=True):
             stride, pad, dilation = (sizes[f"{what}_{name[0]}"] for what in ("stride", "pad", "dilation"))

@@ -5,8 +5,9 @@ rms_norm's mean is 0, and it has no bias.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from ai3_ops.calls.plan import CallPlan
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.problem import check
+
+if TYPE_CHECKING:
+    from ai3_ops.operations.program import Line
 
 NARROW = ("bfloat16", "float16")
 
@@ -249,6 +253,73 @@ class Normalization(Operation):
         return [call.grad(), x, [*how] if isinstance(how, tuple) else how, weight, *(eps or [self.eps(x, None)])]
 
 
+class RowNormalization(Normalization):
+    """Of the last dimensions, around their mean or around 0."""
+
+    centered: ClassVar[bool]
+    own: ClassVar[tuple[Callable[..., Tensor], ...]]  # what the weight and, where there is one, the bias do
+
+    def form(self, how: Sequence[int], input: Tensor) -> Form:
+        """The last dimensions."""
+        return rows(how, self.centered)
+
+    def weight_shape(self, how: Sequence[int], input: Tensor) -> tuple[Any, ...]:
+        """That of the rows."""
+        return tuple(how)
+
+    def vmap(
+        self,
+        op: Callable[..., Tensor],
+        size: int,
+        dims: Dims,
+        input: Tensor,
+        normalized_shape: Sequence[int],
+        *rest: Any,
+        **options: Any,
+    ) -> tuple[Tensor, int]:
+        """More rows; weights of each sample's own are applied afterwards."""
+        count = len(self.own)
+        at, _, *given = [*dims, *[None] * (2 + count)][: 2 + count]
+        weights, rest = [*rest, *[None] * count][:count], rest[count:]
+        x = input if at is None else input.movedim(at, 0)
+        if all(dim is None for dim in given):
+            return op(x, normalized_shape, *weights, *rest, **options), 0
+        y = op(x, normalized_shape, *[None] * count, *rest, **options)
+        y = y.unsqueeze(0) if at is None else y
+        for tensor, dim, apply in zip(weights, given, self.own, strict=True):
+            if tensor is not None:
+                lead, own = (1, tensor) if dim is None else (size, tensor.movedim(dim, 0))
+                dims_of_rows = y.ndim - 1 - len(normalized_shape)
+                y = apply(y, own.reshape(lead, *[1] * dims_of_rows, *normalized_shape))
+        return y.to(input.dtype), 0
+
+    def terms(self, case: Any) -> int:
+        """Elements of a row."""
+        return math.prod(case.arguments[0])
+
+
+class LineOfRows:
+    """What a step of such an operation says of its line "layer_norm_direct %0 dims=1 eps=1e-05 weight=$0 bias=$1"."""
+
+    constants: ClassVar[tuple[str, ...]]
+
+    @staticmethod
+    def works_on_rows(input: Any, normalized_shape: Sequence[int], *_: Any) -> bool:
+        """Not where several dimensions are normalized together."""
+        return len(normalized_shape) == 1
+
+    def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
+        """As the class says."""
+        return {"dims": str(len(arguments["normalized_shape"])), "eps": repr(float(arguments["eps"]))}
+
+    def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
+        """As the class says."""
+        (x,) = operands
+        shape = x.shape[x.ndim - line.flag("dims", 1) :]
+        weights = (x.new_empty(shape) if name in line.options else None for name in self.constants)
+        return x, shape, *weights, float(line.options["eps"])
+
+
 def register_backward(rules: Normalization, op: OpOverload, algorithm: str) -> None:
     """ai3::_<operation>_<algorithm>_backward: its fake kernel, second derivatives, vmap."""
 
@@ -327,20 +398,39 @@ class NormalizationCall(Call):
         """`default` leaves to PyTorch what it has the faster call for."""
         return self.run_or_leave(*self.arguments(*args, **kwargs))
 
+    @staticmethod
+    def parted(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The tensors behind the input, each of which may be absent, and the other arguments."""
+        return args[2:-1], (args[1], args[-1])
+
     def infer(self, plan: CallPlan, args: tuple[Any, ...]) -> Tensor | None:
-        """With weight and bias, where those are plain tensors."""
-        input, _, *weights, _ = args
-        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in weights):
+        """With those tensors, where they are plain ones."""
+        tensors, _ = self.parted(args)
+        if any(type(t) not in (nn.Parameter, Tensor) and t is not None for t in tensors):
             return None
-        return plan.operator(input, *weights, plan.numbers)
+        return plan.operator(args[0], *tensors, plan.numbers)
 
     def way_key(self, args: tuple[Any, ...]) -> Any:
-        """The weight's and bias's dtypes of these."""
-        input, how, *weights, eps = args
-        return input.shape, input.stride(), input.dtype, how, *(None if t is None else t.dtype for t in weights), eps
+        """The dtypes of all tensors."""
+        input = args[0]
+        return input.shape, input.stride(), input.dtype, *self.plan_key(args)
 
     def plan_key(self, args: tuple[Any, ...]) -> Any:
         """All but the tensors, which are not in the plan; a rule looks at whether they are there."""
-        _, how, *weights, eps = args
-        present = [None if t is None else t.dtype for t in weights]
-        return (*(how if isinstance(how, (tuple, list)) else [how]), *present, eps)
+        tensors, others = self.parted(args)
+        present = (None if t is None else t.dtype for t in tensors)
+        return (*present, *(tuple(o) if isinstance(o, list) else o for o in others))
+
+
+def shapes_of_rows(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `Call.input_shapes`: any number of rows."""
+    if weight is None:
+        raise LookupError("the normalized_shape")
+    return (2, *weight.shape), (5, *weight.shape)
+
+
+def shapes_of_images(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As `Call.input_shapes`: images of any size."""
+    if weight is None:
+        raise LookupError("the channels")
+    return (2, *weight.shape, 7, 7), (1, *weight.shape, 5, 4)

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ai3_ops.operations import normalization
-from ai3_ops.operations.base import Dims
 from ai3_ops.operations.case import BadCall, Case, Draw
-from ai3_ops.operations.normalization import NARROW, Form, Normalization, NormalizationCall, check_weights, row_count
+from ai3_ops.operations.normalization import (
+    NARROW,
+    LineOfRows,
+    NormalizationCall,
+    RowNormalization,
+    check_weights,
+    row_count,
+    shapes_of_rows,
+)  # fmt: skip
 from ai3_ops.operations.step import Step, computed
 from ai3_ops.problem import Problem, check_dtype
-
-if TYPE_CHECKING:
-    from ai3_ops.operations.program import Line
 
 
 def default_eps(dtype: torch.dtype) -> float:
@@ -31,11 +35,13 @@ def _known_eps(input: Any, eps: float | None) -> float | None:
     return default_eps(input.dtype) if eps is None and isinstance(input, Tensor) else eps
 
 
-class RmsNorm(Normalization):
+class RmsNorm(RowNormalization):
     """Rules of `ai3::rms_norm_<algorithm>`, as torch.nn.functional.rms_norm."""
 
     name = "rms_norm"
     aten = staticmethod(F.rms_norm)
+    centered = False
+    own = (torch.mul,)
 
     def problem(
         self,
@@ -55,14 +61,6 @@ class RmsNorm(Normalization):
             "rows": count, "features": math.prod(shape), "has_weight": weight is not None, "wide_weight": wide,
         }  # fmt: skip
         return Problem(str(input.device), input.dtype, sizes, tuple(input.shape))
-
-    def form(self, how: Sequence[int], input: Tensor) -> Form:
-        """The last dimensions, around 0."""
-        return normalization.rows(how, centered=False)
-
-    def weight_shape(self, how: Sequence[int], input: Tensor) -> tuple[Any, ...]:
-        """That of the rows."""
-        return tuple(how)
 
     def eps(self, input: Tensor, given: float | None) -> float:
         """The one that was given, or else ATen's."""
@@ -87,28 +85,6 @@ class RmsNorm(Normalization):
         """In PyTorch's functions: ATen has no such operator on the CPU."""
         return normalization.backward(self.form(how, input), grad, input, weight, eps, mask)
 
-    def vmap(
-        self,
-        op: Callable[..., Tensor],
-        size: int,
-        dims: Dims,
-        input: Tensor,
-        normalized_shape: Sequence[int],
-        weight: Tensor | None = None,
-        *rest: Any,
-        **options: Any,
-    ) -> tuple[Tensor, int]:
-        """More rows; a weight of each sample's own is applied afterwards."""
-        at, _, of_weight = [*dims, None, None, None][:3]
-        x = input if at is None else input.movedim(at, 0)
-        if weight is None or of_weight is None:
-            return op(x, normalized_shape, weight, *rest, **options), 0
-        y = op(x, normalized_shape, None, *rest, **options)
-        y = y.unsqueeze(0) if at is None else y
-        rows = y.ndim - 1 - len(normalized_shape)
-        y = y * weight.movedim(of_weight, 0).reshape(size, *[1] * rows, *normalized_shape)
-        return y.to(input.dtype), 0
-
     # Tests and benchmarks ---------------------------------------------------------------------------------------------
     cases = (
         Case(((3, 5), (5,)), ((5,), 1e-5)),
@@ -129,10 +105,6 @@ class RmsNorm(Normalization):
         Case(((4, 128, 2048), (2048,)), ((2048,), 1e-6)),
     )
 
-    def terms(self, case: Case) -> int:
-        """Elements of a row."""
-        return math.prod(case.arguments[0])
-
     def made_up(self, draw: Draw) -> Case:
         """Rows of any number of features."""
         features, lead = draw.pick((1, 2, 3, 7, 16, 17, 64, 96, 130, 384, 768, 1024, 3072)), draw.image[0]
@@ -152,7 +124,7 @@ class RmsNorm(Normalization):
 
 
 # Steps of networks and programs ------------------------------------------------------------------------------------------
-class RmsNormStep(Step):
+class RmsNormStep(LineOfRows, Step):
     """A line "rms_norm_direct %0 dims=1 eps=1e-06 weight=$0", over the last `dims` dimensions."""
 
     operation = "rms_norm"
@@ -178,21 +150,6 @@ class RmsNormStep(Step):
             default_eps(x.meta["dtype"]) if eps is None else eps,
         )
     }
-
-    @staticmethod
-    def works_on_rows(input: Any, normalized_shape: Sequence[int], *_: Any) -> bool:
-        """Not where several dimensions are normalized together."""
-        return len(normalized_shape) == 1
-
-    def options(self, arguments: Mapping[str, Any]) -> dict[str, str]:
-        """As the class says."""
-        return {"dims": str(len(arguments["normalized_shape"])), "eps": repr(float(arguments["eps"]))}
-
-    def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
-        """As the class says."""
-        (x,) = operands
-        shape = x.shape[x.ndim - line.flag("dims", 1) :]
-        return x, shape, x.new_empty(shape) if "weight" in line.options else None, float(line.options["eps"])
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
@@ -222,9 +179,4 @@ class RmsNormCall(NormalizationCall):
         input = args[0]
         return input.device.type != "cpu" or input.dtype.itemsize == 2 or input.numel() >= _ELEMENTS_IN_TRAINING
 
-    @staticmethod
-    def input_shapes(weight: Tensor | None, groups: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Any number of rows."""
-        if weight is None:
-            raise LookupError("the normalized_shape")
-        return (2, *weight.shape), (5, *weight.shape)
+    input_shapes = staticmethod(shapes_of_rows)

@@ -36,27 +36,11 @@ inline bool is_wide(const Tensor& input, std::initializer_list<const std::option
     if (*t) return (*t)->scalar_type() == ScalarType::Float;
   return false;
 }
-// That the last dimensions of an input are those that are normalized together, and how many such rows it has.
-inline void check_rows(const Entry& entry, const Sizes& input, const Sizes& shape) {
-  check(!shape.empty(), entry, "needs a normalized_shape of at least one dimension");
-  check(input.size() >= shape.size() && std::equal(shape.rbegin(), shape.rend(), input.rbegin()), entry,
-        "needs input whose last dimensions are ", shape, ", got ", input);
-}
-inline int64_t rows_of(const Entry& entry, const Sizes& input, const Sizes& shape) {
-  return checked_numel(entry, Sizes(input.begin(), input.end() - static_cast<std::ptrdiff_t>(shape.size())), 1);
-}
 // An element takes as long as some multiplications of a product do.
 inline int32_t threads_of(const Channels& c) {
   return sizes_known(c) ? threads(checked_product({c.batch, c.channels, c.pixels, 8})) : threads();
 }
 
-// Rows and features of a value of a program whose last `dims` dimensions are normalized together.
-inline std::pair<int64_t, int64_t> rows_value(program::Reader& r, const program::Value& x) {
-  const int64_t dims = r.line.number_of("dims"), rank = static_cast<int64_t>(x.sizes.size());
-  r.line.check(dims > 0 && dims <= rank, "needs dims of the input's, got " + to_string(x.sizes));
-  const auto first = x.sizes.end() - static_cast<std::ptrdiff_t>(dims);
-  return {program::count_of(Sizes(x.sizes.begin(), first)), program::count_of(Sizes(first, x.sizes.end()))};
-}
 // A value of a program as images, and the line's value like it.
 inline Channels channels_value(program::Reader& r, const program::Value& x) {
   r.line.check(x.sizes.size() >= 2, "needs a value of at least 2 dimensions, got " + to_string(x.sizes));

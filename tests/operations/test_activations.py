@@ -31,6 +31,17 @@ def test_gelu_by_both_forms(dtype, approximate):
         assert torch.equal(swapped(x), y)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("size", [1, 5, 131])
+def test_gelu_keeps_the_sign_of_zero(dtype, approximate, size):
+    """As ATen's does but by erf where oneDNN has AVX2."""
+    for algorithm in (ops.gelu_direct, ops.gelu_default):
+        y = algorithm(torch.tensor([0.0, -0.0], dtype=dtype).repeat(size), approximate=approximate)
+        assert (y == 0).all()
+        assert y.signbit().tolist() == [False, True] * size
+
+
 def test_gelu_by_erf_keeps_its_bits_where_it_is_small():
     x = -torch.linspace(0.01, 13, 1000)
     exact = x.double() * torch.special.erfc(-x.double() / 2**0.5) / 2  # ATen's own loses them
