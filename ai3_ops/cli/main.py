@@ -16,7 +16,7 @@ from rich.table import Table
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops.cli import bench, demo, doctor, models
+from ai3_ops.cli import bench, demo, doctor, first_run, models
 from ai3_ops.selecting.choice import Algorithm, prefer
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.tuning.settings import Interrupted
@@ -177,7 +177,10 @@ def parser() -> argparse.ArgumentParser:
     listing.add_argument("operation", nargs="?", help="only this operation")
     listing.add_argument("--json", action="store_true", help="print JSON")
 
-    commands.add_parser("doctor", help="what was built, what runs here, what is missing and how to get it")
+    health = commands.add_parser("doctor", help="what was built, what runs here, what is missing and how to get it")
+    health.add_argument(
+        "--first-run", action="store_true", help="on a machine with a GPU: what a new GPU must show, step by step"
+    )
     return top
 
 
@@ -318,7 +321,7 @@ def main(argv: list[str] | None = None) -> int:
             case "bench":
                 return bench.main(arguments, console)
             case "doctor":
-                return doctor.main(console)
+                return first_run.main(console) if arguments.first_run else doctor.main(console)
             case _:
                 return demo.main(arguments, console)
     except BrokenPipeError:  # who reads the pipe has enough; nothing more is to be written at exit
