@@ -1,6 +1,6 @@
 """CUDA: layers and the paper's networks over PyTorch's, on one GPU: writes docs/benchmarks/cuda.md and .json.
 
-    python -m benchmarks.cuda [--parts layers,rows,networks] [--output PATH]
+    python -m benchmarks.cuda [--parts layers,rows,networks,optimize] [--output PATH]
 
 Every figure is a time over that of PyTorch eager in the same run, in turns, medians, by CUDA events. PyTorch has
 `cudnn.benchmark`, so that it picks its fastest engine; networks are timed as they are called, host included.
@@ -44,6 +44,7 @@ CONVOLUTIONS = [
 ]
 PRECISIONS = {
     "float32": (torch.float32, False, torch.contiguous_format),
+    "float32, channels_last": (torch.float32, False, torch.channels_last),
     "TF32": (torch.float32, True, torch.channels_last),
     "bfloat16": (torch.bfloat16, False, torch.channels_last),
 }
@@ -86,6 +87,8 @@ def rows() -> dict[str, Any]:
     """Time over PyTorch's of what is no convolution."""
     found: dict[str, Any] = {}
     for precision, (dtype, tf32, _) in PRECISIONS.items():
+        if "," in precision:
+            continue
         _switch(tf32)
 
         def measured(what: str, theirs: Callable[[], Any], ours: Callable[[], Any], precision: str = precision) -> None:
@@ -153,7 +156,43 @@ def networks() -> dict[str, Any]:
     return found
 
 
-PARTS: dict[str, Callable[[], dict[str, Any]]] = {"layers": layers, "rows": rows, "networks": networks}
+def optimized(compiled: tuple[str, ...] = (), only: tuple[str, ...] = NETWORKS) -> dict[str, Any]:
+    """Networks through `optimize`, over eager; those of `compiled` beside torch.compile's max-autotune, too."""
+    found: dict[str, Any] = {}
+    for precision, (dtype, tf32, _) in PRECISIONS.items():
+        if "," in precision:
+            continue
+        for name, batch in ((name, batch) for name in only for batch in (1, 10)):
+            if precision != "float32" and name not in ("resnet152", "vgg16", "vit_b_16", "squeezenet1_1"):
+                continue
+            _switch(tf32)
+            named = models.named(name, batch=batch)
+            model, x = named.model.cuda().to(dtype), named.inputs.cuda().to(dtype)
+            start = time.perf_counter()
+            with warnings.catch_warnings(), torch.inference_mode(False):
+                warnings.simplefilter("ignore")
+                ours = ai3_ops.optimize(model, x, budget_seconds=20)
+            took = time.perf_counter() - start
+            calls = [_call(model, x), _call(ours, x)]
+            if name in compiled:
+                calls.append(_call(torch.compile(model, mode="max-autotune"), x))
+            seconds = _seconds(calls)
+            found[f"{name}, {batch}, {precision}"] = {
+                "torch_ms": seconds[0] * 1e3,
+                "optimize": seconds[1] / seconds[0],
+                **({"max-autotune": seconds[2] / seconds[0]} if name in compiled else {}),
+                "seconds": took,
+            }
+            print(name, batch, precision, found[f"{name}, {batch}, {precision}"], flush=True)
+    return found
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "layers": layers,
+    "rows": rows,
+    "networks": networks,
+    "optimize": optimized,
+}
 
 
 def machine() -> dict[str, str]:
@@ -198,6 +237,20 @@ def page(data: dict[str, Any]) -> Iterator[str]:
         names = [n for n in next(iter(data["networks"].values())) if n != "torch_ms"]
         lines = [[k, f"{r['torch_ms']:.2f}", *(f"{r[n]:.2f}" for n in names)] for k, r in data["networks"].items()]
         yield from measure.table(["network", "PyTorch, ms", *names], lines, " " + "r" * (len(names) + 1))
+
+    if "optimize" in data:
+        yield "\n## optimize, over PyTorch eager with `cudnn.benchmark`\n"
+        lines = [
+            [
+                what,
+                f"{r['torch_ms']:.2f}",
+                f"{r['optimize']:.2f}",
+                f"{r['max-autotune']:.2f}" if "max-autotune" in r else "",
+            ]
+            for what, r in data["optimize"].items()
+        ]
+        head = ["network, images, precision", "PyTorch, ms", "optimize", "torch.compile, max-autotune"]
+        yield from measure.table(head, lines, " rrr")
 
 
 def main() -> int:

@@ -89,7 +89,8 @@ def test_cudnn_computes_the_convolution_on_any_stream(dtype, memory_format):
             y = torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, b, 2, 1, 1, 2)
         stream.synchronize()
         assert torch.equal(y, expected)
-        assert y.stride() == F.conv2d(x, w, b, 2, 1, 1, 2).stride()
+        if dtype != torch.float64:  # which ATen answers in NCHW whatever it gets, and we as ever
+            assert y.stride() == F.conv2d(x, w, b, 2, 1, 1, 2).stride()
 
 
 @needs_gpu

@@ -26,7 +26,7 @@ _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compilin
 _deterministic = _torch.deterministic
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
-UNMEASURED = "no GPU has measured these algorithms yet, so that `default` leaves CUDA to PyTorch; a name runs"
+UNMEASURED = "on CUDA `default` leaves to PyTorch what no GPU has shown to be faster (docs/cuda.md); a name runs"
 
 
 class Call(Ways):
@@ -46,6 +46,7 @@ class Call(Ways):
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
     why_left: ClassVar[str] = "some calls had sizes for which PyTorch is faster"
     never_gains: ClassVar[bool] = False  # `default` leaves all to PyTorch, for which no class is needed
+    on_cuda: ClassVar[bool] = False  # whether `default` takes anything for some calls on CUDA (`measured`)
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}
@@ -186,19 +187,23 @@ class Call(Ways):
     def leaves(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` leaves such a call to PyTorch, as `run_or_leave` finds."""
         rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
-        return rule and (self.is_unmeasured(args[0]) or not self.gains(args))
+        return rule and (self.is_unmeasured(args) or not self.gains(args))
 
-    @classmethod
-    def is_unmeasured(cls, input: Any) -> bool:
-        """Whether `default` knows nothing of a call on this input's device; what the user registered as default runs."""
-        return isinstance(input, Tensor) and input.is_cuda and registry.preferred.get(cls.operation) is None
+    def is_unmeasured(self, args: tuple[Any, ...]) -> bool:
+        """Whether `default` has nothing for such a call on CUDA; what the user registered as default runs."""
+        on_cuda = isinstance(args[0], Tensor) and args[0].is_cuda and registry.preferred.get(self.operation) is None
+        return on_cuda and not (self.on_cuda and self.measured(args))
+
+    def measured(self, args: tuple[Any, ...]) -> bool:
+        """Whether a GPU has shown that what `default` takes for such a call on CUDA is faster than PyTorch."""
+        return False
 
     def run(self, *args: Any) -> Tensor:
         """The call, with the operator's arguments."""
         if _grad_enabled() and self.leaves_training(args):
             return self.leave(args)
         algorithm = self.algorithm
-        if algorithm is not None and algorithm.name == "default" and not self.strict and self.is_unmeasured(args[0]):
+        if algorithm is not None and algorithm.name == "default" and not self.strict and self.is_unmeasured(args):
             return self.leave(args, UNMEASURED)
         return self.run_chosen(args)
 
@@ -241,7 +246,7 @@ class Call(Ways):
         as all do for torch.jit.trace, keeps its operator, because no one choice would be right for all of them.
         """
         rule = self.algorithm is not None and self.algorithm.name == "default" and not self.strict
-        if rule and self.is_unmeasured(args[0]):
+        if rule and self.is_unmeasured(args):
             return self.leave(args, UNMEASURED)
         if rule and _is_compiling():
             left = _torch.has_constant_sizes(args) and not self.gains(args)

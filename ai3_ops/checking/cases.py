@@ -351,9 +351,15 @@ class Tally:
 def few_calls(
     info: AlgorithmInfo, count: int, dtype: str | None = None, *, large: bool = False, fill: str = "normal"
 ) -> list[Call]:
-    """Supported cases with some output, the smallest or largest, in one dtype (float64 where the algorithm has it)."""
-    chosen = dtype or ("float64" if "float64" in info.dtypes else info.dtypes[0])
-    some = [c for c in calls(info, fill, (chosen,)) if all(0 not in s for s in c.case.shapes if s is not None)]
+    """Supported cases with some output, the smallest or largest, in one dtype.
+
+    That is float64 where the algorithm has it, and this device supports a case of it.
+    """
+    some: list[Call] = []
+    for chosen in [dtype] if dtype else sorted(info.dtypes, key="float64".__ne__):
+        some = some or [
+            c for c in calls(info, fill, (chosen,)) if all(0 not in s for s in c.case.shapes if s is not None)
+        ]
     return sorted(some, key=lambda c: sum(math.prod(s) for s in c.case.shapes if s is not None), reverse=large)[:count]
 
 

@@ -29,6 +29,8 @@ def check_gradients(info: AlgorithmInfo, tally: Tally) -> None:
         for call in few_calls(info, 4):
             leaves, ours, _ = differentiable(call)
             fast: dict[str, Any] = {"fast_mode": True, "atol": 1e-4}
+            if info.device == "cuda":  # some of ATen's gradients, and second ones of cuDNN, are sums in any order
+                fast["nondet_tol"] = 1e-10
             require(torch.autograd.gradcheck(ours, leaves, **fast), f"{call}: gradcheck")
             require(torch.autograd.gradgradcheck(ours, leaves, **fast), f"{call}: gradgradcheck")
             tally.passed += 1

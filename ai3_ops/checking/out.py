@@ -64,7 +64,12 @@ def check_out(info: AlgorithmInfo, tally: Tally) -> None:
         like = OPERATIONS[info.operation].fake(info.name, *given)
         for what, whole, part in places(like):
             before, out, version = whole.clone(), part(whole), whole._version
-            result = form(*given, out=out)
+            try:
+                result = form(*given, out=out)
+            except RuntimeError as error:
+                require("cuDNN refuses" in str(error), f"{call}, {what}: {error}")
+                tally.skip("cuDNN refuses outputs in other strides")
+                continue
             require(result is None, f"{call}: its _out returns {result}")
             require(whole._version > version, f"{call}: out, {what}, has the version that it had")
             assert_near(call, like.copy_(out), exact, bound)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ai3_ops import registry
 from ai3_ops.checking.calling import opcheck, raised
 from ai3_ops.checking.cases import (
     Call,
@@ -138,7 +139,8 @@ def epilogue(call: Call, name: str) -> tuple[Tensor, Tensor, Tensor]:
 def check_fused(info: AlgorithmInfo, tally: Tally) -> None:
     """On a plain weight, activation(output + residual) within the bounds of the accuracy class; it passes opcheck."""
     fused = getattr(torch.ops.ai3, f"_{info.operation}_{info.name}_fused", None)
-    if fused is None or not (info.epilogue or info.rule):
+    fuse = [a for a in registry.algorithms(info.operation, info.device) if a.epilogue]
+    if fused is None or not (info.epilogue or (info.rule and fuse)):
         return tally.skip("fuses no residual and no activation")
     names = itertools.cycle(ACTIVATIONS)
     for call in itertools.chain(calls(info, "integers"), calls(info, "normal")):

@@ -146,10 +146,11 @@ class Layer:
         """What `default` runs; "torch" where it leaves the layer to PyTorch."""
         if self.in_place or Call.by_name[self.operation].returns_view:  # as swap does
             return "torch"
-        if (
-            self.device.startswith("cuda") and registry.preferred.get(self.operation) is None
-        ):  # it knows nothing of that
-            return "torch"
+        call = Call.by_name[self.operation]()
+        if self.device.startswith("cuda") and registry.preferred.get(self.operation) is None:
+            meta = self.meta(layout)
+            if not (call.on_cuda and call.measured(meta)):
+                return "torch"
         p = self.problem(layout)
         try:
             return registry.resolve_sizes(self.operation, "default", p.device, p.dtype, **p.sizes)

@@ -25,6 +25,12 @@ AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 Dims = Sequence["int | None"]
 
 
+def autocast_to_float32(device: str, value: Any) -> Any:
+    """A tensor of 16 bits in float32 where ATen's autocast on this device has it so: on CUDA. Float64 and the rest as it is."""
+    half = device == "cuda" and isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half else value
+
+
 def batched(input: Tensor) -> Tensor:
     """(C, H, W) as (1, C, H, W)."""
     return input.unsqueeze(0) if input.ndim == 3 else input

@@ -199,8 +199,7 @@ class Normalization(Operation):
         """Autocast is ATen's: none on the CPU, float32 on CUDA."""
 
         def cast(device: str, *args: Any, **options: Any) -> Any:
-            wide = device == "cuda"
-            return op(*(a.float() if wide and isinstance(a, Tensor) else a for a in args), **options)
+            return op(*(base.autocast_to_float32(device, a) for a in args), **options)
 
         super().register_forward(op, algorithm)
         base.register_autocast(op, cast)

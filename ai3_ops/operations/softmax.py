@@ -44,7 +44,7 @@ class Softmax(Operation):
         """Autocast is ATen's: none on the CPU, float32 on CUDA."""
 
         def cast(device: str, input: Tensor, *args: Any, **options: Any) -> Any:
-            return op(input.float() if device == "cuda" else input, *args, **options)
+            return op(base.autocast_to_float32(device, input), *args, **options)
 
         super().register_forward(op, algorithm)
         base.register_autocast(op, cast)

@@ -304,14 +304,15 @@ def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
         if operation in ("conv2d", "linear"):
             raise
         return None
-    return operation, problem._replace(device="cpu")
+    return operation, problem._replace(device=node.meta.get("device", "cpu"))
 
 
 def _meta(node: fx.Node | None) -> torch.Tensor | None:
     if node is None:
         return None
     x = torch.empty(node.meta["shape"], dtype=node.meta["dtype"], device="meta")
-    return x.to(memory_format=torch.channels_last) if x.ndim == 4 else x
+    # On a GPU networks are in NCHW unless channels_last is faster, which is found later.
+    return x.to(memory_format=torch.channels_last) if x.ndim == 4 and "device" not in node.meta else x
 
 
 def approximates(network: Network) -> bool:

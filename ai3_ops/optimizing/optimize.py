@@ -23,6 +23,7 @@ def optimize(
     keep_original: bool = True,
     verify: str = "quick",
     portable: bool = False,
+    cuda_graphs: bool = True,
     progress: bool = True,
 ) -> nn.Module:
     """A module for inference that computes what `model` does, as fast as this package can on this machine.
@@ -32,7 +33,7 @@ def optimize(
     as it was, and so does what is not faster. `ai3_ops.explain` lists all of it. The model itself is not changed.
 
     Args:
-        model: on the CPU; one in training mode is taken in evaluation mode, else each module keeps its own.
+        model: on the CPU or a GPU; one in training mode is taken in evaluation mode, else each module keeps its own.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, as they will come; or a list of two or
             more of these, of which the first decides rewrites and algorithms and each has its plan. Other batch sizes run at
             once; other sizes, too, where the same programs compute them, else they are planned in less than a second or run as
@@ -54,6 +55,8 @@ def optimize(
             none; the captured graph is compared with the model all the same.
         portable: also keeps the weights as they are before they are packed, in memory and in files of `save`, which then load on
             machines with other instruction sets, too.
+        cuda_graphs: on a GPU, whether a call is captured into a CUDA graph, for each set of input sizes, and replayed; a model
+            that waits for the GPU meanwhile, or reads what lies on the CPU, runs step by step.
         progress: shows on a terminal's standard error what is done, and at the end what took how long.
 
     Returns:
@@ -84,6 +87,7 @@ def optimize(
             allow_approximate,
             verify,
             portable,
+            cuda_graphs=cuda_graphs,
         ),
         keep_original=keep_original,
         progress=progress,

@@ -26,7 +26,7 @@ from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import Calls, capture
 from ai3_ops.graph.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.graph.state import copied
-from ai3_ops.optimizing import choose
+from ai3_ops.optimizing import choose, on_cuda
 from ai3_ops.optimizing.search import search
 from ai3_ops.programs.lower import DTYPES, Part, Region, build, example_values, module_of, outside, parts
 from ai3_ops.programs.timing import COSTS, paired
@@ -71,6 +71,7 @@ class Settings:
     allow_approximate: bool = False
     verify: str = "quick"  # how much is computed to compare with: one of VERIFY
     portable: bool = False  # whether programs hold their weights beside the packs
+    cuda_graphs: bool = True  # whether calls on a GPU are captured and replayed
     resolved: dict[str, str] | None = None  # by call, what the selectors chose for the first example
     thorough: bool = True  # search and compare; without, what was learned before is taken over
 
@@ -152,12 +153,18 @@ def make_plan(
     network = capture(module, args, kwargs, functional=not swapping, first=first)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
+    gpu = on_cuda.is_on_cuda(inputs)
+    for node in network.graph.nodes if gpu else ():
+        node.meta["device"] = "cuda"
     sites = choose.call_sites(module, args, kwargs) if settings.resolved is None and swapping else {}
     resolved = choose.follow(network, module, settings.selectors, settings.resolved, whole, name, sites, report.notes)
     plain = network.copy()
     progress("rewrites")
     fusion.simplify(network)
     budget.reserve()
+    if gpu:
+        seconds = time.monotonic() - begun
+        return _on_cuda(module, args, kwargs, settings, budget.until(), captured, network, resolved, report, seconds)
     if swapping and settings.thorough and not parts(network):
         return _swapped(module, args, kwargs, settings, budget.until(), captured, plain, resolved, report)
     seconds = time.monotonic() - begun
@@ -300,6 +307,43 @@ def _swapped(
         report.unchanged, report.steps, body = "", [], alone
         report.notes.append("its layers are not faster swapped: only normalizations are folded")
     return Plan(body, plain.dynamic, None, report, resolved)
+
+
+def _on_cuda(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    deadline: float,
+    captured: Network,
+    network: Network,
+    resolved: dict[str, str],
+    report: Optimization,
+    seconds: float,
+) -> Plan:
+    """The plan of a network on a GPU."""
+    inputs = flat(args, kwargs)
+    reference = Reference(captured, inputs, settings.verify)
+
+    def accurate(run: Callable[[list[Any]], Any]) -> bool:
+        error = report.error = reference.error(lambda given: flat_outputs(run(given)))
+        return reference.holds(error)
+
+    _fresh_outputs(network)
+    found = on_cuda.made(network, inputs, settings, deadline, accurate, report)
+    report.rewrites = network.log
+    if found is None:
+        _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
+        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
+    body, report.steps = found
+    if settings.thorough:
+        before, after = on_cuda.wall_seconds([lambda: module(*args, **kwargs), lambda: body(*inputs)])
+        report.before_ms, report.after_ms = before * 1e3, after * 1e3
+        if after > before:
+            report.unchanged = f"rewritten it took {after / before:.2f} times as long"
+            report.after_ms = report.before_ms
+            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
+    return Plan(body, network.dynamic, network.out_spec, report, resolved, seconds)
 
 
 def _selectors(
@@ -557,7 +601,7 @@ def _random(x: Any) -> Any:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.numel() < 2:
         return x
     generator = torch.Generator().manual_seed(0)
-    return x.mean() + x.std() * torch.randn(x.shape, generator=generator).to(x.dtype)
+    return x.mean() + x.std() * torch.randn(x.shape, generator=generator).to(x)
 
 
 def flat_outputs(output: Any) -> list[Any]:

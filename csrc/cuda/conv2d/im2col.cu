@@ -36,11 +36,15 @@ bool im2col_supports(const Conv2dProblem& p, Reason& reason) {
   const int64_t images = is_pointwise(p) && p.y_stride.c == 1 ? p.batch : 1;  // in one matrix, whatever there are
   return cublas_supports({depth, p.out_channels, checked_product({images, p.out_height, p.out_width}), p.batch}, reason);
 }
+// Whether the bias is added to float32 sums, which are rounded once: cuBLAS's products of 16 bits may be rounded before.
+bool adds_apart(const Conv2dProblem& p) { return p.has_bias && size_of(p.dtype) == 2; }
+int64_t outputs_of(const Conv2dProblem& p) { return checked_product({p.batch, p.out_channels, p.out_height, p.out_width}); }
 int64_t im2col_workspace(const Conv2dProblem& p) {
-  if (is_pointwise(p)) return cublas_workspace();
+  const int64_t bytes = checked_add(cublas_workspace(), adds_apart(p) ? piece_bytes<float>(outputs_of(p)) : 0);
+  if (is_pointwise(p)) return bytes;
   const Chunk chunk = chunk_of(p);
   const int64_t patches = checked_product({chunk.images, chunk.rows, row_elements(p), size_of(p.dtype)});
-  return checked_add(cublas_workspace(), piece_bytes<char>(patches));
+  return checked_add(bytes, piece_bytes<char>(patches));
 }
 
 template <class T>
@@ -51,7 +55,9 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
   const Chunk chunk = pointwise ? Chunk{p.batch, p.out_height} : chunk_of(p);
   void* scratch = take<char>(workspace, cublas_workspace());
   T* columns = pointwise ? nullptr : take<T>(workspace, chunk.images * chunk.rows * row_elements(p));
-  if (b) spread_bias(p, b, y, workspace, "conv2d_im2col");
+  float* const sums = adds_apart(p) ? take<float>(workspace, outputs_of(p)) : nullptr;  // as y lies
+  const bool add = b && !sums;
+  if (add) spread_bias(p, b, y, workspace, "conv2d_im2col");
   for (int64_t n0 = 0; n0 < p.batch; n0 += chunk.images)
     for (int64_t h0 = 0; h0 < p.out_height; h0 += chunk.rows) {
       const int64_t images = p.batch - n0 < chunk.images ? p.batch - n0 : chunk.images;
@@ -76,19 +82,26 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
         const int64_t row_stride = pointwise ? p.in_channels : depth;
         const int64_t image_stride = pointwise ? p.in_channels * pixels : depth * taken;
         const T* weights = w + g * kernels * depth;
-        T* out = y + n0 * p.y_stride.n + h0 * p.y_stride.h + g * kernels * p.y_stride.c;
+        const int64_t first = n0 * p.y_stride.n + h0 * p.y_stride.h + g * kernels * p.y_stride.c;
+        void* const out = sums ? static_cast<void*>(sums + first) : y + first;
+        const DType type = sums ? DType::f32 : p.dtype;
         if (channels_last)
-          cublas_gemm(p.dtype, p.allow_tf32,
+          cublas_gemm(p.dtype, type, p.allow_tf32,
                       {images * taken, kernels, depth, matrix, row_stride, 0, false, weights, depth, 0, true, out, p.out_channels,
-                       0, 1, b != nullptr},
+                       0, 1, add},
                       scratch);
         else
-          cublas_gemm(p.dtype, p.allow_tf32,
+          cublas_gemm(p.dtype, type, p.allow_tf32,
                       {kernels, taken, depth, weights, depth, 0, false, matrix, taken, image_stride, false, out, pixels,
-                       p.y_stride.n, images, b != nullptr},
+                       p.y_stride.n, images, add},
                       scratch);
       }
     }
+  if (sums)
+    for_each(outputs_of(p), workspace, "conv2d_im2col", [=, kernels = p.out_channels] __device__(int64_t i) {
+      const int64_t k = channels_last ? i % kernels : i / pixels % kernels;
+      store_acc(y + i, static_cast<Acc<T>>(sums[i]) + load_acc(b + k));
+    });
 }
 
 AI3_ALGORITHM(conv2d, im2col, .supports = im2col_supports, .workspace = im2col_workspace, .gradients = gradients_by_im2col)

@@ -1,13 +1,26 @@
-// cuDNN's Winograd convolution in one kernel (Lavin & Gray 2015), on GPUs for which it has one. The bound is that of the CPU's.
+// Winograd's convolution (Lavin & Gray 2015): cuDNN's, in one kernel, on GPUs for which it has one; on those of compute
+// capability 9.0 and later, for which it has none, F(4x4, 3x3) by our transforms and cuBLAS (winograd_f4).
 #include "../core/cudnn.cuh"
+#include "winograd.cuh"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD>;
+using Own = Winograd<4>;
 
-AI3_REGISTER_(conv2d, winograd, By::run, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .supports = By::supports,
-              .workspace = By::workspace, .gradients = gradients_by_im2col)
+bool is_own() { return current_capability() >= 90; }
+
+bool supports(const Conv2dProblem& p, Reason& reason) { return is_own() ? Own::supports(p, reason) : By::supports(p, reason); }
+int64_t workspace(const Conv2dProblem& p) { return is_own() ? Own::workspace(p) : By::workspace(p); }
+int64_t packed_bytes(const Conv2dProblem& p) { return is_own() ? Own::packed_bytes(p) : By::packed_bytes(p); }
+void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
+  if (!is_own()) return By::run(p, m, workspace);
+  with_type(p.dtype, [&]<class T>() { Own::run<T>(p, m, workspace); });
+}
+
+AI3_REGISTER_(conv2d, winograd, run, .accuracy = Accuracy::bounded, .error_bound = 4e-5, .supports = supports,
+              .workspace = workspace, .packed_bytes = packed_bytes, .pack = Own::pack, .gradients = gradients_by_im2col)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -1,4 +1,4 @@
-// F(4x4, 3x3); the bound is that of the CPU's.
+// F(4x4, 3x3). The bound is twice that of the CPU's: cuBLAS sums all channels of a place in one chain.
 #include "winograd.cuh"
 
 namespace ai3::inline AI3_LEVEL {
@@ -9,7 +9,7 @@ void conv2d_winograd_f4(const Conv2dProblem& p, const Conv2dOperands& m, Workspa
   Winograd<4>::run<T>(p, m, workspace);
 }
 
-AI3_ALGORITHM(conv2d, winograd_f4, .accuracy = Accuracy::bounded, .error_bound = 2e-5, AI3_WINOGRAD(4))
+AI3_ALGORITHM(conv2d, winograd_f4, .accuracy = Accuracy::bounded, .error_bound = 4e-5, AI3_WINOGRAD(4))
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -16,7 +16,7 @@ struct Gemm {
   void* c;
   int64_t ldc, stride_c;
   int64_t batch;
-  bool add;  // onto what c holds, before the sum is rounded
+  bool add;  // onto what c holds; of 16 bits cuBLAS may round the sum before (seen on a GPU), so that a bias is added to `sums`
 };
 
 // Bytes of what cuBLAS may split sums over. A call gives it from its workspace: with memory of its own, which calls on several

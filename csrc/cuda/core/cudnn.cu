@@ -243,6 +243,11 @@ std::shared_ptr<const Plan> plan_of(const Conv2dProblem& p, cudnnConvolutionFwdA
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason) {
   const int capability = current_capability();
   if (!supports_capability(capability, reason)) return false;
+  // Seen on a GPU: these methods' sums of 16 bits are rounded before they are added onto what y holds.
+  const bool rounds_early = method == CUDNN_CONVOLUTION_FWD_ALGO_GEMM || method == CUDNN_CONVOLUTION_FWD_ALGO_FFT ||
+                            method == CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING;
+  if (rounds_early && p.has_bias && size_of(p.dtype) == 2)
+    return refuse(reason, "needs no bias in 16 bits, where cuDNN's method would round before it is added");
   if (capability == 0 || p.batch == 0 || !sizes_known(p)) return true;
   const auto plan = plan_of(p, method);
   return plan->refusal.empty() || refuse(reason, "%s", plan->refusal.c_str());

@@ -128,6 +128,26 @@ void for_each(int64_t count, const Workspace& workspace, const char* what, const
   launch(for_each_kernel<Body>, {blocks < most ? blocks : most}, kBlock, 0, workspace, what, count, body);
 }
 
+// As many elements as one access of a thread moves.
+template <class T>
+struct alignas(16) Wide {
+  static constexpr int64_t kCount = 16 / static_cast<int64_t>(sizeof(T));
+  T values[kCount];
+};
+// y[i] = f(x[i]), with 16 bytes for each thread where both begin at a multiple of those: y may be x.
+template <class T, class F>
+void map_elements(int64_t count, const T* x, T* y, const Workspace& workspace, const char* what, const F& f) {
+  auto begins_whole = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % sizeof(Wide<T>) == 0; };
+  const int64_t wide = begins_whole(x) && begins_whole(y) ? count / Wide<T>::kCount : 0, done = wide * Wide<T>::kCount;
+  for_each(wide, workspace, what, [=] __device__(int64_t i) {
+    Wide<T> each = reinterpret_cast<const Wide<T>*>(x)[i];
+#pragma unroll
+    for (int64_t j = 0; j < Wide<T>::kCount; j++) store_acc(each.values + j, f(load_acc(each.values + j)));
+    reinterpret_cast<Wide<T>*>(y)[i] = each;
+  });
+  for_each(count - done, workspace, what, [=] __device__(int64_t i) { store_acc(y + done + i, f(load_acc(x + done + i))); });
+}
+
 // A flat index over (batch, channel, row, column), split so that neighbouring threads touch neighbouring memory.
 struct Place {
   int64_t n, c, h, w;

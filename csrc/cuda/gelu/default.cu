@@ -4,7 +4,8 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 AI3_ALGORITHM_WITHOUT_KERNEL(
-    gelu, default, .choose = [](const problem_of::gelu&, auto) -> Choice { return {"direct"}; })
+    gelu, default, .accuracy = Accuracy::bounded, .error_bound = 4e-6,
+    .choose = [](const problem_of::gelu&, auto) -> Choice { return {"direct"}; })
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -9,12 +9,11 @@ template <class T>
 void gelu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace& workspace) {
   using A = Acc<T>;
   const bool by_tanh = p.form == 1;
-  for_each(p.count, workspace, "gelu_direct", [=] __device__(int64_t i) {
-    const A v = load_acc(x + i);
+  map_elements(p.count, x, y, workspace, "gelu_direct", [=] __device__(A v) {
     // erfc, not 1 + erf: of negative v, however small the share is, it keeps its bits.
     const A share = by_tanh ? A(1) / (A(1) + exp(A(-1.5957691216057308) * (v + A(0.044715) * v * v * v)))
                             : A(0.5) * erfc(v * A(-0.70710678118654752));
-    store_acc(y + i, v * share);
+    return v * share;
   });
 }
 

@@ -6,10 +6,8 @@ namespace {
 
 template <class T>
 void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace& workspace) {
-  for_each(p.count, workspace, "relu_direct", [=] __device__(int64_t i) {
-    const Acc<T> value = load_acc(x + i);
-    store_acc(y + i, value < 0 ? Acc<T>(0) : value);  // NaN and -0 stay
-  });
+  // NaN stays; -0 becomes 0, as in ATen on a GPU.
+  map_elements(p.count, x, y, workspace, "relu_direct", [] __device__(Acc<T> v) { return v <= 0 ? Acc<T>(0) : v; });
 }
 
 AI3_ALGORITHM(relu, direct, .supports = device_supports<ElementwiseProblem>)

@@ -4,7 +4,8 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 AI3_ALGORITHM_WITHOUT_KERNEL(
-    silu, default, .choose = [](const problem_of::silu&, auto) -> Choice { return {"direct"}; })
+    silu, default, .accuracy = Accuracy::bounded, .error_bound = 1e-6,
+    .choose = [](const problem_of::silu&, auto) -> Choice { return {"direct"}; })
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

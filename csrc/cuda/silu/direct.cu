@@ -8,10 +8,7 @@ namespace {
 template <class T>
 void silu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace& workspace) {
   using A = Acc<T>;
-  for_each(p.count, workspace, "silu_direct", [=] __device__(int64_t i) {
-    const A v = load_acc(x + i);
-    store_acc(y + i, v / (A(1) + exp(-v)));
-  });
+  map_elements(p.count, x, y, workspace, "silu_direct", [] __device__(A v) { return v / (A(1) + exp(-v)); });
 }
 
 AI3_ALGORITHM(silu, direct, .accuracy = Accuracy::bounded, .error_bound = 1e-6, .supports = device_supports<ElementwiseProblem>)

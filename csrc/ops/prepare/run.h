@@ -102,6 +102,7 @@ bool has_backward(const Entry& entry, Device device, const P& p, size_t gradient
 template <class P>
 void run_backward(const Chosen<P>& chosen, const P& p, const typename P::Gradients& operands, const Tensor& like) {
   const Traits<P>& traits = chosen.algorithm->traits;
+  check(traits.backward != nullptr, *chosen.entry, "has no kernel for gradients on this device");
   with_workspace(*chosen.entry, traits.backward_workspace ? traits.backward_workspace(p, operands) : 0, like,
                  [&](Workspace& workspace) { traits.backward(p, operands, workspace); });
 }
