@@ -16,6 +16,7 @@ import ai3_ops
 from ai3_ops import _library
 from ai3_ops.calls.call import UNMEASURED
 from ai3_ops.measuring import timing
+from ai3_ops.operations.conv2d import Conv2dCall
 from ai3_ops.surveying.describe import Described
 
 LIBRARY = Path(ai3_ops.__file__).parent / "_C_cuda.so"
@@ -127,11 +128,41 @@ def test_default_leaves_what_no_gpu_has_measured_to_pytorch(monkeypatch):
     rows = {row["name"]: row for row in ai3_ops.explain(swapped).to_dict()["layers"]}
     assert UNMEASURED in rows["3"]["reason"]
     assert rows["0"]["used"] == "direct"
-    # Of a model that is on a GPU already, it is known when it is swapped.
+    # Of a model that is on a GPU already, it is known when it is swapped, but for convolutions, of which some gain.
     monkeypatch.setattr(Described, "device", lambda self: "cuda:0")
-    report = ai3_ops.explain(ai3_ops.swap(model, "default")).to_dict()["layers"]
-    assert {row["used"] for row in report} == {"torch"}
+    swapped = ai3_ops.swap(model, "default")
+    report = ai3_ops.explain(swapped).to_dict()["layers"]
+    assert {row["used"] for row in report if row["operation"] != "conv2d"} == {"torch"}
     assert [row for row in report if UNMEASURED in row["reason"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "gains"),
+    [
+        ({}, True),
+        ({"channels": 32}, False),
+        ({"stride": 2}, False),
+        ({"groups": 2}, False),
+        ({"dilation": 2}, False),
+        ({"kernel": 1}, False),
+        ({"dtype": torch.bfloat16}, False),
+        ({"format": torch.channels_last}, False),
+        ({"tf32": True}, False),
+        ({"grad": True}, False),
+    ],
+)
+def test_default_takes_winograd_where_a_gpu_has_shown_it_to_be_faster(change, gains, monkeypatch):
+    at = {"channels": 64, "stride": 1, "groups": 1, "dilation": 1, "kernel": 3, "dtype": torch.float32} | change
+    monkeypatch.setattr(Conv2dCall, "allow_tf32", staticmethod(lambda: change.get("tf32", False)))
+    x = torch.randn(1, at["channels"], 12, 12, dtype=at["dtype"])
+    x = x.to(memory_format=change.get("format", torch.contiguous_format))
+    w = torch.randn(64, at["channels"] // at["groups"], at["kernel"], at["kernel"], dtype=at["dtype"])
+    w.requires_grad_(change.get("grad", False))
+    call = Conv2dCall()
+    args = (x, w, None, at["stride"], 1, at["dilation"], at["groups"])
+    assert call.measured(args) == gains
+    assert call.is_unmeasured((x.as_subclass(_ToldCuda), *args[1:])) != gains
+    assert not call.is_unmeasured(args)  # on the CPU other rules hold
 
 
 @built

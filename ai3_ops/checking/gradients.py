@@ -26,7 +26,7 @@ def gradient_limit(info: AlgorithmInfo, dtype: torch.dtype) -> float:
 def check_gradients(info: AlgorithmInfo, tally: Tally) -> None:
     """gradcheck and gradgradcheck in float64; ATen's gradients in every dtype."""
     if "float64" in info.dtypes and info.accuracy != "approximate":
-        for call in few_calls(info, 4):
+        for call in few_calls(info, 4, "float64"):
             leaves, ours, _ = differentiable(call)
             fast: dict[str, Any] = {"fast_mode": True, "atol": 1e-4}
             if info.device == "cuda":  # some of ATen's gradients, and second ones of cuDNN, are sums in any order

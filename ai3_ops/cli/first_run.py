@@ -361,7 +361,7 @@ def microseconds(functions: list[Callable[[], Any]], turns: int = 15, repeats: i
 def times() -> Facts:
     """Ratios of medians, in turns, strict float32; overhead is the host's, of a call whose kernel is shorter than that."""
     found: dict[str, Any] = {}
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = True, False
     for channels, size in PAPER:
         x = torch.randn(10, channels, size, size, device="cuda")
         w = torch.randn(channels, channels, 3, 3, device="cuda")

@@ -110,7 +110,9 @@ _NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
 
 def _value(network: Network, node: fx.Node) -> Tensor:
-    return network.value(node) if is_constant(node) else torch.empty((), dtype=node.meta["dtype"])
+    return (
+        network.value(node) if is_constant(node) else torch.empty((), dtype=node.meta["dtype"], device=network.device)
+    )
 
 
 def _positional(node: fx.Node) -> list[Any]:
@@ -255,7 +257,7 @@ def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
         return None
     dtype, channels = x.meta["dtype"], shape[1] if len(shape) == 4 else shape[-1]
     if isinstance(value, (int, float)):
-        return torch.full((channels,), float(value), dtype=dtype)
+        return torch.full((channels,), float(value), dtype=dtype, device=net.device)
     if not is_constant(value) or value.meta["dtype"] != dtype:
         return None
     constant = net.value(value)

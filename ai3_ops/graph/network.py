@@ -59,6 +59,11 @@ class Network:
         """The output node; its first argument is a tuple of nodes."""
         return next(node for node in reversed(self.graph.nodes) if node.op == "output")
 
+    @property
+    def device(self) -> torch.device:
+        """Where its constants are; the CPU where it has none."""
+        return next((value.device for value in self.constants.values()), torch.device("cpu"))
+
     def calls(self, *functions: Callable[..., Any]) -> Iterator[Node]:
         """The nodes that call one of these functions, in order; those that a rewrite removes or adds meanwhile left out."""
         for node in list(self.graph.nodes):
@@ -215,7 +220,7 @@ def difference(got: Tensor, expected: Tensor) -> float:
     finite = expected.isfinite()
     if not torch.equal(finite, got.isfinite()):
         return float("inf")
-    zero = torch.zeros((), dtype=torch.float64)
+    zero = torch.zeros((), dtype=torch.float64, device=got.device)
     size = torch.where(finite, expected, zero).abs().max().item()
     error = torch.where(finite, got - expected, zero).abs().max().item()
     return error / size if size else error

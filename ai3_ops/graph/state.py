@@ -46,7 +46,8 @@ def others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 
     def other(x: Tensor) -> Tensor:
         if _is_floating(x):
-            shrunk = torch.linspace(1, 0.5, x.numel() + 1, dtype=torch.float64)[1:].reshape(x.shape).to(x.dtype)
+            steps = torch.linspace(1, 0.5, x.numel() + 1, dtype=torch.float64, device=x.device)[1:]
+            shrunk = steps.reshape(x.shape).to(x.dtype)
             return x * shrunk if x.count_nonzero() else (shrunk - 0.25).to(x.dtype)
         return x if floating or not x.ndim else x.flip(-1)
 

@@ -98,7 +98,7 @@ def fuse_addition(network: Network) -> Iterator[Place]:
                     value = network.value(weight).clone()
                     if value.device.type != "meta":
                         middle = value.shape[2] // 2
-                        value[:, :, middle, middle] += torch.eye(len(value), dtype=value.dtype)
+                        value[:, :, middle, middle] += torch.eye(len(value)).to(value)
                     new = changed(
                         network, node, node, (), residual=None,
                         weight=network.constant(value, f"{weight.target}.identity", node),

@@ -256,7 +256,7 @@ class Optimized(nn.Module):
             return False
         worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (first.report.error or 0.0))
         copy, compared = copied(self._ai3_original[0], sharing=True), 0
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(args, kwargs), enabled=False):
             args, kwargs = pytree.tree_map_only(
                 Tensor, lambda x: (x[:1] if first.dynamic else x).detach().clone(), (args, kwargs)
             )
@@ -339,8 +339,7 @@ class Optimized(nn.Module):
                 self._watch()  # it may have made a table anew, for these sizes
             return out
         if any_autocast():
-            device = next((x.device.type for x in leaves if isinstance(x, Tensor)), "cpu")
-            with torch.autocast(device, enabled=False), torch.no_grad():
+            with torch.autocast(self._device(leaves), enabled=False), torch.no_grad():
                 out = plan.body(*leaves)
         elif isinstance(plan.body, Swapped):  # its weights may require gradients
             with torch.no_grad():
@@ -352,6 +351,11 @@ class Optimized(nn.Module):
         if plan.out_spec.is_leaf():
             return out[0] if isinstance(out, (tuple, list)) else out
         return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+
+    @staticmethod
+    def _device(*given: Any) -> str:
+        """The kind of the inputs' device."""
+        return next((x.device.type for x in pytree.tree_leaves(given) if isinstance(x, Tensor)), "cpu")
 
     def _hooked(self) -> bool:
         """Whether a module inside has a hook that came later: the original runs then, which calls it."""
@@ -523,9 +527,9 @@ class Optimized(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Optimized:
-        types = dict.fromkeys(p.dtype for p in (*self.parameters(), *self.buffers())) or [torch.float32]
-        for dtype in sorted(types, key=lambda dtype: not dtype.is_floating_point):
-            probe = torch.empty(1, dtype=dtype)
+        places = {p.dtype: p.device for p in (*self.parameters(), *self.buffers())} or {torch.float32: None}
+        for dtype in sorted(places, key=lambda dtype: not dtype.is_floating_point):
+            probe = torch.empty(1, dtype=dtype, device=places[dtype])
             moved = fn(probe)
             if moved.dtype != probe.dtype or moved.device != probe.device:
                 raise RuntimeError(

@@ -38,7 +38,9 @@ NOTHING_TO_DO = {
     ),
 }
 BY_WORDS = {
-    "does not compute in": lambda a: a.vendor,  # a processor may lack a dtype
+    "does not compute in": lambda a: (
+        a.vendor or a.device == "cuda"
+    ),  # a processor may lack a dtype, cuDNN a bias in 16 bits
     "its operators for packed weights convert to": lambda a: a.layout != "any",
     "needs float32 and": lambda a: not {"float32", "bfloat16" if a.device == "cpu" else "float16"} <= {*a.dtypes},
 }

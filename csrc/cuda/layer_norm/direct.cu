@@ -131,8 +131,10 @@ void layer_norm_backward(const LayerNormProblem& p, const WeightedGradients& m, 
   });
 }
 
+GradientNames gradients(const LayerNormProblem&) { return {"direct", "direct"}; }
+
 AI3_ALGORITHM(layer_norm, direct, .accuracy = Accuracy::bounded, .error_bound = 4e-6,
-              .supports = device_supports<LayerNormProblem>, .backward = layer_norm_backward,
+              .supports = device_supports<LayerNormProblem>, .gradients = gradients, .backward = layer_norm_backward,
               .backward_workspace = backward_workspace)
 
 }  // namespace
