@@ -1,6 +1,6 @@
 """CUDA: layers and the paper's networks over PyTorch's, on one GPU: writes docs/benchmarks/cuda.md and .json.
 
-    python -m benchmarks.cuda [--parts layers,rows,networks,optimize] [--output PATH]
+    python -m benchmarks.cuda [--parts layers,rows,networks,optimize,compiled] [--output PATH]
 
 Every figure is a time over that of PyTorch eager in the same run, in turns, medians, by CUDA events. PyTorch has
 `cudnn.benchmark`, so that it picks its fastest engine; networks are timed as they are called, host included.
@@ -156,35 +156,51 @@ def networks() -> dict[str, Any]:
     return found
 
 
-def optimized(compiled: tuple[str, ...] = (), only: tuple[str, ...] = NETWORKS) -> dict[str, Any]:
-    """Networks through `optimize`, over eager; those of `compiled` beside torch.compile's max-autotune, too."""
+# Networks and precisions that `optimize` is measured with: all in strict float32, two in what tensor cores take, one of them and
+# a small one beside torch.compile's max-autotune, which takes minutes to compile.
+_FEW = "resnet152", "vit_b_16"
+_COMPILED = "squeezenet1_1", "vit_b_16"
+
+
+def optimized() -> dict[str, Any]:
+    """Networks through `optimize`, over eager."""
     found: dict[str, Any] = {}
-    for precision, (dtype, tf32, _) in PRECISIONS.items():
-        if "," in precision:
-            continue
-        for name, batch in ((name, batch) for name in only for batch in (1, 10)):
-            if precision != "float32" and name not in ("resnet152", "vgg16", "vit_b_16", "squeezenet1_1"):
+    for name in NETWORKS:
+        for precision, (dtype, tf32, _) in PRECISIONS.items():
+            if "," in precision or (precision != "float32" and name not in _FEW):
                 continue
-            _switch(tf32)
-            named = models.named(name, batch=batch)
-            model, x = named.model.cuda().to(dtype), named.inputs.cuda().to(dtype)
-            start = time.perf_counter()
-            with warnings.catch_warnings(), torch.inference_mode(False):
-                warnings.simplefilter("ignore")
-                ours = ai3_ops.optimize(model, x, budget_seconds=20)
-            took = time.perf_counter() - start
-            calls = [_call(model, x), _call(ours, x)]
-            if name in compiled:
-                calls.append(_call(torch.compile(model, mode="max-autotune"), x))
-            seconds = _seconds(calls)
-            found[f"{name}, {batch}, {precision}"] = {
-                "torch_ms": seconds[0] * 1e3,
-                "optimize": seconds[1] / seconds[0],
-                **({"max-autotune": seconds[2] / seconds[0]} if name in compiled else {}),
-                "seconds": took,
-            }
-            print(name, batch, precision, found[f"{name}, {batch}, {precision}"], flush=True)
+            for batch in (1, 10):
+                _switch(tf32)
+                key = f"{name}, {batch}, {precision}"
+                found[key] = _optimized(name, batch, dtype, False)
+                print(key, found[key], flush=True)
     return found
+
+
+def compiled() -> dict[str, Any]:
+    """As `optimized`, beside torch.compile's max-autotune."""
+    found: dict[str, Any] = {}
+    _switch(False)
+    for name in _COMPILED:
+        found[f"{name}, 1, float32"] = _optimized(name, 1, torch.float32, True)
+        print(name, found[f"{name}, 1, float32"], flush=True)
+    return found
+
+
+def _optimized(name: str, batch: int, dtype: torch.dtype, compiles: bool) -> dict[str, float]:
+    named = models.named(name, batch=batch)
+    model, x = named.model.cuda().to(dtype), named.inputs.cuda().to(dtype)
+    start = time.perf_counter()
+    with warnings.catch_warnings(), torch.inference_mode(False):
+        warnings.simplefilter("ignore")
+        ours = ai3_ops.optimize(model, x, budget_seconds=20)
+    took = time.perf_counter() - start
+    calls = [_call(model, x), _call(ours, x)]
+    if compiles:
+        calls.append(_call(torch.compile(model, mode="max-autotune"), x))
+    theirs, *others = _seconds(calls)
+    ratios = dict(zip(("optimize", "max-autotune"), (s / theirs for s in others), strict=False))
+    return {"torch_ms": theirs * 1e3, **ratios, "seconds": took}
 
 
 PARTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -192,6 +208,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "rows": rows,
     "networks": networks,
     "optimize": optimized,
+    "compiled": compiled,
 }
 
 
@@ -238,19 +255,14 @@ def page(data: dict[str, Any]) -> Iterator[str]:
         lines = [[k, f"{r['torch_ms']:.2f}", *(f"{r[n]:.2f}" for n in names)] for k, r in data["networks"].items()]
         yield from measure.table(["network", "PyTorch, ms", *names], lines, " " + "r" * (len(names) + 1))
 
-    if "optimize" in data:
+    if both := data.get("optimize", {}) | data.get("compiled", {}):
         yield "\n## optimize, over PyTorch eager with `cudnn.benchmark`\n"
-        lines = [
-            [
-                what,
-                f"{r['torch_ms']:.2f}",
-                f"{r['optimize']:.2f}",
-                f"{r['max-autotune']:.2f}" if "max-autotune" in r else "",
-            ]
-            for what, r in data["optimize"].items()
-        ]
-        head = ["network, images, precision", "PyTorch, ms", "optimize", "torch.compile, max-autotune"]
-        yield from measure.table(head, lines, " rrr")
+        lines = []
+        for what, r in both.items():
+            peer = f"{r['max-autotune']:.2f}" if "max-autotune" in r else ""
+            lines.append([what, f"{r['torch_ms']:.2f}", f"{r['optimize']:.2f}", peer, f"{r['seconds']:.0f}"])
+        head = ["network, images, precision", "PyTorch, ms", "optimize", "max-autotune", "optimize took, s"]
+        yield from measure.table(head, lines, " rrrr")
 
 
 def main() -> int:
