@@ -1,14 +1,16 @@
 """CUDA: layers and the paper's networks over PyTorch's, on one GPU: writes docs/benchmarks/cuda.md and .json.
 
-    python -m benchmarks.cuda [--parts layers,rows,networks,optimize,compiled] [--output PATH]
+    python -m benchmarks.cuda [--parts layers,rows,networks,optimize:resnet152,compiled] [--output PATH]
 
 Every figure is a time over that of PyTorch eager in the same run, in turns, medians, by CUDA events. PyTorch has
-`cudnn.benchmark`, so that it picks its fastest engine; networks are timed as they are called, host included.
+`cudnn.benchmark`, so that it picks its fastest engine; networks are timed as they are called, host included. What an earlier run
+on such a GPU measured stays on the page.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -156,16 +158,16 @@ def networks() -> dict[str, Any]:
     return found
 
 
-# Networks and precisions that `optimize` is measured with: all in strict float32, two in what tensor cores take, one of them and
-# a small one beside torch.compile's max-autotune, which takes minutes to compile.
+# Networks and precisions that `optimize` is measured with: all in strict float32, two in what tensor cores take, a small one
+# beside torch.compile's max-autotune, which takes minutes to compile.
 _FEW = "resnet152", "vit_b_16"
-_COMPILED = "squeezenet1_1", "vit_b_16"
+_COMPILED = ("squeezenet1_1",)
 
 
-def optimized() -> dict[str, Any]:
+def optimized(names: tuple[str, ...] = NETWORKS) -> dict[str, Any]:
     """Networks through `optimize`, over eager."""
     found: dict[str, Any] = {}
-    for name in NETWORKS:
+    for name in names:
         for precision, (dtype, tf32, _) in PRECISIONS.items():
             if "," in precision or (precision != "float32" and name not in _FEW):
                 continue
@@ -268,17 +270,24 @@ def page(data: dict[str, Any]) -> Iterator[str]:
 def main() -> int:
     """Measures, and writes the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda", description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(PARTS), help="which to measure (default: all)")
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="which to measure (default: all); optimize:NETWORK one"
+    )
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("needs a GPU")
         return 1
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = json.loads(PAGE.with_suffix(".json").read_text()) if PAGE.exists() else {}
     with torch.inference_mode():
-        data["machine"] = machine()
+        here = machine()
+        if data.get("machine", {}).get("GPU", here["GPU"]) != here["GPU"]:
+            data = {}
+        data["machine"] = here
         for part in options.parts.split(","):
-            data[part] = PARTS[part]()
+            name, _, network = part.partition(":")
+            found = optimized((network,)) if network else PARTS[name]()
+            data[name] = data.get(name, {}) | found
             measure.write(options.output, page(data), data)
     print(options.output.read_text())
     return 0

@@ -7,6 +7,7 @@ import inspect
 import io
 import logging
 import operator
+import re
 import sys
 import threading
 import warnings
@@ -218,9 +219,21 @@ def _any_batch(program: ExportedProgram) -> bool:
         if node.op == "placeholder" and isinstance(value, Tensor) and value.ndim:
             size = value.shape[0]
             if isinstance(size, torch.SymInt):
-                guards = [guard.expr for guard in size.node.shape_env.guards]
-                return all(guard.is_Equality and all(a.is_Symbol for a in guard.args) for guard in guards)
+                return all(map(_holds_for_any_batch, size.node.shape_env.guards))
     return False
+
+
+def _holds_for_any_batch(guard: Any) -> bool:
+    """Whether a condition says no more than that two sizes are one, or is an operator's own: of cuDNN, on CUDA, up to which size.
+
+    Operators ask for the latter to choose a kernel, when they are called; a module that asks does so in its own source.
+    """
+    expression = guard.expr
+    if expression.is_Equality:
+        return all(a.is_Symbol for a in expression.args)
+    asked = re.search(r"[/\\(]_ops\.py", str(guard.sloc)) is not None
+    bounds = getattr(expression, "rel_op", "") in ("<", "<=")
+    return asked and bounds and expression.args[0].is_Symbol and expression.args[1].is_Integer
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:

@@ -42,10 +42,8 @@ class AvgPool2d(WindowPooling):
     def backward(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """ATen's; on CUDA in NCHW, since it is wrong there in channels_last (docs/cuda.md)."""
         (input,) = ctx.saved_tensors
-        if input.is_cuda and input.ndim == 4:
-            backward = torch.ops.aten.avg_pool2d_backward(grad.contiguous(), input.contiguous(), *ctx.arguments)
-            format = torch.channels_last if input.stride()[1] == 1 else torch.contiguous_format
-            return (backward.contiguous(memory_format=format),)
+        if input.is_cuda:
+            grad, input = grad.contiguous(), input.contiguous()
         return (torch.ops.aten.avg_pool2d_backward(grad, input, *ctx.arguments),)
 
     rounding = "means"

@@ -26,6 +26,7 @@ from ai3_ops.graph import steps
 from ai3_ops.graph.network import Rewrite
 from ai3_ops.operations.step import Step as OwnStep
 from ai3_ops.optimizing.module import Optimized
+from ai3_ops.optimizing.on_cuda import Replayed
 from ai3_ops.optimizing.pipeline import Plan, Settings, Swapped
 from ai3_ops.programs import container
 from ai3_ops.programs.body import Body
@@ -102,6 +103,8 @@ class _Saver:
             )
         if first.body is None:
             _refuse(f"the model stayed as it was ({model._ai3_report.parts[0].unchanged}): there is no program to save")
+        if isinstance(first.body, Replayed):
+            _refuse("the model is on a GPU, for which there are no programs; torch.save keeps it")
         if isinstance(first.body, Swapped):
             _refuse(
                 "the model's layers were swapped, and its own code runs between them; torch.export and torch.save keep that"

@@ -65,16 +65,16 @@ void conv2d_im2col(const Conv2dProblem& p, const T* x, const T* w, const T* b, T
       // NHWC: columns[g][n][pixel][depth]; NCHW: columns[g][n][depth][pixel].
       if (!pointwise)
         for_each(images * p.in_channels * taps * taken, workspace, "conv2d_im2col", [=] __device__(int64_t i) {
-          int64_t pixel, d, rest;
-          if (channels_last)
-            d = i % depth, rest = i / depth, pixel = rest % taken, rest /= taken;
-          else
-            pixel = i % taken, rest = i / taken, d = rest % depth, rest /= depth;
-          const int64_t n = rest % images, c = rest / images * channels + d / taps, tap = d % taps;
-          const int64_t h = (h0 + pixel / p.out_width) * p.stride_h - p.pad_h + tap / p.kernel_width * p.dilation_h;
-          const int64_t v = pixel % p.out_width * p.stride_w - p.pad_w + tap % p.kernel_width * p.dilation_w;
+          const Quotient inner = divided(i, channels_last ? depth : taken);
+          const Quotient outer = divided(inner.quotient, channels_last ? taken : depth);
+          const int64_t pixel = channels_last ? outer.rest : inner.rest, d = channels_last ? inner.rest : outer.rest;
+          const Quotient image = divided(outer.quotient, images), channel = divided(d, taps);  // rest: the image, the tap
+          const Quotient row = divided(pixel, p.out_width), tap = divided(channel.rest, p.kernel_width);
+          const int64_t n = n0 + image.rest, c = image.quotient * channels + channel.quotient;
+          const int64_t h = (h0 + row.quotient) * p.stride_h - p.pad_h + tap.quotient * p.dilation_h;
+          const int64_t v = row.rest * p.stride_w - p.pad_w + tap.rest * p.dilation_w;
           const bool inside = h >= 0 && h < p.in_height && v >= 0 && v < p.in_width;
-          columns[i] = inside ? x[(n0 + n) * p.x_stride.n + c * p.x_stride.c + h * p.x_stride.h + v * p.x_stride.w] : T{};
+          columns[i] = inside ? x[n * p.x_stride.n + c * p.x_stride.c + h * p.x_stride.h + v * p.x_stride.w] : T{};
         });
       for (int64_t g = 0; g < p.groups; g++) {
         // One group's patches: where they were gathered or, of a pointwise layer, the input itself.

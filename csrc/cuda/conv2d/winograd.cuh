@@ -115,9 +115,11 @@ struct Winograd {
     using A = Acc<T>;
     const int64_t across = ceil_div(p.out_width, m), down = ceil_div(p.out_height, m), channels = p.in_channels;
     for_each(tiles * channels, workspace, "a Winograd transform of inputs", [=] __device__(int64_t i) {
-      const int64_t c = channels_last ? i % channels : i / tiles, tile = first + (channels_last ? i / channels : i % tiles);
-      const int64_t top = tile / across % down * m - p.pad_h, left = tile % across * m - p.pad_w;
-      const T* plane = x + tile / across / down * p.x_stride.n + c * p.x_stride.c;
+      const Quotient of = divided(i, channels_last ? channels : tiles);
+      const int64_t c = channels_last ? of.rest : of.quotient, tile = first + (channels_last ? of.quotient : of.rest);
+      const Quotient row = divided(tile, across), image = divided(row.quotient, down);
+      const int64_t top = image.rest * m - p.pad_h, left = row.rest * m - p.pad_w;
+      const T* plane = x + image.quotient * p.x_stride.n + c * p.x_stride.c;
       A columns[kSide][kSide];
 #pragma unroll
       for (int s = 0; s < kSide; s++) {
@@ -150,9 +152,11 @@ struct Winograd {
     using A = Acc<T>;
     const int64_t across = ceil_div(p.out_width, m), down = ceil_div(p.out_height, m), kernels = p.out_channels;
     for_each(tiles * kernels, workspace, "a Winograd transform of outputs", [=] __device__(int64_t i) {
-      const int64_t k = channels_last ? i % kernels : i / tiles, tile = first + (channels_last ? i / kernels : i % tiles);
-      const int64_t top = tile / across % down * m, left = tile % across * m;
-      T* plane = y + tile / across / down * p.y_stride.n + k * p.y_stride.c;
+      const Quotient of = divided(i, channels_last ? kernels : tiles);
+      const int64_t k = channels_last ? of.rest : of.quotient, tile = first + (channels_last ? of.quotient : of.rest);
+      const Quotient row = divided(tile, across), image = divided(row.quotient, down);
+      const int64_t top = image.rest * m, left = row.rest * m;
+      T* plane = y + image.quotient * p.y_stride.n + k * p.y_stride.c;
       A columns[kSide][m];
 #pragma unroll
       for (int s = 0; s < kSide; s++) {

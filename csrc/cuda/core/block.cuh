@@ -11,13 +11,20 @@ constexpr int64_t reduce_bytes(int threads) {
   return threads / kWarp * static_cast<int64_t>(sizeof(A));
 }
 
+// combine of the values of a warp's threads, for each of them.
+template <class A, class Combine>
+__device__ __forceinline__ A of_warp(A value, const Combine& combine) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value = combine(value, __shfl_xor_sync(~0u, value, lanes));
+  return value;
+}
+
 // combine(...combine(value of thread 0, value of thread 1)...), in an order that is always the same, for every thread of the
 // block, all of which call it. `threads` is a multiple of 32; `memory` has room for one value of each warp.
 template <int threads, class A, class Combine>
 __device__ __forceinline__ A reduce(A value, A* memory, const Combine& combine) {
   static_assert(threads % kWarp == 0);
-#pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) value = combine(value, __shfl_xor_sync(~0u, value, lanes));
+  value = of_warp(value, combine);
   __syncthreads();  // what an earlier call left in the memory has been read
   if (threadIdx.x % kWarp == 0) memory[threadIdx.x / kWarp] = value;
   __syncthreads();

@@ -148,21 +148,33 @@ void map_elements(int64_t count, const T* x, T* y, const Workspace& workspace, c
   for_each(count - done, workspace, what, [=] __device__(int64_t i) { store_acc(y + done + i, f(load_acc(x + done + i))); });
 }
 
+// i / n and i % n of numbers that are not negative: in 32 bits where they fit, for which a GPU has instructions.
+struct Quotient {
+  int64_t quotient, rest;
+};
+__device__ __forceinline__ Quotient divided(int64_t i, int64_t n) {
+  if ((i | n) >> 32 == 0) {
+    const uint32_t a = static_cast<uint32_t>(i), b = static_cast<uint32_t>(n), q = a / b;
+    return {q, a - q * b};
+  }
+  return {i / n, i % n};
+}
+
 // A flat index over (batch, channel, row, column), split so that neighbouring threads touch neighbouring memory.
 struct Place {
   int64_t n, c, h, w;
 };
 __device__ __forceinline__ Place place_of(int64_t i, int64_t channels, int64_t height, int64_t width, bool channels_last) {
   Place at;
-  if (channels_last) {
-    at.c = i % channels, i /= channels;
-    at.w = i % width, i /= width;
-    at.h = i % height, at.n = i / height;
-  } else {
-    at.w = i % width, i /= width;
-    at.h = i % height, i /= height;
-    at.c = i % channels, at.n = i / channels;
-  }
+  auto next = [&](int64_t n) {
+    const Quotient q = divided(i, n);
+    i = q.quotient;
+    return q.rest;
+  };
+  if (channels_last)
+    at.c = next(channels), at.w = next(width), at.h = next(height), at.n = i;
+  else
+    at.w = next(width), at.h = next(height), at.c = next(channels), at.n = i;
   return at;
 }
 __device__ __forceinline__ int64_t offset_of(const Place& at, const Strides4& s) {

@@ -24,10 +24,45 @@ __global__ void __launch_bounds__(kThreads) softmax_rows(int64_t rows, int64_t s
   }
 }
 
+// A warp for each row of up to 32 * kEach elements, which its lanes keep in registers: the row is read once, and no barrier
+// waits.
+template <class T, int kEach>
+__global__ void __launch_bounds__(kThreads) softmax_short_rows(int64_t rows, int64_t size, const T* x, T* y) {
+  using A = Acc<T>;
+  const int64_t warps = kThreads / kWarp, lane = threadIdx.x % kWarp;
+  for (int64_t r = blockIdx.x * warps + threadIdx.x / kWarp; r < rows; r += gridDim.x * warps) {
+    A values[kEach];
+    A most = -INFINITY, sum = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      const int64_t at = i * kWarp + lane;
+      values[i] = at < size ? load_acc(x + r * size + at) : A(-INFINITY);
+      most = Largest()(most, values[i]);
+    }
+    most = of_warp(most, Largest());
+#pragma unroll
+    for (int i = 0; i < kEach; i++) {
+      values[i] = i * kWarp + lane < size ? static_cast<A>(exp(values[i] - most)) : A(0);
+      sum += values[i];
+    }
+    const A scale = A(1) / of_warp(sum, Sum());
+#pragma unroll
+    for (int i = 0; i < kEach; i++)
+      if (i * kWarp + lane < size) store_acc(y + r * size + i * kWarp + lane, values[i] * scale);
+  }
+}
+
 template <class T>
 void softmax_direct(const SoftmaxProblem& p, const T* x, T* y, Workspace& workspace) {
   using A = Acc<T>;
   if (p.outer == 0 || p.size == 0 || p.inner == 0) return;
+  auto short_rows = [&]<int each>() {
+    launch(softmax_short_rows<T, each>, {blocks_for(ceil_div(p.outer, kThreads / kWarp))}, kThreads, 0, workspace,
+           "softmax_direct", p.outer, p.size, x, y);
+  };
+  if (p.inner == 1 && p.size <= 2 * kWarp) return short_rows.template operator()<2>();
+  if (p.inner == 1 && p.size <= 8 * kWarp) return short_rows.template operator()<8>();
+  if (p.inner == 1 && p.size <= 32 * kWarp) return short_rows.template operator()<32>();
   if (p.inner == 1)
     return launch(softmax_rows<T>, {blocks_for(p.outer)}, kThreads, reduce_bytes<A>(kThreads), workspace, "softmax_direct",
                   p.outer, p.size, x, y);
