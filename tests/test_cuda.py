@@ -145,7 +145,8 @@ def test_default_leaves_what_no_gpu_has_measured_to_pytorch(monkeypatch):
         ({"dilation": 2}, False),
         ({"kernel": 1}, False),
         ({"dtype": torch.bfloat16}, False),
-        ({"format": torch.channels_last}, False),
+        ({"format": torch.channels_last}, True),
+        ({"size": 200}, False),
         ({"tf32": True}, False),
         ({"grad": True}, False),
     ],
@@ -153,7 +154,8 @@ def test_default_leaves_what_no_gpu_has_measured_to_pytorch(monkeypatch):
 def test_default_takes_winograd_where_a_gpu_has_shown_it_to_be_faster(change, gains, monkeypatch):
     at = {"channels": 64, "stride": 1, "groups": 1, "dilation": 1, "kernel": 3, "dtype": torch.float32} | change
     monkeypatch.setattr(Conv2dCall, "allow_tf32", staticmethod(lambda: change.get("tf32", False)))
-    x = torch.randn(1, at["channels"], 12, 12, dtype=at["dtype"])
+    size = change.get("size", 256)
+    x = torch.empty(1, at["channels"], size, size, dtype=at["dtype"])
     x = x.to(memory_format=change.get("format", torch.contiguous_format))
     w = torch.randn(64, at["channels"] // at["groups"], at["kernel"], at["kernel"], dtype=at["dtype"])
     w.requires_grad_(change.get("grad", False))

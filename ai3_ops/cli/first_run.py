@@ -33,6 +33,7 @@ import ai3_ops
 from ai3_ops import _library, registry
 from ai3_ops.checking import values
 from ai3_ops.checking.cases import DTYPES, calls, few_calls
+from ai3_ops.cli import models
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -284,7 +285,7 @@ def repeats() -> Facts:
         given = [t.clone().requires_grad_() for t in (x, w, b)]
         y = getattr(torch.ops.ai3, f"conv2d_{name}")(*given, 1, 1)
         wanted = [t.double().detach().requires_grad_() for t in given]
-        exact = F.conv2d(*wanted, 1, 1)
+        exact = F.conv2d(wanted[0], wanted[1], wanted[2], 1, 1)
         ours = torch.autograd.grad(y, given, torch.ones_like(y), retain_graph=True)
         again = torch.autograd.grad(y, given, torch.ones_like(y))
         if not all(torch.equal(one, other) for one, other in zip(ours, again, strict=True)):
@@ -316,8 +317,6 @@ def networks() -> Facts:
     """Swapped to each of the paper's methods, to our own products and transforms; what one refuses stays PyTorch's."""
     if importlib.util.find_spec("torchvision") is None:
         return {"found": "left out: needs torchvision"}
-    from ai3_ops.cli import models
-
     found: dict[str, dict[str, float]] = {}
     warnings.simplefilter("ignore")  # of layers that an algorithm leaves to PyTorch
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False

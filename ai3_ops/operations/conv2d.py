@@ -551,7 +551,8 @@ _OF_ONE_PIXEL = 2**17 if _LEAVES_NCHW else 2**15
 # An NCHW image of two to four channels takes `direct`, which beats PyTorch but for few filters: less than a vector with AVX-512,
 # up to one and a half or three with AVX2 (two cores of Zen 5; 1.08 to 1.31 of its time, others 0.76 to 1.03).
 _LEAVES_OF_IMAGES = frozenset((*range(1, 16), 24) if _LEAVES_NCHW else range(1, 16))
-_CHANNELS_ON_CUDA = 64  # in and out, from which Winograd's beats PyTorch (docs/benchmarks/cuda.md)
+# Channels in and out, and what they and the pixels multiply to, from which Winograd's beats PyTorch (docs/benchmarks/cuda.md).
+_CHANNELS_ON_CUDA, _WORK_ON_CUDA = 64, 2**28
 _LANES_16_BITS = 16  # of `depthwise` with AVX-512, which computes in float32
 
 
@@ -584,10 +585,13 @@ class Conv2dCall(SwitchedCall):
     on_cuda = True
 
     def measured(self, args: tuple[Any, ...]) -> bool:
-        """Strict float32 in NCHW, 3x3 of many channels (csrc/cuda/conv2d/default.cu), without gradients."""
+        """Strict float32, 3x3 of many channels and pixels (csrc/cuda/conv2d/default.cu), without gradients."""
         input, weight, _, stride, _, dilation, groups = args
         shapes = input.ndim == 4 and tuple(weight.shape[2:]) == (3, 3) and min(weight.shape[:2]) >= _CHANNELS_ON_CUDA
-        if not shapes or input.dtype != torch.float32 or input.stride()[1] == 1:
+        if not shapes or input.dtype != torch.float32:
+            return False
+        batch, channels, height, width = input.shape
+        if batch * height * width * channels * weight.shape[0] < _WORK_ON_CUDA:
             return False
         ones = (n for window in (stride, dilation, groups) for n in ([window] if isinstance(window, int) else window))
         if any(n != 1 for n in ones) or self.allow_tf32() or _torch.any_autocast():

@@ -527,7 +527,8 @@ class Optimized(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Optimized:
-        places = {p.dtype: p.device for p in (*self.parameters(), *self.buffers())} or {torch.float32: None}
+        places = {p.dtype: p.device for p in (*self.parameters(), *self.buffers())}
+        places = places or {torch.float32: torch.device("cpu")}
         for dtype in sorted(places, key=lambda dtype: not dtype.is_floating_point):
             probe = torch.empty(1, dtype=dtype, device=places[dtype])
             moved = fn(probe)

@@ -80,7 +80,7 @@ class Replayed(nn.Module):
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_kept", "_lock")}  # type: ignore[misc]
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_kept", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -353,7 +353,8 @@ def formatted(network: Network, layout: str) -> None:
                 torch.ops.aten.clone.default, (node,), {"memory_format": _FORMATS[layout]}
             )
         moved.meta.update(node.meta)
-        node.replace_all_uses_with(moved, lambda user, moved=moved: user is not moved)
+        for user in [user for user in node.users if user is not moved]:
+            user.replace_input_with(node, moved)
 
 
 def wall_seconds(calls: Sequence[_Function], turns: int = 9) -> list[float]:

@@ -153,7 +153,7 @@ def make_plan(
     network = capture(module, args, kwargs, functional=not swapping, first=first)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
-    gpu = on_cuda.is_on_cuda(inputs)
+    gpu = swapping and on_cuda.is_on_cuda(inputs)  # of what Inductor asks about, a GPU has no programs
     for node in network.graph.nodes if gpu else ():
         node.meta["device"] = "cuda"
     sites = choose.call_sites(module, args, kwargs) if settings.resolved is None and swapping else {}

@@ -13,7 +13,7 @@ import torch
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops.cli import demo, doctor
+from ai3_ops.cli import demo, doctor, first_run
 from ai3_ops.cli.main import main, selectors
 from ai3_ops.optimizing import pipeline
 
@@ -131,6 +131,26 @@ def test_doctor_reports_what_is_wrong(monkeypatch, capsys):
     report = capsys.readouterr().out
     assert "ai3::conv2d_direct" in report
     assert "2 OpenMP runtimes" in report
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_a_first_run_needs_a_gpu(capsys):
+    assert main(["doctor", "--first-run"]) == 1
+    assert "needs a GPU" in capsys.readouterr().out
+
+
+def test_a_first_run_tells_of_each_step(monkeypatch, capsys):
+    """In the steps' processes there is no GPU: what fails is told, in a line and in JSON, and the others go on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in [name for name in first_run.STEPS if name not in ("versions", "memcheck", "times")]:
+        monkeypatch.delitem(first_run.STEPS, name)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(first_run.shutil, "which", lambda name: None)
+    assert main(["doctor", "--first-run"]) == 1
+    shown = capsys.readouterr().out
+    facts = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]
+    assert [f["step"] for f in facts if f["status"] == "FAILED"] == ["versions", "times"]
+    assert "failed: versions, times" in shown
 
 
 def test_doctor_remarks_on_threads(monkeypatch, capsys):
