@@ -23,6 +23,7 @@ from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network
 from ai3_ops.operations.activations import ACTIVATIONS
+from ai3_ops.operations.conv2d import Conv2dCall
 from ai3_ops.optimizing import choose
 from ai3_ops.programs.lower import module_of
 from ai3_ops.registry import AlgorithmInfo
@@ -48,17 +49,19 @@ class _Replay:
     inputs: list[Any]
     outputs: Any
     done: torch.cuda.Event
+    device: torch.device
 
     def __call__(self, given: Sequence[Any]) -> Any:
         """The outputs, in memory of their own."""
-        self.done.wait()  # of a call on another stream
-        for held, x in zip(self.inputs, given, strict=True):
-            if isinstance(held, Tensor):
-                held.copy_(x)
-        self.graph.replay()
-        several = isinstance(self.outputs, (tuple, list))
-        outputs = [y.clone() if isinstance(y, Tensor) else y for y in (self.outputs if several else [self.outputs])]
-        self.done.record()
+        with torch.cuda.device(self.device):  # whose current stream is meant
+            self.done.wait()  # of a call on another stream
+            for held, x in zip(self.inputs, given, strict=True):
+                if isinstance(held, Tensor):
+                    held.copy_(x)
+            self.graph.replay()
+            several = isinstance(self.outputs, (tuple, list))
+            outputs = [y.clone() if isinstance(y, Tensor) else y for y in (self.outputs if several else [self.outputs])]
+            self.done.record()
         return tuple(outputs) if several else outputs[0]
 
 
@@ -98,9 +101,12 @@ class Replayed(nn.Module):
             if replay is None:
                 try:
                     replay = captured(self.body, given)
+                except torch.OutOfMemoryError:
+                    raise
                 except RuntimeError as error:  # it waits for the GPU, or reads what lies on the CPU
+                    output = self.body(*given)  # or these inputs do not fit, which this says
                     self.reason = str(error).splitlines()[0]
-                    return self.body(*given)
+                    return output
                 if len(self._kept) >= KEPT:
                     del self._kept[next(iter(self._kept))]
                 self._kept[key] = replay
@@ -109,7 +115,7 @@ class Replayed(nn.Module):
 
 def _key(given: Sequence[Any]) -> tuple[Any, ...]:
     switches = (
-        torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]
+        Conv2dCall.allow_tf32(),
         torch.backends.cuda.matmul.fp32_precision,
         torch.are_deterministic_algorithms_enabled(),
     )
@@ -119,7 +125,8 @@ def _key(given: Sequence[Any]) -> tuple[Any, ...]:
 def captured(body: Callable[..., Any], given: Sequence[Any]) -> _Replay:
     """A call of a body as a CUDA graph; RuntimeError where it cannot be one."""
     device = next(x.device for x in given if isinstance(x, Tensor) and x.is_cuda)
-    with torch.cuda.device(device), torch.no_grad(), _benchmarking():
+    # Not in inference mode: its tensors could not be written to by calls outside of it.
+    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), _benchmarking():
         inputs = [x.clone() if isinstance(x, Tensor) else x for x in given]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -132,7 +139,7 @@ def captured(body: Callable[..., Any], given: Sequence[Any]) -> _Replay:
             outputs = body(*inputs)
         done = torch.cuda.Event()
         done.record()
-    return _Replay(graph, inputs, outputs, done)
+    return _Replay(graph, inputs, outputs, done, device)
 
 
 @contextlib.contextmanager
@@ -166,6 +173,11 @@ def conv2d_fused(
     return torch.ops.aten.cudnn_convolution_add_relu(input, weight, residual, 1.0, bias, *window, groups)
 
 
+def _allows_tf32(input: Tensor) -> bool:
+    """PyTorch's switch as it is in the call: graphs are kept by it."""
+    return input.dtype == torch.float32 and Conv2dCall.allow_tf32()
+
+
 def conv2d_packed(
     input: Tensor,
     packed: Tensor,
@@ -177,7 +189,6 @@ def conv2d_packed(
     groups: int,
     *,
     algorithm: str,
-    allow_tf32: bool = False,
     activation: str = "none",
     parameter: Tensor | float | None = None,
     residual: Tensor | None = None,
@@ -185,7 +196,7 @@ def conv2d_packed(
     """activation(conv2d(x) + bias + residual) by an algorithm on a weight that it has packed."""
     operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_packed").default
     window = [[*pair] for pair in (stride, padding, dilation)]
-    output = operator(input, packed, [*weight_size], bias, *window, groups, allow_tf32=allow_tf32)
+    output = operator(input, packed, [*weight_size], bias, *window, groups, allow_tf32=_allows_tf32(input))
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 
@@ -199,7 +210,6 @@ def conv2d_by(
     groups: int,
     *,
     algorithm: str,
-    allow_tf32: bool = False,
     activation: str = "none",
     parameter: Tensor | float | None = None,
     residual: Tensor | None = None,
@@ -207,7 +217,7 @@ def conv2d_by(
     """activation(conv2d(x) + bias + residual) by an algorithm that reads the weight as it is."""
     operator = getattr(torch.ops.ai3, f"conv2d_{algorithm}").default
     window = [[*pair] for pair in (stride, padding, dilation)]
-    output = operator(input, weight, bias, *window, groups, allow_tf32=allow_tf32)
+    output = operator(input, weight, bias, *window, groups, allow_tf32=_allows_tf32(input))
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 
@@ -291,7 +301,7 @@ class Chooser:
                 yield _Way(FUSED, conv2d_fused, positional, {"residual": a["residual"]})
         weight, bias = network.value(a["weight"]), network.value(a["bias"])
         window = (a["stride"], a["padding"], a["dilation"], a["groups"])
-        tf32 = x.dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
+        tf32 = _allows_tf32(x)
         epilogue = {k: a[k] for k in ("activation", "parameter", "residual")}
         for info in registry.algorithms("conv2d", "cuda"):
             wanted = _fits(info, self.settings) if asked == choose.AUTO else info.name == asked
@@ -299,7 +309,7 @@ class Chooser:
                 continue
             if not registry.supports("conv2d", info.name, x, weight, bias, *window, allow_tf32=tf32)[0]:
                 continue
-            named = {"algorithm": info.name, "allow_tf32": tf32, **epilogue}
+            named = {"algorithm": info.name, **epilogue}
             pack = getattr(torch.ops.ai3, f"_conv2d_{info.name}_pack", None) if info.packs else None
             if pack is None or not (packed := pack(weight.contiguous(), *map(list, window[:3]), window[3])).numel():
                 yield _Way(info.name, conv2d_by, (a["input"], a["weight"], a["bias"], *window), named)
@@ -379,8 +389,7 @@ def layouts_of(network: Network) -> list[str]:
              if str(choose.arguments(n)["weight"].target) in network.constants]  # fmt: skip
     if not found:
         return ["nchw"]
-    tf32 = torch.backends.cudnn.conv.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    cores = any(w.dtype.itemsize == 2 or (w.dtype == torch.float32 and tf32) for w in found)
+    cores = any(w.dtype.itemsize == 2 or _allows_tf32(w) for w in found)
     return ["nchw", "channels_last"] if cores else ["nchw"]
 
 

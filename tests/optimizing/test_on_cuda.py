@@ -1,5 +1,6 @@
 """optimize on a GPU, as far as the CPU shows it: what is chosen, captured and kept; the rest is `benchmarks.cuda`'s."""
 
+import contextlib
 import pickle
 import types
 import warnings
@@ -140,6 +141,42 @@ def test_a_file_is_refused(monkeypatch, tmp_path):
     optimized = ai3_ops.optimize(Block().eval(), torch.randn(2, 3, 9, 9))
     with pytest.raises(ValueError, match=r"on a GPU, for which there are no programs; torch\.save keeps it"):
         ai3_ops.save(optimized, tmp_path / "model.ai3")
+
+
+class _Graph:
+    """Of a captured doubling: `replay` reads and writes what was captured."""
+
+    def __init__(self, inputs, outputs) -> None:
+        self.inputs, self.outputs = inputs, outputs
+
+    def replay(self) -> None:
+        torch.mul(self.inputs[0], 2, out=self.outputs[0])
+
+
+def test_a_replay_reads_and_returns_other_memory(monkeypatch):
+    events, devices = [], []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: devices.append(device) or contextlib.nullcontext())
+    done = types.SimpleNamespace(wait=lambda: events.append("wait"), record=lambda: events.append("record"))
+    inputs, outputs = [torch.zeros(3), "mode"], (torch.zeros(3),)
+    replay = on_cuda._Replay(_Graph(inputs, outputs), inputs, outputs, done, torch.device("cuda:1"))
+    x = torch.arange(3.0)
+    (first,), (second,) = replay([x, "mode"]), replay([x + 1, "mode"])
+    assert torch.equal(first, 2 * x)
+    assert torch.equal(second, 2 * x + 2)
+    assert events == ["wait", "record"] * 2
+    assert devices == [torch.device("cuda:1")] * 2
+
+
+def test_inputs_that_do_not_fit_are_the_callers_mistake(monkeypatch):
+    stand = Stand(monkeypatch, "torch")
+    body = on_cuda.Replayed(nn.Linear(3, 2), replays=True)
+    stand.fails = "mat1 and mat2 shapes cannot be multiplied"
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        body(torch.randn(2, 4))
+    stand.fails = ""
+    assert body(torch.randn(2, 3)).shape == (2, 2)
+    assert not body.reason
+    assert stand.captures == [(2, 3)]
 
 
 def test_what_auto_may_choose():
