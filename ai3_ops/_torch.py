@@ -135,6 +135,11 @@ def has_constant_sizes(values: Iterable[Any]) -> bool:
     return all(has_static_value(size) for value in values if isinstance(value, Tensor) for size in value.shape)
 
 
+def clear_cublas_workspaces() -> None:
+    """Frees what cuBLAS keeps for each handle and stream: two CUDA graphs must not write to one."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 def in_forward_mode() -> bool:
     """Whether tensors may have tangents; of transforms, compiled graphs enter the level without telling Python."""
     return forward_ad._current_level >= 0 or in_transform()

@@ -46,7 +46,6 @@ class Call(Ways):
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
     why_left: ClassVar[str] = "some calls had sizes for which PyTorch is faster"
     never_gains: ClassVar[bool] = False  # `default` leaves all to PyTorch, for which no class is needed
-    on_cuda: ClassVar[bool] = False  # whether `default` takes anything for some calls on CUDA (`measured`)
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}
@@ -192,7 +191,17 @@ class Call(Ways):
     def is_unmeasured(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` has nothing for such a call on CUDA; what the user registered as default runs."""
         on_cuda = isinstance(args[0], Tensor) and args[0].is_cuda and registry.preferred.get(self.operation) is None
-        return on_cuda and not (self.on_cuda and self.measured(args))
+        if not on_cuda:
+            return False
+        # Of sizes that may change no one choice would be right for all.
+        if _tracing_state() is not None or (_is_compiling() and not _torch.has_constant_sizes(args)):
+            return True
+        return not self.measured(args)
+
+    @staticmethod
+    def may_gain_on_cuda(problem: Any) -> bool:
+        """Whether `measured` could be true of a call of which this much is known: a Problem, or none."""
+        return False
 
     def measured(self, args: tuple[Any, ...]) -> bool:
         """Whether a GPU has shown that what `default` takes for such a call on CUDA is faster than PyTorch."""

@@ -147,10 +147,9 @@ class Layer:
         if self.in_place or Call.by_name[self.operation].returns_view:  # as swap does
             return "torch"
         call = Call.by_name[self.operation]()
-        if self.device.startswith("cuda") and registry.preferred.get(self.operation) is None:
-            meta = self.meta(layout)
-            if not (call.on_cuda and call.measured(meta)):
-                return "torch"
+        on_cuda = self.device.startswith("cuda") and registry.preferred.get(self.operation) is None
+        if on_cuda and not call.measured(self.meta(layout)):
+            return "torch"
         p = self.problem(layout)
         try:
             return registry.resolve_sizes(self.operation, "default", p.device, p.dtype, **p.sizes)

@@ -582,7 +582,21 @@ class Conv2dCall(SwitchedCall):
         output = self.run_or_leave(*self.arguments(*args, **kwargs))
         return output.contiguous() if self.writes_nchw else output
 
-    on_cuda = True
+    @staticmethod
+    def may_gain_on_cuda(problem: Any) -> bool:
+        """For some batch; sizes that are not known may be any."""
+        if not isinstance(problem, Problem):
+            return True
+
+        def may_be(name: str, wanted: int) -> bool:
+            size = problem.sizes.get(name)
+            return not isinstance(size, int) or size < 0 or size == wanted
+
+        window = {"kernel_height": 3, "kernel_width": 3, **dict.fromkeys(("stride_h", "stride_w", "groups"), 1)}
+        window |= dict.fromkeys(("dilation_h", "dilation_w"), 1)
+        channels = [problem.sizes.get(name) for name in ("in_channels", "out_channels")]
+        few = any(isinstance(n, int) and 0 <= n < _CHANNELS_ON_CUDA for n in channels)
+        return problem.dtype == torch.float32 and not few and all(may_be(name, n) for name, n in window.items())
 
     def measured(self, args: tuple[Any, ...]) -> bool:
         """Strict float32, 3x3 of many channels and pixels (csrc/cuda/conv2d/default.cu), without gradients."""

@@ -270,7 +270,8 @@ def named(node: fx.Node, algorithm: Algorithm) -> str:
     if problem is None or not (algorithm.exclude or algorithm.parameters.get("deterministic")):
         return registry.spelled(algorithm.name, own)
     asked = _asked(*problem, algorithm)
-    return registry.spelled(registry.resolve_sizes(problem[0], algorithm.name, "cpu", asked.dtype, **asked.sizes), own)
+    found = registry.resolve_sizes(problem[0], algorithm.name, asked.device, asked.dtype, **asked.sizes)
+    return registry.spelled(found, own)
 
 
 def _asked(operation: str, problem: Problem, algorithm: Algorithm) -> Problem:
@@ -278,7 +279,7 @@ def _asked(operation: str, problem: Problem, algorithm: Algorithm) -> Problem:
     asked = Call.asked(algorithm, problem)
     if not algorithm.exclude:
         return asked
-    others = ",".join(a.name for a in registry.algorithms(operation, "cpu") if a.vendor)
+    others = ",".join(a.name for a in registry.algorithms(operation, problem.device) if a.vendor)
     return asked._replace(sizes=asked.sizes | {"exclude": f"{algorithm.excluded},{others}"})
 
 

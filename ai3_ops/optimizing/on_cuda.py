@@ -7,6 +7,7 @@ of input sizes, which launches them at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import statistics
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ai3_ops import registry
+from ai3_ops import _torch, registry
 from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network
@@ -28,7 +29,7 @@ from ai3_ops.optimizing import choose
 from ai3_ops.programs.lower import module_of
 from ai3_ops.registry import AlgorithmInfo
 
-KEPT = 8  # sets of sizes with a graph of their own
+KEPT = 8  # sets of sizes with a graph of their own; others run step by step, since a capture takes longer than a call
 TOLERANCE = 5e-5  # of a layer's error, as `tune` has it
 FUSED = "torch, fused"  # cuDNN adds bias and residual and takes the ReLU, in one kernel where it has one
 _FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -69,17 +70,17 @@ class Replayed(nn.Module):
     """A body whose calls are captured, for each set of sizes once, and then replayed; on the CPU, and in captures, it just runs.
 
     A CUDA graph keeps the kernels that were chosen while it was captured: PyTorch's switches of precision and determinism are
-    part of what it is found by. Calls from several threads wait for each other.
+    part of what it is found by. Calls from several threads wait for each other. `deterministic`: no engine is chosen by its time.
     """
 
-    def __init__(self, body: nn.Module, replays: bool) -> None:
+    def __init__(self, body: nn.Module, replays: bool, deterministic: bool = False) -> None:
         super().__init__()
-        self.body, self.replays = body, replays
-        self.reason = ""  # why it cannot be captured
+        self.body, self.replays, self.deterministic = body, replays, deterministic
+        self.reason = ""  # why the first sizes that could not be captured could not
         self._forget()
 
     def _forget(self) -> None:
-        self._kept: dict[Any, _Replay] = {}
+        self._kept: dict[Any, _Replay | None] = {}  # None: cannot be captured
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,42 +92,59 @@ class Replayed(nn.Module):
 
     def forward(self, *given: Any) -> Any:
         """The body's outputs."""
-        if not self.replays or self.reason or torch.compiler.is_compiling() or not is_on_cuda(given):
+        if not self.replays or torch.compiler.is_compiling() or not is_on_cuda(given):
             return self.body(*given)
-        if torch.cuda.is_current_stream_capturing():
+        # What lies on the CPU is read when a kernel is launched, not when it runs: a graph would keep the value.
+        if (
+            any(isinstance(x, Tensor) and not is_on_cuda([x]) for x in given)
+            or torch.cuda.is_current_stream_capturing()
+        ):
             return self.body(*given)
         key = _key(given)
         with self._lock:
             replay = self._kept.get(key)
-            if replay is None:
+            if replay is None and key not in self._kept and len(self._kept) < KEPT:
                 try:
-                    replay = captured(self.body, given)
+                    replay = captured(self.body, given, self.deterministic)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # it waits for the GPU, or reads what lies on the CPU
                     output = self.body(*given)  # or these inputs do not fit, which this says
-                    self.reason = str(error).splitlines()[0]
+                    self._kept[key], self.reason = None, self.reason or str(error).splitlines()[0]
                     return output
-                if len(self._kept) >= KEPT:
-                    del self._kept[next(iter(self._kept))]
                 self._kept[key] = replay
-            return replay(given)
+            if replay is not None:
+                return replay(given)
+        return self.body(*given)
 
 
 def _key(given: Sequence[Any]) -> tuple[Any, ...]:
+    matmul = torch.backends.cuda.matmul
     switches = (
         Conv2dCall.allow_tf32(),
-        torch.backends.cuda.matmul.fp32_precision,
+        matmul.fp32_precision,
+        str(matmul.allow_fp16_reduced_precision_reduction),
+        str(matmul.allow_bf16_reduced_precision_reduction),
+        torch.backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
     return *switches, *((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in given)
 
 
-def captured(body: Callable[..., Any], given: Sequence[Any]) -> _Replay:
+_capturing = threading.RLock()  # PyTorch has one capture at a time in a process
+
+
+def captured(body: Callable[..., Any], given: Sequence[Any], deterministic: bool) -> _Replay:
     """A call of a body as a CUDA graph; RuntimeError where it cannot be one."""
     device = next(x.device for x in given if isinstance(x, Tensor) and x.is_cuda)
     # Not in inference mode: its tensors could not be written to by calls outside of it.
-    with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), _benchmarking():
+    with (
+        _capturing,
+        torch.cuda.device(device),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        _benchmarking(deterministic),
+    ):
         inputs = [x.clone() if isinstance(x, Tensor) else x for x in given]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -135,22 +153,27 @@ def captured(body: Callable[..., Any], given: Sequence[Any]) -> _Replay:
                 body(*inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outputs = body(*inputs)
+        _torch.clear_cublas_workspaces()  # the graph gets one of its own
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                outputs = body(*inputs)
+        finally:
+            _torch.clear_cublas_workspaces()
         done = torch.cuda.Event()
         done.record()
     return _Replay(graph, inputs, outputs, done, device)
 
 
 @contextlib.contextmanager
-def _benchmarking() -> Iterator[None]:
+def _benchmarking(deterministic: bool = False) -> Iterator[None]:
     """CuDNN measures its engines: what it chooses is kept by the graph. Not where results must be the same in every run."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark
+    cudnn.benchmark = not (deterministic or cudnn.deterministic or torch.are_deterministic_algorithms_enabled())
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = before
+        cudnn.benchmark = before
 
 
 # Steps that only a GPU has ---------------------------------------------------------------------------------------------
@@ -232,16 +255,16 @@ class _Way:
     kwargs: dict[str, Any]
 
 
-def graph_seconds(call: _Function, repeats: int = 8) -> float:
+def graph_seconds(call: _Function, deterministic: bool = False, repeats: int = 8) -> float:
     """Of one call on the GPU, without what it takes to launch: several are captured and replayed; inf where none can be."""
     try:
-        with _benchmarking():
+        with _capturing, _benchmarking(deterministic):
             call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with _benchmarking(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(repeats):
-                call()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                for _ in range(repeats):
+                    call()
     except RuntimeError:
         return math.inf
     times = []
@@ -265,7 +288,9 @@ def _fits(info: AlgorithmInfo, settings: Any) -> bool:
 class Chooser:
     """Gives each convolution of a network the fastest way, by what selectors allow; equal ones are measured once."""
 
-    def __init__(self, settings: Any, deadline: float, seconds: Callable[[_Function], float] = graph_seconds) -> None:
+    def __init__(
+        self, settings: Any, deadline: float, seconds: Callable[[_Function, bool], float] = graph_seconds
+    ) -> None:
         self.settings, self.deadline, self.seconds = settings, deadline, seconds
         self.known: dict[Any, str] = {}
         self.names: dict[fx.Node, tuple[str, str]] = {}  # by the step: who computes it, and why
@@ -282,9 +307,9 @@ class Chooser:
             x = x.normal_().contiguous(memory_format=_FORMATS[layout])
             ways = {way.name: way for way in self._ways(network, node, a, x, asked)}
             name, why = next(iter(ways)), "" if asked in (choose.AUTO, "default") else "named"
-            if asked == choose.AUTO and len(ways) > 1:
+            if asked == choose.AUTO and len(ways) > 1 and self.settings.thorough:
                 window = (a["stride"], a["padding"], a["dilation"], a["groups"], a["activation"])
-                key = (layout, x.shape, weight.shape, window, a["residual"] is None, a["bias"] is None)
+                key = (layout, x.dtype, x.shape, weight.shape, window, a["residual"] is None, a["bias"] is None)
                 name = self.known.get(str(key)) or self._fastest(network, ways, x, layout)
                 self.known[str(key)] = name
                 why = "measured"
@@ -303,6 +328,9 @@ class Chooser:
         window = (a["stride"], a["padding"], a["dilation"], a["groups"])
         tf32 = _allows_tf32(x)
         epilogue = {k: a[k] for k in ("activation", "parameter", "residual")}
+        measures = asked == choose.AUTO and self.settings.thorough and self.settings.memory_limit is None
+        if not measures and asked in steps.RULES:
+            return
         for info in registry.algorithms("conv2d", "cuda"):
             wanted = _fits(info, self.settings) if asked == choose.AUTO else info.name == asked
             if not wanted or info.rule:
@@ -339,7 +367,7 @@ class Chooser:
 
             args = [x, *(fx.node.map_aggregate(v, value) for v in way.args[1:])]
             kwargs = {k: fx.node.map_aggregate(v, value) for k, v in way.kwargs.items()}
-            took = self.seconds(lambda way=way, args=args, kwargs=kwargs: way.target(*args, **kwargs))  # type: ignore[misc]
+            took = self.seconds(functools.partial(way.target, *args, **kwargs), self.settings.deterministic)
             # By less than this the next run may find it the other way round; the first is PyTorch's.
             if took < least * (0.98 if least < math.inf else 1.0):
                 best, least = name, took
@@ -403,11 +431,12 @@ def made(
 ) -> tuple[Replayed, list[Step]] | None:
     """The fastest of a network in the layouts that may be, and its steps; None where none is accurate."""
     found: list[tuple[float, Replayed, list[Step]]] = []
-    for layout in layouts_of(network) if settings.thorough else ["nchw"]:
+    layouts = layouts_of(network)
+    for layout in layouts if settings.thorough else layouts[-1:]:
         one, chooser = network.copy(), Chooser(settings, deadline)
         chooser.choose(one, layout)
         formatted(one, layout)
-        replayed = Replayed(module_of(one, []), settings.cuda_graphs)
+        replayed = Replayed(module_of(one, []), settings.cuda_graphs, settings.deterministic)
         if not accurate(lambda given, run=replayed.body: run(*given)):  # type: ignore[misc]
             continue
         (took,) = wall_seconds([lambda run=replayed: run(*inputs)])  # type: ignore[misc]
@@ -415,11 +444,22 @@ def made(
     if not found:
         return None
     _, replayed, listed = min(found, key=lambda f: f[0])
+    if settings.memory_limit is not None:
+        report.notes.append("memory_limit: of kernels on a GPU only PyTorch's are taken, which pack nothing")
+    if settings.objective != "latency":
+        report.notes.append(f"objective {settings.objective!r}: on a GPU kernels are chosen by their median time")
     if replayed.reason:
         report.notes.append(f"not captured in a CUDA graph, but run step by step: {replayed.reason}")
     elif replayed.replays:
         report.notes.append("captured in a CUDA graph for each set of input sizes, and replayed")
     return replayed, listed
+
+
+def learned(listed: Sequence[Step], resolved: dict[str, str]) -> dict[str, str]:
+    """The choices for further sizes: our algorithms that were measured for "auto" stay; else it is PyTorch's."""
+    names = {step.layers[0]: step.algorithm for step in listed if step.operation == "conv2d" and step.layers}
+    own = {name: a for name, a in names.items() if a not in ("torch", FUSED)}
+    return {name: own.get(name, a) if a == choose.AUTO else a for name, a in resolved.items()}
 
 
 def steps_of(network: Network, chooser: Chooser) -> list[Step]:
@@ -430,7 +470,8 @@ def steps_of(network: Network, chooser: Chooser) -> list[Step]:
             continue
         convolves = node.target in (conv2d_fused, conv2d_packed, conv2d_by)
         operation = "conv2d" if convolves else getattr(node.target, "__name__", str(node.target))
-        algorithm, reason = chooser.names.get(node, ("torch", ""))
+        named = node.kwargs.get("algorithm", "torch")
+        algorithm, reason = chooser.names.get(node, ("torch", "") if named in steps.RULES else (named, "named"))
         detail = [k for k in ("residual",) if node.kwargs.get(k) is not None]
         if (activation := node.kwargs.get("activation", "none")) != "none" or node.target is conv2d_fused:
             detail.append("relu" if node.target is conv2d_fused else activation)

@@ -330,14 +330,18 @@ def _on_cuda(
         return reference.holds(error)
 
     _fresh_outputs(network)
-    found = on_cuda.made(network, inputs, settings, deadline, accurate, report)
+    device = next(x.device for x in inputs if on_cuda.is_on_cuda([x]))
+    with torch.cuda.device(device):
+        found = on_cuda.made(network, inputs, settings, deadline, accurate, report)
     report.rewrites = network.log
     if found is None:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
     body, report.steps = found
+    resolved = on_cuda.learned(report.steps, resolved)
     if settings.thorough:
-        before, after = on_cuda.wall_seconds([lambda: module(*args, **kwargs), lambda: body(*inputs)])
+        with torch.cuda.device(device):
+            before, after = on_cuda.wall_seconds([lambda: module(*args, **kwargs), lambda: body(*inputs)])
         report.before_ms, report.after_ms = before * 1e3, after * 1e3
         if after > before:
             report.unchanged = f"rewritten it took {after / before:.2f} times as long"

@@ -92,8 +92,8 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
             if described.call.never_gains and described.device() == "cpu":
                 call.reason = described.call.why_left
                 return
-            on_cuda = described.device().startswith("cuda") and not described.call.on_cuda
-            if on_cuda and registry.preferred.get(described.operation) is None:
+            on_cuda = described.device().startswith("cuda") and registry.preferred.get(described.operation) is None
+            if on_cuda and not described.call.may_gain_on_cuda(described.problem()):
                 call.reason = UNMEASURED
                 return
             if described.leaves_computed():

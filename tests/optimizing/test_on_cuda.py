@@ -36,17 +36,19 @@ class Stand:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fastest: str) -> None:
         self.captures: list[tuple[int, ...]] = []
+        self.timed: list[tuple[str, bool]] = []
         self.fails = ""
 
         def listed(operation: str, device: str) -> list[registry.AlgorithmInfo]:
             return [a for a in registry.algorithms(operation, "cpu") if a.name in ALGORITHMS]
 
-        def seconds(call) -> float:
-            way = call.__defaults__[0].name
+        def seconds(call, deterministic) -> float:
+            way = call.keywords.get("algorithm", on_cuda.FUSED if call.func is fused else "torch")
             call()
+            self.timed.append((way, deterministic))
             return 1e-6 if way == fastest else 1e-4
 
-        def captured(body, given):
+        def captured(body, given, deterministic):
             if self.fails:
                 raise RuntimeError(self.fails)
             self.captures.append(tuple(given[0].shape))
@@ -60,6 +62,7 @@ class Stand:
         monkeypatch.setattr(on_cuda, "captured", captured)
         monkeypatch.setattr(on_cuda, "conv2d_fused", fused)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(
             on_cuda, "wall_seconds", lambda calls: [call() is None or 1.0 / (i + 1) for i, call in enumerate(calls)]
@@ -91,14 +94,68 @@ def test_the_fastest_way_computes_each_convolution(fastest, monkeypatch):
     assert torch.equal(again(x), optimized(x))
 
 
-def test_each_set_of_sizes_is_captured_once_and_the_oldest_goes(monkeypatch):
+def test_each_set_of_sizes_is_captured_once_and_what_comes_late_runs(monkeypatch):
     stand = Stand(monkeypatch, "torch")
     optimized = ai3_ops.optimize(Block().eval(), torch.randn(2, 3, 9, 9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for batch in (*range(3, 3 + on_cuda.KEPT), 2, 3 + on_cuda.KEPT - 1):
             assert optimized(torch.randn(batch, 3, 9, 9)).shape == (batch, 5)
-    assert [shape[0] for shape in stand.captures] == [2, *range(3, 3 + on_cuda.KEPT), 2]
+    assert [shape[0] for shape in stand.captures] == [2, *range(3, 2 + on_cuda.KEPT)]
+
+
+def test_what_lies_on_the_cpu_is_not_captured(monkeypatch):
+    """A kernel's launch reads it."""
+    stand = Stand(monkeypatch, "torch")
+    scale = torch.tensor(2.0)
+    monkeypatch.setattr(on_cuda, "is_on_cuda", lambda values: any(v is not scale for v in values))
+    body = on_cuda.Replayed(Scaled(), replays=True)
+    x = torch.ones(3)
+    assert torch.equal(body(x, scale), 2 * x)
+    assert not stand.captures
+    assert torch.equal(body(x, x), x)
+    assert stand.captures == [(3,)]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+
+def test_later_sizes_are_planned_without_measuring(monkeypatch):
+    stand = Stand(monkeypatch, "im2col")
+    optimized = ai3_ops.optimize(Fixed().eval(), torch.randn(2, 3, 9, 9))
+    timed = len(stand.timed)
+    assert timed
+    x = torch.randn(2, 3, 12, 12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(optimized(x), optimized._ai3_original[0](x).detach(), rtol=1e-4, atol=1e-5)
+    assert len(stand.timed) == timed
+    steps = optimized._ai3_plans[[*optimized._ai3_plans][-1]].report.steps
+    assert [s.algorithm for s in steps if s.operation == "conv2d"] == ["im2col"]
+
+
+class Fixed(nn.Module):
+    """Its graph holds for the example's sizes alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * (2.0 if x.shape[-1] == 9 else 3.0)
+
+
+def test_settings_that_bound_the_choice(monkeypatch):
+    stand = Stand(monkeypatch, "winograd_f4")
+    x = torch.randn(2, 3, 9, 9)
+    optimized = ai3_ops.optimize(Block().eval(), x, memory_limit=0, deterministic=True, objective="memory")
+    assert {way for way, _ in stand.timed} <= {"torch", on_cuda.FUSED}
+    assert all(deterministic for _, deterministic in stand.timed)
+    notes = str(optimized._ai3_report.parts[0].notes)
+    assert "memory_limit: of kernels on a GPU only PyTorch's are taken" in notes
+    assert "objective 'memory'" in notes
 
 
 def test_both_layouts_are_tried_where_tensor_cores_multiply(monkeypatch):
