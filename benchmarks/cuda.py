@@ -65,7 +65,8 @@ def layers() -> dict[str, Any]:
     for precision, (dtype, tf32, layout) in PRECISIONS.items():
         _switch(tf32)
         for layer in CONVOLUTIONS:
-            module = layer.module().cuda().to(dtype).to(memory_format=layout)
+            with torch.inference_mode(False):  # whose weights have no version, so that packs could not be kept
+                module = layer.module().cuda().to(dtype).to(memory_format=layout)
             x = layer.input().cuda().to(dtype).to(memory_format=layout)
             made: dict[str, nn.Module] = {}
             for info in ai3_ops.algorithms("conv2d", "cuda"):
@@ -143,8 +144,9 @@ def networks() -> dict[str, Any]:
     found: dict[str, Any] = {}
     _switch(False)
     for name in NETWORKS:
-        named = models.named(name, batch=10)
-        model, x = named.model.cuda(), named.inputs.cuda()
+        with torch.inference_mode(False):
+            named = models.named(name, batch=10)
+            model, x = named.model.cuda(), named.inputs.cuda()
         made: dict[str, nn.Module] = {"torch": model}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -235,9 +237,9 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     """The Markdown page."""
     yield "# CUDA"
     yield ""
-    yield "Written by `python -m benchmarks.cuda`. Times over PyTorch eager's with `cudnn.benchmark`, in turns, in one run:"
-    yield "below 1 is faster than PyTorch. Float32 is strict, and in NCHW where nothing else is said; TF32 and bfloat16 are in"
-    yield "channels_last. Columns `default` of networks are of the rule as it is, from two runs."
+    yield "Written by `python -m benchmarks.cuda`. Times over PyTorch eager's with `cudnn.benchmark`, in turns, each table in one"
+    yield "run (`optimize` in two): below 1 is faster than PyTorch. Float32 is strict, and in NCHW where nothing else is said; TF32"
+    yield "and bfloat16 are in channels_last. Columns `default` of networks are of the rule as it is, from two runs."
     yield ""
     yield from measure.table(("machine", ""), data["machine"].items())
     for precision, found in data.get("layers", {}).items():

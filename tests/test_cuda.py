@@ -17,6 +17,7 @@ from ai3_ops import _library
 from ai3_ops.calls.call import UNMEASURED
 from ai3_ops.measuring import timing
 from ai3_ops.operations.conv2d import Conv2dCall
+from ai3_ops.operations.linear import LinearCall
 from ai3_ops.surveying.describe import Described
 
 LIBRARY = Path(ai3_ops.__file__).parent / "_C_cuda.so"
@@ -141,7 +142,7 @@ def test_default_leaves_what_no_gpu_has_measured_to_pytorch(monkeypatch):
         ({}, True),
         ({"channels": 32}, False),
         ({"stride": 2}, False),
-        ({"groups": 2}, False),
+        ({"groups": 2, "channels": 128}, False),
         ({"dilation": 2}, False),
         ({"kernel": 1}, False),
         ({"dtype": torch.bfloat16}, False),
@@ -164,6 +165,30 @@ def test_default_takes_winograd_where_a_gpu_has_shown_it_to_be_faster(change, ga
     assert call.measured(args) == gains
     assert call.is_unmeasured((x.as_subclass(_ToldCuda), *args[1:])) != gains
     assert not call.is_unmeasured(args)  # on the CPU other rules hold
+    # While a graph is made, sizes that may change are nobody's: PyTorch computes the call.
+    monkeypatch.setattr("ai3_ops.calls.call._is_compiling", lambda: True)
+    monkeypatch.setattr("ai3_ops._torch.has_constant_sizes", lambda values: False)
+    assert call.is_unmeasured((x.as_subclass(_ToldCuda), *args[1:]))
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "window", "may"),
+    [
+        ((1, 64, 9, 9), (64, 64, 3, 3), (1, 1, 1, 1), True),
+        ((1, 64, 9, 9), (64, 64, 1, 1), (1, 0, 1, 1), False),
+        ((1, 64, 9, 9), (64, 64, 3, 3), (2, 1, 1, 1), False),
+        ((1, 64, 9, 9), (64, 64, 3, 3), (1, 1, 2, 1), False),
+        ((1, 128, 9, 9), (128, 64, 3, 3), (1, 1, 1, 2), False),
+        ((1, 32, 9, 9), (64, 32, 3, 3), (1, 1, 1, 1), False),
+    ],
+)
+def test_layers_that_no_batch_gives_to_default_keep_their_class(x, w, window, may):
+    for dtype in (torch.float32, torch.bfloat16):
+        tensors = (torch.empty(shape, dtype=dtype, device="meta") for shape in (x, w))
+        problem = ai3_ops.registry.OPERATIONS["conv2d"].problem("", *tensors, None, *window)
+        assert Conv2dCall.may_gain_on_cuda(problem) == (may and dtype == torch.float32)
+    assert Conv2dCall.may_gain_on_cuda(None)
+    assert not LinearCall.may_gain_on_cuda(None)
 
 
 @built

@@ -1,7 +1,8 @@
-"""What a GPU shows at first, in an order in which each step relies on those before: `python -m ai3_ops doctor --first-run`.
+"""What a GPU shows at first: `python -m ai3_ops doctor --first-run`.
 
 Each step is a process of its own, so that one that breaks the GPU's context takes nothing along, and prints one line and one
-object of JSON. `python -m ai3_ops.cli.first_run STEP` runs a single one, in this process.
+object of JSON as it ends; they run side by side, but for the times, which come last. `python -m ai3_ops.cli.first_run STEP` runs
+a single one, in this process.
 """
 
 from __future__ import annotations
@@ -390,15 +391,20 @@ def times() -> Facts:
     return {"found": f"a call costs {overhead:+.1f} us over ATen's", "overhead_us": overhead, **found}
 
 
+def sanitizer() -> str:
+    """Where compute-sanitizer is, "" for nowhere."""
+    usual = Path("/usr/local/cuda/bin/compute-sanitizer")
+    return shutil.which("compute-sanitizer") or (str(usual) if usual.exists() else "")
+
+
 def _run(name: str) -> Facts:
     """One step in a process of its own."""
     s = STEPS[name]
     command = [sys.executable, "-m", "ai3_ops.cli.first_run", name]
     if s.sanitizer:
-        sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-        if not Path(sanitizer).exists():
+        if not (found := sanitizer()):
             return {"step": name, "status": "skipped", "found": "needs compute-sanitizer, of the CUDA toolkit"}
-        command = [sanitizer, "--tool", s.sanitizer, "--error-exitcode", "9", "--print-limit", "5", *command]
+        command = [found, "--tool", s.sanitizer, "--error-exitcode", "9", "--print-limit", "5", *command]
     start = time.perf_counter()
     try:
         done = subprocess.run(

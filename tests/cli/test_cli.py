@@ -145,7 +145,7 @@ def test_a_first_run_tells_of_each_step(monkeypatch, capsys):
     for name in [name for name in first_run.STEPS if name not in ("versions", "memcheck", "times")]:
         monkeypatch.delitem(first_run.STEPS, name)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(first_run.shutil, "which", lambda name: None)
+    monkeypatch.setattr(first_run, "sanitizer", lambda: "")
     assert main(["doctor", "--first-run"]) == 1
     shown = capsys.readouterr().out
     facts = [json.loads(line) for line in shown.splitlines() if line.startswith("{")]

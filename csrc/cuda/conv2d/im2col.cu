@@ -1,6 +1,7 @@
 // im2col + GEMM (Chellapilla et al. 2006): every patch becomes a row (NHWC) or column (NCHW) of a matrix in the workspace, and
 // cuBLAS multiplies it with the weights. Images, or rows of one that is too large, go through the workspace in chunks, so that it
-// stays bounded. A 1x1 kernel with stride 1 is a product already, and its input is multiplied where it lies.
+// stays bounded, but for the float32 sums of all outputs where a bias is added in 16 bits. A 1x1 kernel with stride 1 is a
+// product already, and its input is multiplied where it lies.
 #include "../../algos/conv2d/lent.h"
 #include "../core/cublas.cuh"
 #include "gradients.cuh"
