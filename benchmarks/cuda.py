@@ -238,8 +238,8 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield "# CUDA"
     yield ""
     yield "Written by `python -m benchmarks.cuda`. Times over PyTorch eager's with `cudnn.benchmark`, in turns, each table in one"
-    yield "run (`optimize` in two): below 1 is faster than PyTorch. Float32 is strict, and in NCHW where nothing else is said; TF32"
-    yield "and bfloat16 are in channels_last. Columns `default` of networks are of the rule as it is, from two runs."
+    yield "run (`optimize` in two): below 1 is faster than PyTorch. Float32 is strict, and in NCHW where nothing else is said;"
+    yield "TF32 and bfloat16 are in channels_last. Columns `default` of networks are of the rule as it is, from two runs."
     yield ""
     yield from measure.table(("machine", ""), data["machine"].items())
     for precision, found in data.get("layers", {}).items():
