@@ -467,10 +467,33 @@ TEST(Cudnn, ItsOwnTableHasEveryMethodUnderItsName) {
       {"fft_tiling", CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING},
       {"winograd", CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD},
       {"winograd_nonfused", CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED}};
+  const Capability older(80);  // from 9.0 on cuDNN has no Winograd in one kernel
   for (const auto& [name, method] : methods) {
     expect_exact(on_cuda<Conv2dProblem>("conv2d", name), problems::conv2d(problems::conv3x3(1, 3, 5, 8, 4, 1), false, true));
     EXPECT_EQ(fake::dnn_algorithm_used, method) << name;
   }
+}
+
+TEST(Cudnn, MethodsThatWouldRoundBeforeABiasRefuseItIn16Bits) {
+  Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 8, 4, 1), false, true);
+  for (const char* name : {"gemm", "fft", "fft_tiling", "implicit_gemm"})
+    for (DType dtype : {DType::f32, DType::f16})
+      for (bool bias : {false, true}) {
+        p.dtype = dtype, p.has_bias = bias;
+        Reason reason;
+        const bool refused = bias && dtype == DType::f16 && std::string(name) != "implicit_gemm";
+        EXPECT_EQ(supported(on_cuda<Conv2dProblem>("conv2d", name), p, reason), !refused)
+            << name << " " << name_of(dtype) << bias;
+      }
+}
+
+TEST(Cudnn, WinogradIsOursWhereItHasNone) {
+  Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 8, 4, 1), false, true);
+  const auto &winograd = on_cuda<Conv2dProblem>("conv2d", "winograd"), &own = on_cuda<Conv2dProblem>("conv2d", "winograd_f4");
+  EXPECT_EQ(winograd.traits.packed_bytes(p), own.traits.packed_bytes(p));
+  EXPECT_EQ(winograd.traits.workspace(p), own.traits.workspace(p));
+  const Capability older(80);
+  EXPECT_EQ(winograd.traits.packed_bytes(p), 0);
 }
 
 // In any other order cuDNN rearranges a filter of tensor cores in every call; without them it would copy the images instead.
