@@ -12,15 +12,23 @@ using Own = Winograd<4>;
 bool is_own() { return current_capability() >= 90; }
 
 bool supports(const Conv2dProblem& p, Reason& reason) { return is_own() ? Own::supports(p, reason) : By::supports(p, reason); }
-int64_t workspace(const Conv2dProblem& p) { return is_own() ? Own::workspace(p) : By::workspace(p); }
-int64_t packed_bytes(const Conv2dProblem& p) { return is_own() ? Own::packed_bytes(p) : By::packed_bytes(p); }
+// Ours transforms the weight in every call: packs are the CPU's rule's, which chooses among others. `winograd_f4` keeps them.
+int64_t workspace(const Conv2dProblem& p) {
+  return is_own() ? checked_add(Own::workspace(p), Own::packed_bytes(p)) : By::workspace(p);
+}
 void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   if (!is_own()) return By::run(p, m, workspace);
-  with_type(p.dtype, [&]<class T>() { Own::run<T>(p, m, workspace); });
+  with_type(p.dtype, [&]<class T>() {
+    auto* const packed = take<char>(workspace, Own::packed_bytes(p));
+    Conv2dOperands with_pack = m;
+    with_pack.weight = packed;
+    Own::transform_weight(p, m.weight.read<T>(), reinterpret_cast<Acc<T>*>(packed), workspace);
+    Own::run<T>(p, with_pack, workspace);
+  });
 }
 
 AI3_REGISTER_(conv2d, winograd, run, .accuracy = Accuracy::bounded, .error_bound = 4e-5, .supports = supports,
-              .workspace = workspace, .packed_bytes = packed_bytes, .pack = Own::pack, .gradients = gradients_by_im2col)
+              .workspace = workspace, .gradients = gradients_by_im2col)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL
