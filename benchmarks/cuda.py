@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import time
 import warnings
@@ -27,7 +26,9 @@ from torch import Tensor, nn
 
 import ai3_ops
 from ai3_ops.cli import models
-from ai3_ops.cli.first_run import NETWORKS, microseconds
+from ai3_ops.cli.bench import MODELS
+from ai3_ops.cli.first_run import microseconds
+from ai3_ops.measuring import gpu
 
 PAGE = measure.ROOT / "docs" / "benchmarks" / "cuda.md"
 # The paper's, then convolutions of ResNet-50, MobileNet and a network for upscaling; for 1 and 32 images.
@@ -123,27 +124,11 @@ def rows() -> dict[str, Any]:
     return found
 
 
-def _seconds(calls: list[Callable[[], Any]], turns: int = 9) -> list[float]:
-    """Medians of whole calls, host included, in turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        for _ in range(3):
-            call()
-    for _ in range(turns):
-        for call, seen in zip(calls, times, strict=True):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            seen.append(time.perf_counter() - start)
-    return [statistics.median(seen) for seen in times]
-
-
 def networks() -> dict[str, Any]:
     """The paper's Figure 4: networks whose convolutions one algorithm computes, in strict float32; and default."""
     found: dict[str, Any] = {}
     _switch(False)
-    for name in NETWORKS:
+    for name in MODELS:
         with torch.inference_mode(False):
             named = models.named(name, batch=10)
             model, x = named.model.cuda(), named.inputs.cuda()
@@ -155,7 +140,7 @@ def networks() -> dict[str, Any]:
                     made[algorithm] = ai3_ops.swap(model, {"conv2d": algorithm}, x)
             with torch.inference_mode(False):
                 made["all default"] = ai3_ops.swap(model, "default", x)
-        theirs, *ours = _seconds([_call(m, x) for m in made.values()])
+        theirs, *ours = gpu.in_turns([_call(m, x) for m in made.values()], gpu.wall_seconds)
         found[name] = {"torch_ms": theirs * 1e3, **{k: s / theirs for k, s in zip([*made][1:], ours, strict=True)}}
     return found
 
@@ -166,7 +151,7 @@ _FEW = "resnet152", "vit_b_16"
 _COMPILED = ("squeezenet1_1",)
 
 
-def optimized(names: tuple[str, ...] = NETWORKS) -> dict[str, Any]:
+def optimized(names: tuple[str, ...] = MODELS) -> dict[str, Any]:
     """Networks through `optimize`, over eager."""
     found: dict[str, Any] = {}
     for name in names:
@@ -202,7 +187,7 @@ def _optimized(name: str, batch: int, dtype: torch.dtype, compiles: bool) -> dic
     calls = [_call(model, x), _call(ours, x)]
     if compiles:
         calls.append(_call(torch.compile(model, mode="max-autotune"), x))
-    theirs, *others = _seconds(calls)
+    theirs, *others = gpu.in_turns(calls, gpu.wall_seconds)
     ratios = dict(zip(("optimize", "max-autotune"), (s / theirs for s in others), strict=False))
     return {"torch_ms": theirs * 1e3, **ratios, "seconds": took}
 

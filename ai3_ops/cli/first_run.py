@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,9 @@ from torch import Tensor
 import ai3_ops
 from ai3_ops import _library, registry
 from ai3_ops.checking import values
-from ai3_ops.checking.cases import DTYPES, calls, few_calls
-from ai3_ops.cli import models
+from ai3_ops.checking.cases import DTYPES, Call, calls, few_calls
+from ai3_ops.cli import bench, models
+from ai3_ops.measuring import gpu
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,17 +44,6 @@ Facts = dict[str, Any]
 # The convolutions of the ai3 paper (arXiv 2410.08300): channels in and out, and the size of 10 images; 3x3, no padding.
 PAPER = ((3, 224), (64, 112), (256, 28), (512, 14))
 PAPER_METHODS = "implicit_gemm", "implicit_precomp_gemm"
-NETWORKS = (
-    "alexnet",
-    "densenet121",
-    "googlenet",
-    "inception_v3",
-    "resnet152",
-    "squeezenet1_1",
-    "swin_b",
-    "vgg16",
-    "vit_b_16",
-)
 
 
 @dataclass(frozen=True)
@@ -125,17 +115,21 @@ def relu() -> Facts:
 @step("every kernel's smallest case of whole numbers", CUDA_LAUNCH_BLOCKING="1")
 def kernels() -> Facts:
     """Of every algorithm and type, exact where the algorithm is."""
+    each = (few_calls(info, 1, dtype, fill="integers") for info in _algorithms() for dtype in info.dtypes)
+    return {"found": f"{_checked(itertools.chain.from_iterable(each))} calls", "algorithms": len(_algorithms())}
+
+
+def _checked(given: Iterable[Call]) -> int:
+    """How many calls there are; AssertionError with those that are wrong."""
     ran, wrong = 0, []
-    for info in _algorithms():
-        for dtype in info.dtypes:
-            for call in few_calls(info, 1, dtype, fill="integers"):
-                try:
-                    values.assert_within(call, call.run())
-                    ran += 1
-                except (AssertionError, RuntimeError) as error:
-                    wrong.append(str(error))
-    assert not wrong, f"{len(wrong)} of {ran + len(wrong)}: " + "; ".join(wrong)
-    return {"found": f"{ran} calls", "algorithms": len(_algorithms())}
+    for call in given:
+        try:
+            values.assert_within(call, call.run())
+            ran += 1
+        except (AssertionError, RuntimeError) as error:
+            wrong.append(str(error))
+    assert not wrong, f"{len(wrong)} of {ran + len(wrong)}: " + "; ".join(wrong[:40])
+    return ran
 
 
 for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
@@ -301,16 +295,8 @@ def repeats() -> Facts:
 @step("every algorithm's test cases in float32", 600)
 def cases() -> Facts:
     """Random data, all cases that an algorithm supports."""
-    ran, wrong = 0, []
-    for info in _algorithms():
-        for call in calls(info, "normal", ("float32",)):
-            try:
-                values.assert_within(call, call.run())
-                ran += 1
-            except (AssertionError, RuntimeError) as error:
-                wrong.append(str(error))
-    assert not wrong, f"{len(wrong)} of {ran + len(wrong)}: " + "; ".join(wrong[:40])
-    return {"found": f"{ran} calls"}
+    each = (calls(info, "normal", ("float32",)) for info in _algorithms())
+    return {"found": f"{_checked(itertools.chain.from_iterable(each))} calls"}
 
 
 @step("the paper's networks against float64", 600)
@@ -321,7 +307,7 @@ def networks() -> Facts:
     found: dict[str, dict[str, float]] = {}
     warnings.simplefilter("ignore")  # of layers that an algorithm leaves to PyTorch
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    for name in NETWORKS:
+    for name in bench.MODELS:
         named = models.named(name, batch=2)
         models.settle(named.model, named.inputs)
         model, x = named.model.cuda(), named.inputs.cuda()
@@ -338,22 +324,9 @@ def networks() -> Facts:
     return {"found": f"{len(found)} networks, largest error {worst:.1e}", "errors": found}
 
 
-def microseconds(functions: list[Callable[[], Any]], turns: int = 15, repeats: int = 10) -> list[float]:
+def microseconds(functions: Sequence[gpu.Function], turns: int = 15, repeats: int = 10) -> list[float]:
     """Medians of each on the GPU, by events, in turns."""
-    times: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        for _ in range(3):
-            function()
-    for _ in range(turns):
-        for function, seen in zip(functions, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(repeats):
-                function()
-            end.record()
-            end.synchronize()
-            seen.append(begin.elapsed_time(end) * 1e3 / repeats)
-    return [statistics.median(seen) for seen in times]
+    return [s * 1e6 for s in gpu.in_turns(functions, lambda call: gpu.event_seconds(call, repeats), turns)]
 
 
 @step("only now time: the paper's layers over PyTorch's convolution, and what a call costs", 600)
@@ -392,7 +365,7 @@ def times() -> Facts:
 
 
 def sanitizer() -> str:
-    """Where compute-sanitizer is, "" for nowhere."""
+    """The path of compute-sanitizer; "" where there is none."""
     usual = Path("/usr/local/cuda/bin/compute-sanitizer")
     return shutil.which("compute-sanitizer") or (str(usual) if usual.exists() else "")
 
@@ -431,7 +404,6 @@ def main(console: Console) -> int:
     if not torch.cuda.is_available():
         console.print("a first run needs a GPU, and torch finds none", style="yellow")
         return 1
-    timed = ["times"]
     results = []
 
     def tell(facts: Facts) -> None:
@@ -443,10 +415,9 @@ def main(console: Console) -> int:
         console.print(json.dumps(facts), markup=False, highlight=False, soft_wrap=True)
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(_run, name) for name in STEPS if name not in timed]):
+        for done in concurrent.futures.as_completed([pool.submit(_run, name) for name in STEPS if name != "times"]):
             tell(done.result())
-    for name in timed:
-        tell(_run(name))
+    tell(_run("times"))
     failed = [facts["step"] for facts in results if facts["status"] == "FAILED"]
     if failed:
         console.print(f"failed: {', '.join(failed)}; report the lines of JSON", style="red", markup=False)

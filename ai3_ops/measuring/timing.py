@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ai3_ops import _library, registry
 from ai3_ops.calls.call import Call
 from ai3_ops.calls.spec import Spec
+from ai3_ops.measuring.gpu import event_seconds
 from ai3_ops.problem import Problem
 from ai3_ops.registry import operator_named
 from ai3_ops.selecting.choice import Algorithm
@@ -252,12 +253,7 @@ class Surroundings:
         twin()
         if input.is_cuda:
             with torch.cuda.device(input.device):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                function()
-                end.record()
-                end.synchronize()
-            return begin.elapsed_time(end) / 1e3
+                return event_seconds(function)
         start = clock()
         function()
         return clock() - start

@@ -23,17 +23,17 @@ from ai3_ops import _torch, registry
 from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network
+from ai3_ops.measuring import gpu
 from ai3_ops.operations.activations import ACTIVATIONS
 from ai3_ops.operations.conv2d import Conv2dCall
 from ai3_ops.optimizing import choose
 from ai3_ops.programs.lower import module_of
 from ai3_ops.registry import AlgorithmInfo
+from ai3_ops.tuning.settings import TOLERANCE
 
 KEPT = 8  # sets of sizes with a graph of their own; others run step by step, since a capture takes longer than a call
-TOLERANCE = 5e-5  # of a layer's error, as `tune` has it
 FUSED = "torch, fused"  # cuDNN adds bias and residual and takes the ReLU, in one kernel where it has one
 _FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
-_Function = Callable[[], Any]
 
 
 def is_on_cuda(values: Sequence[Any]) -> bool:
@@ -201,28 +201,6 @@ def _allows_tf32(input: Tensor) -> bool:
     return input.dtype == torch.float32 and Conv2dCall.allow_tf32()
 
 
-def conv2d_packed(
-    input: Tensor,
-    packed: Tensor,
-    weight_size: Sequence[int],
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-    *,
-    algorithm: str,
-    activation: str = "none",
-    parameter: Tensor | float | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """activation(conv2d(x) + bias + residual) by an algorithm on a weight that it has packed."""
-    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_packed").default
-    window = [[*pair] for pair in (stride, padding, dilation)]
-    output = operator(input, packed, [*weight_size], bias, *window, groups, allow_tf32=_allows_tf32(input))
-    return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
-
-
 def conv2d_by(
     input: Tensor,
     weight: Tensor,
@@ -233,14 +211,16 @@ def conv2d_by(
     groups: int,
     *,
     algorithm: str,
+    weight_size: Sequence[int] | None = None,
     activation: str = "none",
     parameter: Tensor | float | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """activation(conv2d(x) + bias + residual) by an algorithm that reads the weight as it is."""
-    operator = getattr(torch.ops.ai3, f"conv2d_{algorithm}").default
+    """activation(conv2d(x) + bias + residual) by an algorithm; `weight` is what it has packed where `weight_size` is given."""
+    sizes = [] if weight_size is None else [[*weight_size]]
+    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_packed" if sizes else f"conv2d_{algorithm}").default
     window = [[*pair] for pair in (stride, padding, dilation)]
-    output = operator(input, weight, bias, *window, groups, allow_tf32=_allows_tf32(input))
+    output = operator(input, weight, *sizes, bias, *window, groups, allow_tf32=_allows_tf32(input))
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 
@@ -255,7 +235,7 @@ class _Way:
     kwargs: dict[str, Any]
 
 
-def graph_seconds(call: _Function, deterministic: bool = False, repeats: int = 8) -> float:
+def graph_seconds(call: gpu.Function, deterministic: bool = False, repeats: int = 8) -> float:
     """Of one call on the GPU, without what it takes to launch: several are captured and replayed; inf where none can be."""
     try:
         with _capturing, _benchmarking(deterministic):
@@ -267,14 +247,7 @@ def graph_seconds(call: _Function, deterministic: bool = False, repeats: int = 8
                     call()
     except RuntimeError:
         return math.inf
-    times = []
-    for _ in range(4):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3 / repeats)
+    times = [gpu.event_seconds(graph.replay) / repeats for _ in range(4)]
     return statistics.median(times[1:])
 
 
@@ -289,7 +262,7 @@ class Chooser:
     """Gives each convolution of a network the fastest way, by what selectors allow; equal ones are measured once."""
 
     def __init__(
-        self, settings: Any, deadline: float, seconds: Callable[[_Function, bool], float] = graph_seconds
+        self, settings: Any, deadline: float, seconds: Callable[[gpu.Function, bool], float] = graph_seconds
     ) -> None:
         self.settings, self.deadline, self.seconds = settings, deadline, seconds
         self.known: dict[Any, str] = {}
@@ -346,7 +319,8 @@ class Chooser:
                 held = network.graph.get_attr(f"{a['weight'].target}_{info.name}")
             network.constants[str(held.target)] = packed
             held.meta.update(a["weight"].meta)
-            yield _Way(info.name, conv2d_packed, (a["input"], held, [*weight.shape], a["bias"], *window), named)
+            named["weight_size"] = [*weight.shape]
+            yield _Way(info.name, conv2d_by, (a["input"], held, a["bias"], *window), named)
         if asked not in (choose.AUTO, "default"):  # where it does not fit after all
             yield _Way("torch", steps.conv2d, node.args, plain)
 
@@ -381,7 +355,7 @@ def formatted(network: Network, layout: str) -> None:
     for node in network.graph.nodes:
         if node.op == "get_attr" and any(u.target in (steps.conv2d, conv2d_fused, conv2d_by) for u in node.users):
             value = network.constants[str(node.target)]
-            if value.ndim == 4:
+            if value.ndim == 4:  # packs have other forms
                 network.constants[str(node.target)] = value.contiguous(memory_format=_FORMATS[layout])
     for node in network.inputs:
         if len(node.meta["shape"] or ()) != 4 or not node.users:
@@ -393,22 +367,6 @@ def formatted(network: Network, layout: str) -> None:
         moved.meta.update(node.meta)
         for user in [user for user in node.users if user is not moved]:
             user.replace_input_with(node, moved)
-
-
-def wall_seconds(calls: Sequence[_Function], turns: int = 9) -> list[float]:
-    """Medians of whole calls, from the host to the end on the GPU, in turns."""
-    times: list[list[float]] = [[] for _ in calls]
-    for call in calls:
-        for _ in range(3):
-            call()
-    for _ in range(turns):
-        for call, seen in zip(calls, times, strict=True):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
-            seen.append(time.perf_counter() - start)
-    return [statistics.median(seen) for seen in times]
 
 
 def layouts_of(network: Network) -> list[str]:
@@ -439,7 +397,7 @@ def made(
         replayed = Replayed(module_of(one, []), settings.cuda_graphs, settings.deterministic)
         if not accurate(lambda given, run=replayed.body: run(*given)):  # type: ignore[misc]
             continue
-        (took,) = wall_seconds([lambda run=replayed: run(*inputs)])  # type: ignore[misc]
+        (took,) = gpu.in_turns([functools.partial(replayed, *inputs)], gpu.wall_seconds)
         found.append((took, replayed, steps_of(one, chooser)))
     if not found:
         return None
@@ -468,7 +426,7 @@ def steps_of(network: Network, chooser: Chooser) -> list[Step]:
     for node in network.graph.nodes:
         if node.op != "call_function":
             continue
-        convolves = node.target in (conv2d_fused, conv2d_packed, conv2d_by)
+        convolves = node.target in (conv2d_fused, conv2d_by)
         operation = "conv2d" if convolves else getattr(node.target, "__name__", str(node.target))
         named = node.kwargs.get("algorithm", "torch")
         algorithm, reason = chooser.names.get(node, ("torch", "") if named in steps.RULES else (named, "named"))

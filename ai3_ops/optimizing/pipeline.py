@@ -26,6 +26,7 @@ from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import Calls, capture
 from ai3_ops.graph.network import Checker, Network, Rewrite, difference, flat
 from ai3_ops.graph.state import copied
+from ai3_ops.measuring import gpu
 from ai3_ops.optimizing import choose, on_cuda
 from ai3_ops.optimizing.search import search
 from ai3_ops.programs.lower import DTYPES, Part, Region, build, example_values, module_of, outside, parts
@@ -153,8 +154,8 @@ def make_plan(
     network = capture(module, args, kwargs, functional=not swapping, first=first)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
-    gpu = swapping and on_cuda.is_on_cuda(inputs)  # of what Inductor asks about, a GPU has no programs
-    for node in network.graph.nodes if gpu else ():
+    of_gpu = swapping and on_cuda.is_on_cuda(inputs)  # of what Inductor asks about, a GPU has no programs
+    for node in network.graph.nodes if of_gpu else ():
         node.meta["device"] = "cuda"
     sites = choose.call_sites(module, args, kwargs) if settings.resolved is None and swapping else {}
     resolved = choose.follow(network, module, settings.selectors, settings.resolved, whole, name, sites, report.notes)
@@ -162,7 +163,7 @@ def make_plan(
     progress("rewrites")
     fusion.simplify(network)
     budget.reserve()
-    if gpu:
+    if of_gpu:
         seconds = time.monotonic() - begun
         return _on_cuda(module, args, kwargs, settings, budget.until(), captured, network, resolved, report, seconds)
     if swapping and settings.thorough and not parts(network):
@@ -341,7 +342,8 @@ def _on_cuda(
     resolved = on_cuda.learned(report.steps, resolved)
     if settings.thorough:
         with torch.cuda.device(device):
-            before, after = on_cuda.wall_seconds([lambda: module(*args, **kwargs), lambda: body(*inputs)])
+            both = [functools.partial(module, *args, **kwargs), functools.partial(body, *inputs)]
+            before, after = gpu.in_turns(both, gpu.wall_seconds)
         report.before_ms, report.after_ms = before * 1e3, after * 1e3
         if after > before:
             report.unchanged = f"rewritten it took {after / before:.2f} times as long"

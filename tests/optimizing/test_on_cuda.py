@@ -65,7 +65,7 @@ class Stand:
         monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(
-            on_cuda, "wall_seconds", lambda calls: [call() is None or 1.0 / (i + 1) for i, call in enumerate(calls)]
+            on_cuda.gpu, "in_turns", lambda calls, _: [call() is None or 1.0 / (i + 1) for i, call in enumerate(calls)]
         )
 
 

@@ -18,13 +18,10 @@ int64_t workspace(const Conv2dProblem& p) {
 }
 void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   if (!is_own()) return By::run(p, m, workspace);
-  with_type(p.dtype, [&]<class T>() {
-    auto* const packed = take<char>(workspace, Own::packed_bytes(p));
-    Conv2dOperands with_pack = m;
-    with_pack.weight = packed;
-    Own::transform_weight(p, m.weight.read<T>(), reinterpret_cast<Acc<T>*>(packed), workspace);
-    Own::run<T>(p, with_pack, workspace);
-  });
+  Conv2dOperands packed = m;
+  packed.weight = take<char>(workspace, Own::packed_bytes(p));
+  Own::pack(p, m.weight, packed.weight, workspace);
+  with_type(p.dtype, [&]<class T>() { Own::run<T>(p, packed, workspace); });
 }
 
 AI3_REGISTER_(conv2d, winograd, run, .accuracy = Accuracy::bounded, .error_bound = 4e-5, .supports = supports,
