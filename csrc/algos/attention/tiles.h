@@ -37,18 +37,23 @@ AI3_INLINE RowsAt<Acc<T>> rows_at(const T* from, int64_t stride, int64_t count, 
       store(buffer + r * ld + c, load_some(from + r * stride + c, smaller(Vec<A>::width, size - c)));
   return {buffer, ld};
 }
+// x * 0 is 0 unless x is not finite. Four sums, so that additions need not wait for each other.
 template <class A>
 bool all_finite(const RowsAt<A>& rows, int64_t count, int64_t size) {
-  using Raw = typename Vec<A>::Raw;
-  Raw sum{};
+  constexpr int64_t width = Vec<A>::width;
+  typename Vec<A>::Raw sums[4] = {};
   A rest = 0;
   for (int64_t r = 0; r < count; r++) {
     const A* row = rows.data + r * rows.stride;
     int64_t c = 0;
-    for (; c + Vec<A>::width <= size; c += Vec<A>::width) sum += load(row + c).raw * Raw{};
+    for (; c + 4 * width <= size; c += 4 * width)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) sums[i] += load(row + c + i * width).raw * typename Vec<A>::Raw{};
+    for (; c + width <= size; c += width) sums[0] += load(row + c).raw * typename Vec<A>::Raw{};
     for (; c < size; c++) rest += row[c] * A(0);
   }
-  for (int l = 0; l < Vec<A>::width; l++) rest += sum[l];
+  const auto sum = sums[0] + sums[1] + (sums[2] + sums[3]);
+  for (int l = 0; l < width; l++) rest += sum[l];
   return rest == 0;
 }
 
@@ -75,26 +80,28 @@ void multiply_rows(const RowsAt<A>& rows, int64_t count, const A* panel, int64_t
                            Tile<A>{zeros, 0, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
   }
 }
-// sums[query] += weights[key][query] * rows[key], for R queries and two vectors of columns, or one.
-template <class A, bool half, int R = kRows>
+// sums[query] += weights(query, key) * rows[key], for R queries and two vectors of columns, or one; weights lie [key][query of a
+// panel], `queries_in_lanes`, or [query][key of a panel].
+template <class A, bool queries_in_lanes, bool half, int R = kRows>
 AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, A* sums, int64_t ld) {
   if constexpr (R > 1)
-    if (queries < R) return add_weighted_tile<A, half, R - 1>(queries, weights, rows, keys, sums, ld);
+    if (queries < R) return add_weighted_tile<A, queries_in_lanes, half, R - 1>(queries, weights, rows, keys, sums, ld);
+  constexpr int64_t of_query = queries_in_lanes ? 1 : kPanel<A>, of_key = queries_in_lanes ? kPanel<A> : 1;
   MicroTile<A, R, half> tile;
   tile.start(sums, ld);
   const A* row = rows.data;
-  for (int64_t j = 0; j < keys; j++, weights += kPanel<A>, row += rows.stride) {
+  for (int64_t j = 0; j < keys; j++, weights += of_key, row += rows.stride) {
     const Vec<A> left = load(row), right = half ? left : load(row + Vec<A>::width);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      const Vec<A> w = weights[r];
+      const Vec<A> w = weights[r * of_query];
       tile.left[r] = fma(w, left, tile.left[r]);
       if constexpr (!half) tile.right[r] = fma(w, right, tile.right[r]);
     }
   }
   tile.store(sums, ld);
 }
-template <class A>
+template <class A, bool queries_in_lanes = true>
 void add_weighted(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, int64_t columns, A* sums) {
   constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
   const int64_t ld = padded<A>(columns), slabs = ceil_div(queries, kRows);
@@ -102,21 +109,23 @@ void add_weighted(int64_t queries, const A* weights, const RowsAt<A>& rows, int6
     for (int64_t s = 0; s < slabs; s++) {
       const Share q = share(queries, slabs, s);
       const RowsAt<A> from{rows.data + c, rows.stride};
+      const A* const of_slab = weights + q.begin * (queries_in_lanes ? 1 : P);
       if (columns - c <= width)
-        add_weighted_tile<A, true>(q.size(), weights + q.begin, from, keys, sums + q.begin * ld + c, ld);
+        add_weighted_tile<A, queries_in_lanes, true>(q.size(), of_slab, from, keys, sums + q.begin * ld + c, ld);
       else
-        add_weighted_tile<A, false>(q.size(), weights + q.begin, from, keys, sums + q.begin * ld + c, ld);
+        add_weighted_tile<A, queries_in_lanes, false>(q.size(), of_slab, from, keys, sums + q.begin * ld + c, ld);
     }
 }
 // The same where rows that some queries do not see are not finite: those are left out.
-template <class A, class Seen>
+template <class A, bool queries_in_lanes = true, class Seen>
 void add_weighted_seen(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, int64_t columns, A* sums,
                        const Seen& seen) {
+  constexpr int64_t P = kPanel<A>;
   const int64_t ld = padded<A>(columns);
   for (int64_t q = 0; q < queries; q++)
     for (int64_t j = 0; j < keys; j++) {
       if (!seen(q, j)) continue;
-      const A w = weights[j * kPanel<A> + q];
+      const A w = queries_in_lanes ? weights[j * P + q] : weights[q * P + j];
       for (int64_t c = 0; c < columns; c++) sums[q * ld + c] += w * rows.data[j * rows.stride + c];
     }
 }
@@ -136,19 +145,21 @@ AI3_INLINE void add_mask(const A* added, int64_t count, A* scores) {
 }
 template <class A>
 AI3_INLINE bool any_seen(const A* added, int64_t count) {
-  auto seen = load(added).raw != Vec<A>(kHidden<A>).raw;
-  for (int64_t i = Vec<A>::width; i < count * kPanel<A>; i += Vec<A>::width)
+  constexpr int64_t width = Vec<A>::width;
+  auto seen = load(added).raw != Vec<A>(kHidden<A>).raw, more = load(added + width).raw != Vec<A>(kHidden<A>).raw;
+  for (int64_t i = kPanel<A>; i < count * kPanel<A>; i += kPanel<A>) {
     seen |= load(added + i).raw != Vec<A>(kHidden<A>).raw;
-  for (int l = 0; l < Vec<A>::width; l++)
+    more |= load(added + i + width).raw != Vec<A>(kHidden<A>).raw;
+  }
+  seen |= more;
+  for (int l = 0; l < width; l++)
     if (seen[l]) return true;
   return false;
 }
-// What the mask of a tile adds, to[key][query], hiding the lanes behind the last query; whether it lets any of it be seen.
+// What the mask of a tile adds, to[key][query], and whether it lets any of it be seen.
 template <class A>
 AI3_INLINE bool reads_any(const MaskRows<A>& mask, int64_t query, int64_t queries, int64_t key, int64_t keys, A* to) {
-  if (queries < kPanel<A>)
-    for (int64_t s = 0; s < keys * kPanel<A>; s++) to[s] = kHidden<A>;
-  mask.read_tile(query, queries, key, keys, to, kPanel<A>);
+  mask.read_panel(query, queries, key, keys, to);
   return any_seen(to, keys);
 }
 // Lanes outside of seen(row), counted from the panel's first one, become -inf.

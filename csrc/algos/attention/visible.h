@@ -74,6 +74,36 @@ AI3_INLINE bool hides_some(const AttentionProblem& p) {
   return p.causal || p.lower_right || p.window_left >= 0 || p.window_right >= 0;
 }
 
+// rows[i][j] becomes rows[j][i]: interleaving rows i and i + 8 moves the eight bits of a byte's place by one, so four times by
+// half.
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+AI3_INLINE void transpose(Bytes (&rows)[16]) {
+#pragma GCC unroll 4
+  for (int round = 0; round < 4; round++) {
+    Bytes next[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {
+      const Bytes low = rows[i], high = rows[i + 8];
+      next[2 * i] = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      next[2 * i + 1] = __builtin_shufflevector(low, high, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) rows[i] = next[i];
+  }
+}
+// -inf where a byte is -1, and 0 where it is 0.
+AI3_INLINE Vec<float> hidden_where(const int8_t* bytes) {
+#if AI3_VECTOR_BYTES == 64
+  const auto lanes = _mm512_maskz_cvtepi8_epi32(0xffff, _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+#elif AI3_VECTOR_BYTES == 32
+  const auto lanes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+#else
+  detail::Words lanes;
+  for (int i = 0; i < Vec<float>::width; i++) lanes[i] = static_cast<uint32_t>(bytes[i]);
+#endif
+  return detail::bit_cast<Vec<float>::Raw>(detail::bit_cast<detail::Words>(lanes) & 0xff800000u);
+}
+
 // The mask of one head; what it adds to scores, where `hidden` hides a key.
 template <class A>
 struct MaskRows {
@@ -106,19 +136,49 @@ struct MaskRows {
   void read_row(int64_t i, int64_t first, int64_t count, A* to) const {
     with_elements([&]<class M>(const M* all) {
       const M* from = all + i * row + first * column;
-      for (int64_t j = 0; j < count; j++) to[j] = added(from[j * column]);
+      if (column == 1)  // a loop that the compiler makes vectors of
+        for (int64_t j = 0; j < count; j++) to[j] = added(from[j]);
+      else
+        for (int64_t j = 0; j < count; j++) to[j] = added(from[j * column]);
     });
   }
-  // Of `queries` queries and `keys` keys: to[key * ld + query].
-  void read_tile(int64_t i, int64_t queries, int64_t first, int64_t keys, A* to, int64_t ld) const {
+  // Of up to a panel's queries and `keys` keys: to[key][query of the panel], hidden behind the last query.
+  void read_panel(int64_t i, int64_t queries, int64_t first, int64_t keys, A* to) const {
+    constexpr int64_t P = kPanel<A>;
     with_elements([&]<class M>(const M* all) {
       const M* from = all + i * row + first * column;
+      if constexpr (sizeof(M) == 1 && sizeof(A) == 4)
+        if (column == 1) return read_bytes(from, queries, keys, to);
+      if (queries < P)
+        for (int64_t s = 0; s < keys * P; s++) to[s] = kHidden<A>;
       if constexpr (sizeof(M) > 1 && sizeof(Acc<M>) == sizeof(A))
-        copy_rows(from, column, row, keys, queries, to, ld);
+        copy_rows(from, column, row, keys, queries, to, P);
       else
         for (int64_t q = 0; q < queries; q++)
-          for (int64_t j = 0; j < keys; j++) to[j * ld + q] = added(from[q * row + j * column]);
+          for (int64_t j = 0; j < keys; j++) to[j * P + q] = added(from[q * row + j * column]);
     });
+  }
+  // The same of booleans that lie beside each other for neighbouring keys, 16 x 16 at a time.
+  void read_bytes(const uint8_t* from, int64_t queries, int64_t keys, A* to) const {
+    constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
+    for (int64_t q = 0; q < P; q += 16)
+      for (int64_t j = 0; j < keys; j += 16) {
+        Bytes tile[16];
+        const int64_t count = smaller(16, keys - j);
+        for (int64_t r = 0; r < 16; r++) {
+          tile[r] = Bytes{};
+          if (q + r < queries) {
+            const uint8_t* const some = from + (q + r) * row + j;
+            count == 16 ? __builtin_memcpy(&tile[r], some, 16) : __builtin_memcpy(&tile[r], some, static_cast<size_t>(count));
+          }
+        }
+        transpose(tile);
+        for (int64_t r = 0; r < count; r++) {
+          const Bytes hidden = tile[r] == 0;
+          for (int64_t l = 0; l < smaller(16, P - q); l += width)
+            store(to + (j + r) * P + q + l, hidden_where(reinterpret_cast<const int8_t*>(&hidden) + l));
+        }
+      }
   }
   AI3_INLINE bool hides(int64_t i, int64_t j) const {
     A one;
