@@ -579,8 +579,18 @@ class Conv2dCall(SwitchedCall):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what gains nothing in NCHW."""
-        output = self.run_or_leave(*self.arguments(*args, **kwargs))
-        return output.contiguous() if self.writes_nchw else output
+        given = self.arguments(*args, **kwargs)
+        if not self.writes_nchw:
+            return self.run_or_leave(*given)
+        return self.run_or_leave(*self._in_nchw(*given)).contiguous()
+
+    @staticmethod
+    def _in_nchw(input: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, *rest: Any) -> tuple[Any, ...]:
+        """Arguments whose answer in NCHW takes least: the smaller of input and output is copied (docs/decisions/layout.md)."""
+        step = stride**2 if isinstance(stride, int) else stride[0] * stride[-1]
+        if input.ndim == 4 and weight.ndim == 4 and weight.shape[0] >= 2 * input.shape[1] * step:
+            input = input.contiguous()
+        return input, weight, bias, stride, *rest
 
     @staticmethod
     def may_gain_on_cuda(problem: Any) -> bool:

@@ -202,6 +202,34 @@ def test_only_what_is_viewed_is_given_in_nchw():
         torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
 
 
+class Widens(nn.Module):
+    """Views an output that is larger than the convolution's input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+        self.wide, self.halves = nn.Conv2d(4, 8, 3), nn.Conv2d(4, 8, 3, 2)
+
+    def forward(self, x):
+        y = self.second(self.first(x))
+        return torch.cat([head(y).view(y.shape[0], -1) for head in (self.wide, self.halves)], 1)
+
+
+def test_what_a_view_needs_in_nchw_copies_the_smaller_of_input_and_output():
+    model = Widens().eval()
+    swapped = ai3_ops.swap(model, "smm", X)
+    weights = [is_channels_last(m.weight) for m in (swapped.first, swapped.second, swapped.wide, swapped.halves)]
+    assert weights == [True, True, False, False]
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(X), model(X), rtol=1e-4, atol=1e-4)
+    layouts = [row.layout for row in ai3_ops.explain(swapped).layers]
+    assert [layout[:4] for layout in layouts[1:]] == ["NHWC", "NCHW", "NHWC"]
+    again = ai3_ops.swap(swapped, {"first": "direct"}, X)
+    assert not is_channels_last(again.wide.weight)
+    assert again(X).allclose(model(X), atol=1e-4)
+    assert not any(is_channels_last(m.weight) for m in ai3_ops.unswap(swapped).children())
+
+
 class Elsewhere:
     """An object of the user's that views what it is given."""
 
