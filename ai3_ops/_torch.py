@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar, cast
@@ -248,6 +248,15 @@ def autocast(value: Any, device: str) -> Any:
         and value.device.type == device
     )
     return value.to(torch.get_autocast_dtype(device)) if eligible else value
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Where no device casts by itself; a model's own autocast inside does."""
+    with ExitStack() as stack:
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            stack.enter_context(torch.autocast(device, enabled=False))
+        yield
 
 
 def users_level() -> int:

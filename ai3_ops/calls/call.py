@@ -103,13 +103,9 @@ class Call(Ways):
                 if a.dtype not in _library.DTYPES:
                     return f"does not compute in {str(a.dtype).removeprefix('torch.')}"
         try:
-            device, rules = str(args[0].device), registry.OPERATIONS[self.operation]
-            if rules.autocast and torch.is_autocast_enabled(args[0].device.type):
-                dtype = torch.get_autocast_dtype(args[0].device.type)
-                args = tuple(
-                    Spec.tensor(s._replace(dtype=dtype)) if isinstance(s, Spec) else s for s in map(Spec.of, args)
-                )
-            reason = self.refusal(self.algorithm, self.problem(*args)._replace(device=device))
+            device = str(args[0].device)
+            problem = self.problem(*map(Spec.tensor, self.specs(args)))
+            reason = self.refusal(self.algorithm, problem._replace(device=device))
             if not reason and torch.are_deterministic_algorithms_enabled():
                 info = registry.algorithm(self.operation, self.algorithm.name, args[0].device.type)
                 return "" if info.deterministic else "is not deterministic"
@@ -232,7 +228,7 @@ class Call(Ways):
             return operator(*args, **self.switches(args[0]))
         example = self.example
         if example is None or self.calls == 0:  # what the swap saw may have had another layout
-            self.example = tuple(map(Spec.of, args))
+            self.example = self.specs(args)
         self.calls += 1
         if not (self.refused and self.key(args) in self.refused):
             try:
@@ -271,7 +267,7 @@ class Call(Ways):
         output = type(self).function(*args)
         if isinstance(args[0], Tensor) and not _is_compiling():
             if self.example is None or self.calls == 0:
-                self.example = tuple(map(Spec.of, args))
+                self.example = self.specs(args)
             self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
             self.reason = reason or self.reason
         return output
@@ -306,7 +302,7 @@ class Call(Ways):
             known = len(self.plans)
             plan = self.plan(given)
             if len(self.plans) != known:  # a kind of call that is new: a rule's choice for it is what explain shows
-                self.example = tuple(map(Spec.of, args))
+                self.example = self.specs(args)
             if plan is not None:
                 output = self.infer(plan, given)
                 if output is not None:
@@ -371,7 +367,7 @@ class Call(Ways):
         if self.watch:
             self.watch(self)
             if self.example is None and isinstance(args[0], Tensor):  # others compute by themselves
-                self.example = tuple(map(Spec.of, args))
+                self.example = self.specs(args)
         else:
             if self.strict:
                 raise RuntimeError(self.trouble)

@@ -166,6 +166,16 @@ class Known:
                 return str(error)
         return ""
 
+    def specs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Arguments without their values, in the types that they are computed in: under autocast in its own."""
+        specs = tuple(map(Spec.of, args))
+        device = specs[0].device.split(":")[0] if isinstance(specs[0], Spec) else ""
+        cast = device in _library.DEVICES and torch.is_autocast_enabled(device)
+        if not (cast and registry.OPERATIONS[self.operation].autocast):
+            return specs
+        dtype, types = torch.get_autocast_dtype(device), _library.DTYPES.keys() - {torch.float64}
+        return tuple(s._replace(dtype=dtype) if isinstance(s, Spec) and s.dtype in types else s for s in specs)
+
     def shapes(self) -> list[tuple[int, ...]] | None:
         """Of the tensors of the first call seen."""
         return None if self.example is None else [a.shape for a in self.example if isinstance(a, Spec)]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ai3_ops import _library
-from ai3_ops._torch import pytree, users_level
+from ai3_ops._torch import pytree, users_level, without_autocast
 from ai3_ops.explaining.report import Optimization
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference
@@ -55,7 +55,7 @@ def optimize(
         )
     if isinstance(settings.selectors, Plan):
         settings.selectors.check_machine(stacklevel=users_level() + 1)
-    with torch.inference_mode(False), torch.no_grad(), same_random_numbers(), _status(progress) as show:
+    with torch.inference_mode(False), torch.no_grad(), without_autocast(), same_random_numbers(), _status(progress) as show:
         original = unswap(copied(model))
         if model.training:
             original.eval()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ai3_ops import _torch
 from ai3_ops.measuring import timing
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
@@ -129,17 +130,18 @@ def tune_alone(
     for layer in layers:
         times |= {(layer, layout): found for layout, found in (meter.known(layer) or {}).items()}
     todo = [layer for layer in layers if (layer, layer.layouts[0]) not in times]
-    try:
-        for number, layer in enumerate(shown(todo, progress)):
-            try:
-                if end < math.inf and timing.clock() >= end:
-                    raise timing.OutOfTime
-                times |= {(layer, layout): found for layout, found in meter.measured(layer, end).items()}
-            except timing.OutOfTime:
-                left = f"{len(todo) - number} distinct layers were not measured within the budget"
-                kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
-                warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=5)
-                break
-        return choose(graph, times, settings, meter)
-    except KeyboardInterrupt:
-        raise Interrupted("tune", choose(graph, times, settings, meter)) from None
+    with _torch.without_autocast():  # layers have the types that the run was seen to compute in
+        try:
+            for number, layer in enumerate(shown(todo, progress)):
+                try:
+                    if end < math.inf and timing.clock() >= end:
+                        raise timing.OutOfTime
+                    times |= {(layer, layout): found for layout, found in meter.measured(layer, end).items()}
+                except timing.OutOfTime:
+                    left = f"{len(todo) - number} distinct layers were not measured within the budget"
+                    kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
+                    warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=5)
+                    break
+            return choose(graph, times, settings, meter)
+        except KeyboardInterrupt:
+            raise Interrupted("tune", choose(graph, times, settings, meter)) from None

@@ -365,6 +365,10 @@ def test_autocast_and_inference_mode(residual):
         expected = fast(x)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(fast(x), expected)
+        with torch.autocast("cpu", torch.bfloat16):
+            within = ai3_ops.optimize(model, x, "default", progress=False)
+            assert within(x).dtype == torch.float32
+        assert torch.allclose(within(x), model(x), atol=1e-4)
     with torch.inference_mode():
         assert torch.equal(fast(x), expected)
         assert torch.equal(optimized(model, x)(x), expected)

@@ -961,6 +961,25 @@ def test_a_rule_for_products_of_float32_says_nothing_of_autocast(monkeypatch):
     assert explain(layer).layers[0].torch_calls == 1
 
 
+class Mixed(nn.Module):
+    """Autocast within: the second convolution is given 16 bits and has a weight of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x)).float()
+
+
+def test_a_call_under_autocast_is_described_as_it_computes():
+    model, x = Mixed().eval(), torch.randn(2, 3, 8, 8)
+    swapped = swap(model, {"first": "direct", "second": "smm"}, x)
+    torch.testing.assert_close(swapped(x), model(x), rtol=0.02, atol=0.02)
+    assert [layer.torch_calls for layer in explain(swapped).layers] == [0, 0]
+
+
 class Computes:
     """No tensor, but computes as one, by __torch_function__."""
 

@@ -95,6 +95,26 @@ def algorithms(plan, operation="conv2d"):
     return {name: layer.algorithm for name, layer in plan.layers.items() if layer.operation == operation}
 
 
+class Mixed(nn.Module):
+    """Autocast within: the second layer is given 16 bits and has a weight of 32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.second(self.first(x)).float()
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_autocast_computes_is_measured_in_its_type(given, around):
+    with torch.autocast("cpu", torch.bfloat16, enabled=around):
+        plan = tuned(Mixed().eval(), torch.randn(2, 8))
+    assert {layer.dtype for layer, *_ in given["asked"]} == {torch.bfloat16}
+    assert list(plan.layers) == ["first", "second"]
+
+
 # The whole ------------------------------------------------------------------------------------------------------------
 def test_measured_for_real(model, x, monkeypatch):
     monkeypatch.setattr(timing, "SECONDS", 0.0)
