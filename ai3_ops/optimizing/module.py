@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import reprlib
@@ -23,7 +24,9 @@ from ai3_ops.graph.network import difference, flat
 from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.nn.layout import names_in
 from ai3_ops.optimizing import pipeline
+from ai3_ops.optimizing.document import Reader, Refused, Writer, reading
 from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
+from ai3_ops.programs import container
 from ai3_ops.programs.lower import Region
 from ai3_ops.programs.program import Program
 
@@ -115,6 +118,48 @@ class Optimized(nn.Module):
             if not original:
                 raise AttributeError(f"ai3_ops.optimize: no attribute {name!r}: {_FREED}") from None
             return getattr(original[0], name)
+
+    # Pickles and copies -----------------------------------------------------------------------------------------------
+    def __getstate__(self) -> dict[str, Any]:
+        """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
+        state: dict[str, Any] = super().__getstate__()
+        plans = list({id(p): p for p in (self._ai3_first, *self._ai3_plans.values()) if p is not None}.values())
+        writer = Writer(spelling=False)
+        try:
+            bodies = [None if plan.body is None else writer.body(plan.body) for plan in plans]
+        except Refused:
+            return state
+        if not any(bodies):
+            return state
+        number = {id(plan): i for i, plan in enumerate(plans)}
+        sealed = *container.sealed(writer.head | {"bodies": bodies}, writer.tensors), _alone(writer.tensors)
+        return state | {
+            "_ai3_first": None,
+            "_ai3_plans": {key: number[id(plan)] for key, plan in self._ai3_plans.items()},
+            "_ai3_container": ([replace(plan, body=None) for plan in plans], sealed),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        bare, sealed = state.pop("_ai3_container", (None, None))
+        super().__setstate__(state)
+        if bare is None:
+            return
+        with reading("ai3_ops: a pickled module of optimize"):
+            document, tensors = container.opened(*sealed)
+            reader = Reader(document, tensors)
+            bodies = [None if body is None else reader.body(body) for body in document["bodies"]]
+        plans = [replace(plan, body=body) for plan, body in zip(bare, bodies, strict=True)]
+        self._ai3_first, self._ai3_plans = plans[0], {key: plans[i] for key, i in state["_ai3_plans"].items()}
+
+    def __copy__(self) -> Optimized:
+        copied = type(self).__new__(type(self))
+        nn.Module.__setstate__(copied, super().__getstate__())
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimized:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        nn.Module.__setstate__(copied, copy.deepcopy(super().__getstate__(), memo))
+        return copied
 
     # Planning ---------------------------------------------------------------------------------------------------------
     def plan(
@@ -561,6 +606,11 @@ class Optimized(nn.Module):
         if not parts or not parts[0].before_ms or not parts[0].after_ms:
             return "optimized"
         return f"optimized: {parts[0].before_ms:.3g} ms before, {parts[0].after_ms:.3g} ms after"
+
+
+def _alone(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those that are parts of other memory, as of a mapped file, in their own: a pickle would hold the whole for each."""
+    return {name: t if t.untyped_storage().nbytes() == t.nbytes else t.clone() for name, t in tensors.items()}
 
 
 def _share_packs(plan: Plan, others: Iterable[Plan]) -> None:

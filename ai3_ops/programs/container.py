@@ -43,20 +43,50 @@ def can_hold(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.layout == torch.strided and tensor.dtype in _NAMES
 
 
+def sealed(document: Any, tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+    """The document with a checksum of each contiguous tensor, as text; and the text's own checksum."""
+    checks = {name: zlib.crc32(_view(t)) for name, t in tensors.items()}
+    text = json.dumps({"document": document, "checks": checks}, sort_keys=True, allow_nan=False)
+    return text, str(zlib.crc32(text.encode()))
+
+
+def opened(text: Any, check: Any, tensors: Mapping[str, Tensor]) -> tuple[Any, Mapping[str, Tensor]]:
+    """The document and the tensors that were sealed; ValueError where any was altered, or is no longer on the CPU."""
+    document, checks = _document(text, check)
+    _check(tensors, checks)
+    return document, tensors
+
+
+def _document(text: Any, check: Any) -> tuple[Any, dict[str, int]]:
+    """With the tensors' checksums."""
+    if not isinstance(text, str) or str(zlib.crc32(text.encode())) != check:
+        raise ValueError("its description was altered")
+    content = json.loads(text)
+    return content["document"], content["checks"]
+
+
+def _check(tensors: Mapping[str, Tensor], checks: Mapping[str, int]) -> None:
+    if tensors.keys() != checks.keys():
+        raise ValueError("its list of tensors was altered")
+    for name, t in tensors.items():
+        if not can_hold(t):
+            raise ValueError(f"its tensor {name!r} is on {t.device}, and programs run on the CPU")
+        if zlib.crc32(_view(t.contiguous())) != checks[name]:
+            raise ValueError(f"its tensor {name!r} was altered")
+
+
 def write(path: Path, document: Any, tensors: Mapping[str, Tensor]) -> None:
     """Writes contiguous tensors and the document, beside `path` first: a reader sees the old file or the whole new one."""
     order = sorted(tensors, key=lambda name: (_bytes(tensors[name]) % LINE != 0, -tensors[name].element_size()))
     header: dict[str, Any] = {}
-    checks: dict[str, int] = {}
     place = 0
     for name in order:
         t = tensors[name]
         end = place + _bytes(t)
         header[name] = {"dtype": _NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [place, end]}
-        checks[name] = zlib.crc32(_view(t))
         place = end
-    text = json.dumps({"document": document, "checks": checks}, sort_keys=True, allow_nan=False)
-    header["__metadata__"] = {KEY: text, "check": str(zlib.crc32(text.encode()))}
+    text, check = sealed(document, tensors)
+    header["__metadata__"] = {KEY: text, "check": check}
     raw = json.dumps(header).encode()
     raw += b" " * (-(8 + len(raw)) % LINE)
     beside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -85,18 +115,12 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__")
-        text, check = metadata[KEY], metadata["check"]
-        if not isinstance(text, str) or str(zlib.crc32(text.encode())) != check:
-            raise ValueError("its description was altered")
-        content = json.loads(text)
-        document, checks = content["document"], content["checks"]
+        document, checks = _document(metadata[KEY], metadata["check"])
     except (KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(
             f"it is no file of ai3_ops.save, or it was altered ({type(error).__name__} in its header)"
         ) from None
     data = 8 + length
-    if header.keys() != checks.keys():
-        raise ValueError("its list of tensors was altered")
     bytes_of_file = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8) if size > data else None
     tensors: dict[str, Tensor] = {}
     for name, entry in header.items():
@@ -113,12 +137,10 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor]]:
         if data + end > size:
             raise ValueError(f"it is cut off: tensor {name!r} ends at byte {data + end}, the file at {size}")
         if count and bytes_of_file is not None:
-            part = bytes_of_file[data + begin : data + end]
-            if zlib.crc32(_view(part)) != checks[name]:
-                raise ValueError(f"its tensor {name!r} was altered")
-            tensors[name] = part.view(dtype).view(shape)
+            tensors[name] = bytes_of_file[data + begin : data + end].view(dtype).view(shape)
         else:
             tensors[name] = torch.empty(shape, dtype=dtype)
+    _check(tensors, checks)
     return document, tensors
 
 

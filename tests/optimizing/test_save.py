@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import ai3_ops
-from ai3_ops.optimizing import saved
+from ai3_ops.optimizing import document, saved
 from ai3_ops.programs import container, program
 
 pytestmark = pytest.mark.usefixtures("faster")
@@ -191,8 +191,8 @@ def test_what_cannot_be_saved_is_named(path, monkeypatch):
 
 def differ(monkeypatch, what):
     """This process gets another level, version or byte order; what it was."""
-    here = saved._versions()
-    monkeypatch.setattr(saved, "_versions", lambda: here | {what: "another"})
+    here = document.versions()
+    monkeypatch.setattr(document, "versions", lambda: here | {what: "another"})
     return here[what]
 
 
@@ -262,13 +262,17 @@ def test_another_level_computes_what_was_saved_with_its_weights(portable, tmp_pa
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_pickle_of_another_level_is_packed_anew_or_refused(kept, monkeypatch):
     fast, x = packed(portable=kept)
-    pickled, here = pickle.dumps(fast), program.level()
+    pickled, alone, here = pickle.dumps(fast), pickle.dumps(fast._ai3_first.body), program.level()
     monkeypatch.setattr(program, "level", lambda: "another")
+    differ(monkeypatch, "level")
     if kept:
         assert torch.equal(pickle.loads(pickled)(x), fast(x))
+        assert torch.equal(pickle.loads(alone)(x), fast(x))
     else:
-        with pytest.raises(ValueError, match=f"pickled with {here}, and this process has another: .* portable=True"):
+        with pytest.raises(ValueError, match=f"it was saved with level {here}, .* has another: .* portable=True"):
             pickle.loads(pickled)
+        with pytest.raises(ValueError, match=f"pickled with {here}, and this process has another: .* portable=True"):
+            pickle.loads(alone)
 
 
 def test_a_level_that_lacks_an_algorithm_is_refused(portable, monkeypatch):
@@ -383,3 +387,116 @@ def test_another_program_text_does_not_run_on_these_weights(small):
     forged(path, wider)
     with pytest.raises(RuntimeError, match="constants"):
         ai3_ops.load(path)(x)
+
+
+# Pickles --------------------------------------------------------------------------------------------------------------
+def saved_by_torch(module, path, **how):
+    torch.save(module, path)
+    return torch.load(path, weights_only=False, **how)
+
+
+def test_a_pickle_holds_the_document_and_each_tensor_once(path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Softsign(), nn.Conv2d(64, 64, 3)).eval()
+    x = torch.randn(2, 64, 6, 6)
+    fast = optimized(model, x, selectors="default")
+    ai3_ops.save(fast, path)
+    weights, packs = (
+        sum(t.nbytes for t in tensors) for tensors in (model.parameters(), container.read(path)[1].values())
+    )
+    pickled = pickle.dumps(fast)
+    assert len(pickled) < weights + packs + 2**15
+    assert b"conv2d_" in pickled
+    assert all(structure not in pickled for structure in (b"ai3_ops.programs", b"torch.fx"))
+    loaded = ai3_ops.load(path)  # of which each tensor is a part of the file in memory
+    assert len(pickle.dumps(loaded)) < packs + 2**15
+    for again in (
+        pickle.loads(pickled),
+        pickle.loads(pickle.dumps(loaded)),
+        saved_by_torch(loaded, path.parent / "loaded.pt"),
+        saved_by_torch(fast, path.parent / "whole.pt"),
+        saved_by_torch(fast, path.parent / "mapped.pt", mmap=True),
+        roundtrip(pickle.loads(pickled), path),
+    ):
+        assert equal(again(x), fast(x))
+    assert os.path.getsize(path.parent / "whole.pt") < weights + packs + 2**15
+
+
+def test_a_pickle_keeps_which_plan_is_for_which_sizes():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Softsign(), nn.Conv2d(8, 4, 1), nn.Flatten(2)).eval()
+    x, others = torch.randn(1, 3, 8, 8), torch.randn(1, 3, 9, 11)
+    fast = ai3_ops.optimize(model, [x, others], "default", progress=False)
+    again = pickle.loads(pickle.dumps(fast))
+    for one in (fast, again):
+        assert one._ai3_first in one._ai3_plans.values()
+        assert len(one._ai3_plans) == 2
+    same = [[plan is one._ai3_first for plan in one._ai3_plans.values()] for one in (fast, again)]
+    assert same[0] == same[1]
+    assert [p.report is again._ai3_report.parts[0] for p in again._ai3_plans.values()] == [
+        p.report is fast._ai3_report.parts[0] for p in fast._ai3_plans.values()
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for given in (x, others):
+            assert equal(again(given), fast(given))
+
+
+def test_copies_make_no_container(monkeypatch):
+    fast, x = packed(portable=True)
+    monkeypatch.setattr(container, "sealed", None)
+    shallow, deep = copy.copy(fast), copy.deepcopy(fast)
+    assert shallow._ai3_first is fast._ai3_first
+    ours, theirs = deep._ai3_first.body.program.constants[0], fast._ai3_first.body.program.constants[0]
+    assert ours.data_ptr() != theirs.data_ptr()
+    assert torch.equal(ours, theirs)
+    for again in (shallow, deep):
+        assert equal(again(x), fast(x))
+
+
+@pytest.mark.parametrize("what", ["level", "ai3_ops", "byte order"])
+def test_a_pickle_of_another_machine_or_version_is_refused(monkeypatch, what):
+    pickled = pickle.dumps(packed(portable=False)[0])
+    was = differ(monkeypatch, what)
+    with pytest.raises(
+        ValueError, match=f"a pickled module of optimize: it was saved with {what} {was}, and this process has another"
+    ):
+        pickle.loads(pickled)
+
+
+def test_damaged_pickles_are_refused(tmp_path):
+    fast, _ = packed(portable=False)
+    pickled = pickle.dumps(fast)
+    pack = fast._ai3_first.body.program.constants[0].numpy().tobytes()
+    for place, what in (
+        (pickled.index(pack), "its tensor 'tensor_0' was altered"),
+        (pickled.index(pack) + len(pack) - 1, "its tensor 'tensor_0' was altered"),
+        (pickled.index(b"conv2d_depthwise "), "its description was altered"),
+        (pickled.index(b'"tensor_0": ') + 12, "its description was altered"),
+    ):
+        changed = bytearray(pickled)
+        changed[place] ^= 1
+        with pytest.raises(ValueError, match=f"ai3_ops: a pickled module of optimize: {what}"):
+            pickle.loads(changed)
+    torch.save(fast, tmp_path / "fast.pt")
+    with pytest.raises(ValueError, match="its tensor 'tensor_0' is on meta, and programs run on the CPU"):
+        torch.load(tmp_path / "fast.pt", map_location="meta", weights_only=False)
+
+
+def test_what_a_file_cannot_hold_is_pickled_as_it_is(path):
+    @torch.library.custom_op("ai3_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+
+    class Twice(nn.Module):
+        def forward(self, x):
+            return torch.ops.ai3_tests.twice(x)
+
+    globals()["Twice"], Twice.__qualname__ = Twice, "Twice"
+    x = torch.randn(2, 3, 6, 6)
+    fast = optimized(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Twice()).eval(), x, selectors="default")
+    with pytest.raises(ValueError, match="an operator of another library"):
+        ai3_ops.save(fast, path)
+    for again in (pickle.loads(pickle.dumps(fast)), saved_by_torch(fast, path)):
+        assert equal(again(x), fast(x))
