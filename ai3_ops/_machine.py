@@ -13,12 +13,25 @@ import torch
 from ai3_ops import _library
 
 
+def _cpu() -> dict[str, str]:
+    """What Linux says of the last core."""
+    try:
+        return dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
+    except OSError:
+        return {}
+
+
+def family() -> str:
+    """The family of processors, by maker and number; the instruction set tells its generations apart."""
+    said = _cpu()
+    return (
+        f"{said.get('vendor_id', platform.machine())} family {said.get('cpu family', said.get('CPU part', 'unknown'))}"
+    )
+
+
 def cpu_name() -> str:
     """The processor's name, as it gives it, with family and model, which tell generations apart where a name does not."""
-    try:
-        said = dict(re.findall(r"^([\w ]+?)\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE))
-    except OSError:
-        said = {}
+    said = _cpu()
     name = said.get("model name") or platform.processor() or platform.machine()
     return f"{name}, family {said['cpu family']}, model {said['model']}" if "cpu family" in said else name
 

@@ -67,6 +67,7 @@ def test_wheel_contents(tmp_path):
     python = {str(p.relative_to(ROOT)) for p in (ROOT / "ai3_ops").rglob("*.py")}
     headers = {f"ai3_ops/include/ai3/{p.name}" for p in (ROOT / "csrc/algos/core").glob("*.h")}
     wanted = python | headers | {"ai3_ops/_C.so", "ai3_ops/_build.json", "ai3_ops/py.typed"}
+    wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "ai3_ops/measured").glob("*.json")}
     assert wanted <= names
     extra = {n for n in names - wanted if ".dist-info/" not in n}
     assert extra <= {"ai3_ops/_C_cuda.so"}

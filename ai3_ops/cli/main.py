@@ -16,7 +16,7 @@ from rich.table import Table
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops.cli import bench, demo, doctor, first_run, models
+from ai3_ops.cli import bench, collect, demo, doctor, first_run, models
 from ai3_ops.selecting.choice import Algorithm, prefer
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.tuning.settings import Interrupted
@@ -95,6 +95,12 @@ def parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--plot", type=Path, metavar="PICTURE", help="where a picture of the plan goes")
     tune.add_argument("--verify", type=Path, metavar="PLAN", help="a plan whose choices are timed again, instead")
+    tune.add_argument(
+        "--collect",
+        nargs="*",
+        metavar="MODEL",
+        help="measure these networks (default: nine of torchvision) for the table that comes with the package, instead",
+    )
     tune.add_argument("--no-cache", dest="cache", action="store_false", help="measure all of it now, and keep nothing")
 
     optimize = commands.add_parser("optimize", help="rewrite a whole network, and say what it gains and why")
@@ -314,6 +320,9 @@ def main(argv: list[str] | None = None) -> int:
                 return list_algorithms(arguments.operation, arguments.json, console)
             case "explain":
                 return explain_network(arguments, console)
+            case "tune" if arguments.collect is not None:
+                given = arguments
+                return collect.main(given.collect, given.output, given.budget_seconds, given.threads, console)
             case "tune":
                 return tune_network(arguments, console)
             case "optimize":

@@ -52,6 +52,7 @@ class Measured:
     packed_bytes: int  # of the packed weight that the layer keeps
     rough: bool = False  # of a first look only: far slower than the fastest
     failed: str = ""  # the error of its call, or, where rough, why it was not called: no times, and nothing chooses it
+    shipped: bool = False  # from a table that came with the package, not of this machine
 
     @property
     def bytes(self) -> int:
@@ -64,15 +65,15 @@ class Measured:
         return cls(math.inf, 0.0, math.inf, 0, 0, failed=error)
 
     @classmethod
-    def untried(cls, why: str) -> Measured:
+    def untried(cls, why: str, shipped: bool = False) -> Measured:
         """Of what needs no call to be known as hopeless."""
-        return cls(math.inf, 0.0, math.inf, 0, 0, rough=True, failed=why)
+        return cls(math.inf, 0.0, math.inf, 0, 0, rough=True, shipped=shipped, failed=why)
 
     def to_dict(self) -> dict[str, Any]:
         """Fit for JSON, which has no infinity."""
         if self.failed:
             return {"failed": self.failed} | ({"rough": True} if self.rough else {})
-        return {k: v for k, v in asdict(self).items() if k != "failed"}
+        return {k: v for k, v in asdict(self).items() if k not in ("failed", "shipped") or v}
 
 
 @dataclass(frozen=True)

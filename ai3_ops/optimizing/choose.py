@@ -20,7 +20,7 @@ from ai3_ops.calls.spec import Spec
 from ai3_ops.graph import steps
 from ai3_ops.graph.fusion import arguments
 from ai3_ops.graph.network import Network, Node
-from ai3_ops.measuring import timing
+from ai3_ops.measuring import shipped, timing
 from ai3_ops.measuring.timing import Layer, Measured
 from ai3_ops.nn.classes import leaf_class
 from ai3_ops.nn.kinds import original_class
@@ -32,7 +32,16 @@ from ai3_ops.selecting.plan import CHANNELS_LAST, Plan, PlannedLayer
 from ai3_ops.selecting.selectors import Place
 from ai3_ops.surveying.examples import Inputs
 from ai3_ops.surveying.watching import survey
-from ai3_ops.tuning.choosing import ineligible, least_error, select, unmeasured, warn_of_errors, within
+from ai3_ops.tuning.choosing import (
+    Known,
+    ineligible,
+    least_error,
+    select,
+    to_measure,
+    unmeasured,
+    warn_of_errors,
+    within,
+)
 from ai3_ops.tuning.meter import Meter
 from ai3_ops.tuning.settings import Interrupted
 from ai3_ops.tuning.settings import Settings as TuneSettings
@@ -363,7 +372,7 @@ def measured(
     )
     meter = Meter(size, asked, cache=True)
     cases: list[Case] = [Case.of(node, meter) for node in todo]
-    left = sorted({case for case in cases if case.found is None}, key=lambda case: -case.layer.work)
+    left = to_measure({case: Known(case.layer, n, case.comparable) for case, n in Counter(cases).items()}, asked)
     interrupted = False
     try:
         for number, case in enumerate(left):
@@ -376,6 +385,8 @@ def measured(
         kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
         more = "a larger budget_seconds measures them, or `tune` before, whose cache is used"
         notes.append(f"{late} of {len(cases)} layers were not measured within the budget: {kept}; {more}")
+    if notes is not None and (count := sum(case.source == "shipped" for case in cases)):
+        notes.append(f"times of {count} of {len(cases)} layers are shipped ones, from {shipped.origin()}")
     weights = [node.args[1].target for node in todo]
 
     def at(price: float) -> list[str]:
@@ -389,7 +400,7 @@ def measured(
 
     names: list[str] = within(asked, at, bytes_of)
     for node, case, name in zip(todo, cases, names, strict=True):
-        node.meta["choice"] = AUTO
+        node.meta["choice"], node.meta["source"] = AUTO, case.source
         node.kwargs = {**node.kwargs, "algorithm": "default" if name == case.default != "torch" else name}
     if interrupted:
         raise Interrupted("optimize", _plan(todo, cases, names, asked))
@@ -411,7 +422,7 @@ def _plan(nodes: list[Node], cases: list[Case], names: list[str], settings: Tune
             None if measured is None else measured.time_us,
             None if measured is None else measured.error,
             *case.layer.memory(name, case.layout),
-            "not measured" if measured is None else "measured",
+            case.source,
             [list(shape) for shape in case.layer.shapes],
             {f"{n} {case.layout}": m.to_dict() for n, m in (case.found or {}).items()},
         )
@@ -452,6 +463,19 @@ class Case:
             return replace(self, found=meter.measured_in(self.layer, self.layout, timing.clock() + seconds))
         except timing.OutOfTime:
             return self
+
+    @property
+    def source(self) -> str:
+        """Where its times are from."""
+        if self.found is None:
+            return "not measured"
+        return "shipped" if any(m.shipped for m in self.found.values()) else "measured here"
+
+    @property
+    def comparable(self) -> list[dict[str, Measured]]:
+        """What is known of those that programs can run, where there are any."""
+        able = {n: m for n, m in (self.found or {}).items() if _runs_in_programs(self.layer.operation, n)}
+        return [found for found in [able or self.found] if found]
 
     def holds(self, name: str, settings: TuneSettings) -> bool:
         """Whether an algorithm keeps the tolerance that was asked for, as far as it was measured."""

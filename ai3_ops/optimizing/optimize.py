@@ -38,7 +38,8 @@ def optimize(
             more of these, of which the first decides rewrites and algorithms and each has its plan. Other batch sizes run at
             once; other sizes, too, where the same programs compute them, else they are planned in less than a second or run as
             in the model, with a warning.
-        selectors: "auto" measures algorithms; else as in `swap`: a name, a dict, a list, a function, a Plan.
+        selectors: "auto" takes the fastest algorithms, by shipped measurements where these leave no doubt, and measures the
+            others; else as in `swap`: a name, a dict, a list, a function, a Plan.
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.
         budget_seconds: for everything, of all parts together where the model is captured in parts; None: a minute. What has
             begun is ended: capture and programs take seconds in a large model.

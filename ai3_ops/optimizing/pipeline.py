@@ -661,7 +661,7 @@ def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
         if node.target not in choose.MEASURED and not fusion.apart(node) and asked in steps.RULES:
             asked = ""  # no choice was made
         algorithm = computed.get(node, "torch" if not asked or asked in steps.RULES else asked)
-        measured = "measured" if node.meta.get("choice") == choose.AUTO else "named"
+        measured = node.meta.get("source", "named")
         reason = "" if not asked or algorithm == "torch" else asked if asked in steps.RULES else measured
         layers, shape = list(node.meta["layers"]), node.meta["shape"] or ()
         found.append(Step(layers, a.get("name", name), algorithm, shape, ", ".join(detail), reason))

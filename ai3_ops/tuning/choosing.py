@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -22,10 +22,20 @@ from ai3_ops.tuning.settings import TOLERANCE, TOLERANCE_APPROXIMATE, Settings
 T = TypeVar("T")
 GAIN = 0.02  # the least share of the default's time that another choice must save
 DEVIATIONS = 3.0  # and the least number of standard errors of the difference
+UNKNOWN = 0.5  # of the time of a layer of which nothing is known: what measuring it may gain
 _SEARCH_STEPS = 24  # halvings of the price of memory
 _NEVER = 1e9  # microseconds: of what is not done
 NONE_HOLDS = "no algorithm holds the tolerance; the least error"
 BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
+
+
+@dataclass(frozen=True)
+class Known:
+    """A layer, how often a network calls it, and what is known of its times, in each layout; nothing where that is nothing."""
+
+    layer: Layer
+    calls: int
+    found: Collection[Mapping[str, Measured]]
 
 
 def ineligible(layer: Layer, name: str, found: Mapping[str, Measured], settings: Settings) -> str:
@@ -96,6 +106,43 @@ def select(
     best = min(better, key=cost.__getitem__)
     chosen = next(name for name in better if not clearly(best, name))
     return chosen, cost[chosen], f"{found[base_name].time_us / found[chosen].time_us:.2f}x {base_name}"
+
+
+def doubt(layer: Layer, found: Mapping[str, Measured], settings: Settings) -> float:
+    """Microseconds that another algorithm than `select`'s may gain, within what it calls noise; 0 of what was measured here."""
+    if not any(m.shipped for m in found.values()):
+        return 0.0
+    chosen = _chosen(layer, found, settings)
+    others = [m for name, m in found.items() if m is not chosen and not ineligible(layer, name, found, settings)]
+    noise = [max(GAIN * chosen.time_us, DEVIATIONS * math.hypot(m.noise_us, chosen.noise_us)) for m in others]
+    return max([0.0, *(n - (m.time_us - chosen.time_us) for n, m in zip(noise, others, strict=True))])
+
+
+def to_measure(cases: Mapping[T, Known], settings: Settings) -> list[T]:
+    """What is worth measuring here, first what may gain most by it.
+
+    That is all that nothing is known of; and of what was shipped the most doubtful, until the rest of that may gain less
+    than GAIN of the network's time.
+    """
+    known = {key: case for key, case in cases.items() if case.found}
+    times = {
+        key: case.calls * max(_chosen(case.layer, f, settings).time_us for f in case.found)
+        for key, case in known.items()
+    }
+    work = sum(case.calls * case.layer.work for case in known.values())
+    pace = UNKNOWN * (sum(times.values()) / work if work else 1.0)
+    gains = {key: pace * case.calls * case.layer.work for key, case in cases.items()}
+    gains |= {key: case.calls * max(doubt(case.layer, f, settings) for f in case.found) for key, case in known.items()}
+    doubtful, worth = sum(gains[key] for key in known), []
+    for key in sorted(gains, key=lambda key: -gains[key]):
+        if key not in known or doubtful > GAIN * sum(times.values()):
+            worth.append(key)
+            doubtful -= gains[key] if key in known else 0.0
+    return worth
+
+
+def _chosen(layer: Layer, found: Mapping[str, Measured], settings: Settings) -> Measured:
+    return found[select(layer, found, settings)[0]]
 
 
 def unmeasured(layer: Layer, layout: str, settings: Settings, price: float = 0.0) -> tuple[str, float, str]:
@@ -264,7 +311,7 @@ def planned_layer(site: Site, name: str, layout: str, why: str, times: Times) ->
         None if found is None else found.error,
         workspace,
         packed,
-        why,
+        f"{why}, shipped" if found is not None and found.shipped else why,
         [list(shape) for shape in layer.shapes],
         candidates,
     )

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ai3_ops.measuring import records, timing
+from ai3_ops.measuring import records, shipped, timing
 from ai3_ops.measuring.timing import Layer, Measured, Surroundings
 from ai3_ops.tuning.callgraph import Edge
 from ai3_ops.tuning.settings import TOLERANCE, Settings
@@ -16,7 +16,7 @@ Times = dict[tuple[Layer, str], dict[str, Measured]]  # of a layer in a layout, 
 
 
 class Meter:
-    """Measures, unless the cache knows."""
+    """Measures, unless the cache knows, or a table that came with the package."""
 
     def __init__(self, network_bytes: int, settings: Settings, cache: bool) -> None:
         self.surroundings = Surroundings(network_bytes)
@@ -24,6 +24,10 @@ class Meter:
         # Under a small tolerance, what is far slower may be the only one that holds it.
         self.everything = settings.tolerance is not None and settings.tolerance < TOLERANCE
         self.cache = records.Cache(cache)
+        # Tables have medians, and nothing of what needs too much memory to be fast.
+        self.shipped = (
+            cache and settings.objective == "latency" and settings.memory_limit is None and not self.everything
+        )
         self.told: set[tuple[str, str]] = set()  # algorithms whose failure a warning has named
 
     def key(self, layer: Layer, layout: str) -> dict[str, Any]:
@@ -32,7 +36,7 @@ class Meter:
         return layer.key() | {"layout": layout} | surroundings | ({"everything": True} if self.everything else {})
 
     def known(self, layer: Layer) -> dict[str, dict[str, Measured]] | None:
-        """All layouts' measurements from the cache, if it has them."""
+        """All layouts' measurements, as `known_in`."""
         found = {}
         for layout in layer.layouts:
             entry = self.known_in(layer, layout)
@@ -42,11 +46,11 @@ class Meter:
         return found
 
     def known_in(self, layer: Layer, layout: str) -> dict[str, Measured] | None:
-        """One layout's measurements from the cache, if it has them."""
+        """One layout's measurements from the cache, if it has them; else those that came with the package."""
         key = self.key(layer, layout)
         entry = self.cache.get(key)
         if entry is None:
-            return None
+            return shipped.known(layer, layout, layer.candidates(layout, self.approximate)) if self.shipped else None
         try:
             found = timing.from_json(entry)
             if list(found) != layer.candidates(layout, self.approximate):

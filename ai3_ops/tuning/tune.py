@@ -12,10 +12,11 @@ from torch import nn
 
 from ai3_ops import _torch
 from ai3_ops.measuring import timing
+from ai3_ops.measuring.timing import Layer
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
 from ai3_ops.tuning.callgraph import CallGraph
-from ai3_ops.tuning.choosing import choose
+from ai3_ops.tuning.choosing import Known, choose, to_measure
 from ai3_ops.tuning.meter import Meter, Times, shown
 from ai3_ops.tuning.settings import Interrupted, Settings
 from ai3_ops.tuning.verifying import verified
@@ -54,7 +55,8 @@ def tune(
             whichever is larger; 2e-2 for algorithms that approximate.
         deterministic: leaves out algorithms whose results may differ from run to run.
         allow_approximate: also measures algorithms that approximate (bfloat16 weights).
-        cache: keeps measurements in `$XDG_CACHE_HOME/ai3_ops/tune`, and uses those that are there.
+        cache: keeps measurements in `$XDG_CACHE_HOME/ai3_ops/tune`, uses those that are there, and begins with shipped ones
+            where these are of such a processor; False measures all of it now.
         progress: shows a progress bar on standard error, where that is a terminal.
 
     Where torch.distributed is initialized, every rank must call `tune`: rank 0 measures, and all ranks get its plan.
@@ -125,22 +127,26 @@ def tune_alone(
     graph = CallGraph(model, example_inputs)
     meter = Meter(graph.bytes, settings, cache)
     wanted = {site.layer for site in graph.sites if names is None or site.name in names}
-    layers = [layer for layer in graph.layers if layer in wanted]
     times: Times = {}
-    for layer in layers:
-        times |= {(layer, layout): found for layout, found in (meter.known(layer) or {}).items()}
-    todo = [layer for layer in layers if (layer, layer.layouts[0]) not in times]
+    known: dict[Layer, Known] = {}
+    for layer, calls in graph.layers.items():
+        if layer in wanted:
+            found = meter.known(layer) or {}
+            times |= {(layer, layout): times_of for layout, times_of in found.items()}
+            known[layer] = Known(layer, calls, found.values())
+    todo = to_measure(known, settings)
     with _torch.without_autocast():  # layers have the types that the run was seen to compute in
         try:
             for number, layer in enumerate(shown(todo, progress)):
                 try:
                     if end < math.inf and timing.clock() >= end:
                         raise timing.OutOfTime
-                    times |= {(layer, layout): found for layout, found in meter.measured(layer, end).items()}
+                    times |= {(layer, layout): times_of for layout, times_of in meter.measured(layer, end).items()}
                 except timing.OutOfTime:
-                    left = f"{len(todo) - number} distinct layers were not measured within the budget"
-                    kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
-                    warnings.warn(f"ai3_ops.tune: {left}; {kept}", stacklevel=5)
+                    if left := sum(not known[layer].found for layer in todo[number:]):
+                        kept = "they keep `default` where the settings allow it, else PyTorch's implementation"
+                        text = f"ai3_ops.tune: {left} distinct layers were not measured within the budget; {kept}"
+                        warnings.warn(text, stacklevel=5)
                     break
             return choose(graph, times, settings, meter)
         except KeyboardInterrupt:
