@@ -18,6 +18,7 @@ from ai3_ops.graph import fusion
 from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import capture
 from ai3_ops.measuring import shipped, timing
+from ai3_ops.measuring.steady import Steady
 from ai3_ops.measuring.timing import Layer
 from ai3_ops.optimizing import choose
 from ai3_ops.surveying import examples
@@ -43,8 +44,8 @@ Case = tuple[Meter, Layer, str]  # with its layout
 def main(names: Sequence[str], path: Path | None, budget: float | None, threads: int | None, console: Console) -> int:
     """Measures what `optimize`, then what `tune` measures of these networks for one image, and writes it as a table.
 
-    Within the budget, of each network the largest layers first, with one thread and all in turn, or with `threads`. On Ctrl-C
-    what was measured until then is written.
+    Within the budget, of each network the largest layers first, with one thread and all in turn, or with `threads`; but what
+    was disturbed is left out. On Ctrl-C what was measured until then is written.
     """
     before, found = torch.get_num_threads(), dict[int, list[tuple[dict[str, Any], Any]]]()
     path = path or Path(f"{_machine.family()} {shipped.level()}.json".lower().replace(" ", "-"))
@@ -60,23 +61,33 @@ def main(names: Sequence[str], path: Path | None, budget: float | None, threads:
     for of_each in (of_all[::2], of_all[1::2]):
         for row in zip_longest(*(cases.items() for cases in of_each)):
             todo |= dict(filter(None, row))
-    start = timing.clock()
+    steady = {}
+    for count in [threads] if threads else sorted({1, before}):
+        torch.set_num_threads(count)
+        steady[count] = Steady()
+    start, disturbed = timing.clock(), 0
     end = math.inf if budget is None else start + budget
     try:
         for number, (name, (meter, layer, layout)) in enumerate(todo.items()):
             console.print(f"{number + 1} of {len(todo)}: {name}", highlight=False)
-            for count in [threads] if threads else sorted({1, before}):
+            for count, machine in steady.items():
                 torch.set_num_threads(count)
+                quiet = machine.wait()
                 measured = timing.measure(
                     layer, layout, layer.candidates(layout, False), meter.surroundings, seconds=end - timing.clock()
                 )
-                found.setdefault(count, []).append((meter.key(layer, layout), timing.to_json(measured)))
+                if quiet and machine.now():
+                    found.setdefault(count, []).append((meter.key(layer, layout), timing.to_json(measured)))
+                else:
+                    disturbed += 1
     except (timing.OutOfTime, KeyboardInterrupt):
         console.print(f"{number} of {len(todo)} were measured", highlight=False)
     finally:
         torch.set_num_threads(before)
-    load = f"{os.getloadavg()[1]:.1f} processes ran at a time on {os.cpu_count()} cores"
-    note = f"{', '.join(names or NETWORKS)} in {timing.clock() - start:.0f} s, in which {load}"
+    kept = sum(map(len, found.values()))
+    busy = f"{os.getloadavg()[1]:.1f} processes ran at a time on {os.cpu_count()} cores"
+    took = f"{timing.clock() - start:.0f} s, at whose end {busy}"
+    note = f"{', '.join(names or NETWORKS)} in {took}: {kept} measurements kept, {disturbed} disturbed ones left out"
     shipped.write(shipped.collected(found, note), path)
     console.print(path, highlight=False)
     return 0

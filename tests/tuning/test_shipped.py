@@ -17,6 +17,7 @@ from ai3_ops.cli import collect
 from ai3_ops.cli.main import main
 from ai3_ops.cli.models import Named
 from ai3_ops.measuring import records, shipped, timing
+from ai3_ops.measuring.steady import Steady
 from ai3_ops.measuring.timing import Layer, Measured
 from ai3_ops.tuning.choosing import Known, doubt, to_measure
 from ai3_ops.tuning.meter import Meter
@@ -222,6 +223,8 @@ def two_layers():
 
 def test_collect_writes_what_optimize_and_tune_ask_for(folder, monkeypatch):
     monkeypatch.setattr(timing, "SECONDS", 0.0)
+    monkeypatch.setattr(Steady, "wait", lambda _: True)
+    monkeypatch.setattr(Steady, "now", lambda _: True)
     network = f"{two_layers.__module__}:two_layers"
     arguments = ["tune", "--collect", network, "--threads", "1", "--output", str(folder / "made.json")]
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
@@ -238,6 +241,11 @@ def test_collect_writes_what_optimize_and_tune_ask_for(folder, monkeypatch):
     assert all(known)
     assert torch.get_num_threads() == 1
     (folder / "made.json").unlink()
+    monkeypatch.setattr(Steady, "now", lambda _: False)
+    assert main(arguments) == 0
+    left = json.loads((folder / "made.json").read_text())
+    assert left["threads"] == {}
+    assert "0 measurements kept, 4 disturbed ones left out" in left["note"]
     assert main([*arguments, "--budget-seconds", "0"]) == 0
     assert json.loads((folder / "made.json").read_text())["threads"] == {}
 
