@@ -109,13 +109,12 @@ def select(
 
 
 def doubt(layer: Layer, found: Mapping[str, Measured], settings: Settings) -> float:
-    """Microseconds that another algorithm than `select`'s may gain, within what it calls noise; 0 of what was measured here."""
+    """Microseconds that another algorithm than `select`'s may gain, by one standard error; 0 of what was measured here."""
     if not any(m.shipped for m in found.values()):
         return 0.0
     chosen = _chosen(layer, found, settings)
     others = [m for name, m in found.items() if m is not chosen and not ineligible(layer, name, found, settings)]
-    noise = [max(GAIN * chosen.time_us, DEVIATIONS * math.hypot(m.noise_us, chosen.noise_us)) for m in others]
-    return max([0.0, *(n - (m.time_us - chosen.time_us) for n, m in zip(noise, others, strict=True))])
+    return max([0.0, *(chosen.time_us - m.time_us + math.hypot(m.noise_us, chosen.noise_us) for m in others)])
 
 
 def to_measure(cases: Mapping[T, Known], settings: Settings) -> list[T]:
