@@ -254,6 +254,7 @@ def test_collect_writes_what_optimize_and_tune_ask_for(folder, monkeypatch):
 def test_the_tables_that_come_with_the_package_can_be_read(monkeypatch):
     monkeypatch.undo()
     paths = sorted(shipped.FOLDER.glob("*.json"))
+    assert paths
     for path in paths:
         text = path.read_bytes()
         assert len(zlib.compress(text)) < 200_000
