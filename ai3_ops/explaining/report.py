@@ -23,7 +23,7 @@ class Step:
     algorithm: str  # "torch" where PyTorch computes it
     output: tuple[int, ...]
     detail: str = ""  # what is fused into it
-    reason: str = ""  # why this algorithm: "measured here", "shipped" (measurements), "default", "named"
+    reason: str = ""  # why this algorithm: "measured here", "shipped" (measurements), "default", "named"; "once a size"
 
 
 @dataclass

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import keyword
-import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,39 +26,18 @@ from ai3_ops.programs.body import Body
 from ai3_ops.programs.constants import Source, joined, level
 from ai3_ops.programs.lower import Region
 from ai3_ops.programs.program import Program
+from ai3_ops.programs.sized import PYTHON
 from ai3_ops.programs.spelled import spelled
 
 FORMAT = 1
 _FILES = ("aten::from_file",)  # operators that reach outside of tensors
-# Python's functions that graphs of torch.export call, on sizes and on lists of results.
-_PYTHON = (
-    "getitem",
-    "add",
-    "sub",
-    "mul",
-    "floordiv",
-    "mod",
-    "truediv",
-    "neg",
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "and_",
-    "or_",
-)
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
     """What a graph may call besides operators, by name."""
-    known = {f"operator.{name}": getattr(operator, name) for name in _PYTHON}
-    for name in ("sym_max", "sym_min", "sym_int", "sym_float", "sym_not", "sym_ite"):
-        known[f"torch.{name}"] = getattr(torch, name)
     own = inspect.getmembers(steps, inspect.isfunction)
-    known |= {f"steps.{name}": f for name, f in own if f.__module__ == steps.__name__ and not name.startswith("_")}
-    return known | {f"steps.{step.operation}": function for function, step in Step.by_function.items()}
+    known = {f"steps.{name}": f for name, f in own if f.__module__ == steps.__name__ and not name.startswith("_")}
+    return PYTHON | known | {f"steps.{step.operation}": function for function, step in Step.by_function.items()}
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

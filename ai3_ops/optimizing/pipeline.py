@@ -29,7 +29,9 @@ from ai3_ops.graph.state import copied
 from ai3_ops.measuring import gpu
 from ai3_ops.optimizing import choose, on_cuda
 from ai3_ops.optimizing.search import search
+from ai3_ops.programs.body import Body
 from ai3_ops.programs.lower import DTYPES, Part, Region, build, example_values, module_of, outside, parts
+from ai3_ops.programs.sized import by_sizes
 from ai3_ops.programs.timing import COSTS, paired
 from ai3_ops.registry import near
 from ai3_ops.selecting.selectors import listed
@@ -212,8 +214,9 @@ def make_plan(
     _library.release_workspace()
     seconds = time.monotonic() - begun
     resolved = choose.learned(network, resolved)
-    report.steps = _steps(network, regions)
-    report.outside = outside(network, regions)
+    sized = {node.name for node in by_sizes(body.graph)} if isinstance(body, Body) else set[str]()
+    report.steps = _steps(network, regions, sized)
+    report.outside = outside(network, regions, sized)
     report.rewrites = network.log
     report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
     report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
@@ -645,7 +648,8 @@ def _cheaper(network: Network, other: Network, inputs: list[Any], report: Optimi
     return network
 
 
-def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
+def _steps(network: Network, regions: list[tuple[Part, Region]], sized: set[str]) -> list[Step]:
+    """For `explain`; `sized`: the names of nodes that are computed once for each set of sizes."""
     computed = {n: a for part, region in regions for n, a in zip(part.nodes, region.algorithms, strict=True)}
     found = []
     for node in network.graph.nodes:
@@ -663,6 +667,7 @@ def _steps(network: Network, regions: list[tuple[Part, Region]]) -> list[Step]:
         algorithm = computed.get(node, "torch" if not asked or asked in steps.RULES else asked)
         measured = node.meta.get("source", "named")
         reason = "" if not asked or algorithm == "torch" else asked if asked in steps.RULES else measured
+        reason = "once a size" if node.name in sized else reason
         layers, shape = list(node.meta["layers"]), node.meta["shape"] or ()
         found.append(Step(layers, a.get("name", name), algorithm, shape, ", ".join(detail), reason))
     return found

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import PythonCode
 from torch.fx.node import map_aggregate
 
 from ai3_ops._torch import HigherOrderOperator, OpOverload
+from ai3_ops.programs.sized import Sized
 
 
 class Body(fx.GraphModule):
@@ -28,6 +31,23 @@ class Body(fx.GraphModule):
             else:
                 root.register_buffer(name, value)
         super().__init__(root, graph)
+
+    def recompile(self) -> PythonCode:
+        """As fx does, but what follows from sizes alone is computed once for each of them."""
+        code = super().recompile()
+        own: Any = type(self)  # each graph module has a class of its own
+        plain, made = own.forward, list[Sized]()
+
+        @functools.wraps(plain)
+        def forward(self: Body, *given: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return plain(self, *given)
+            if not made:  # graphs are put in order after this
+                made.append(Sized(self))
+            return made[0](*given) if made[0].runs(given) else plain(self, *given)
+
+        own.forward = forward
+        return code
 
     def __reduce__(self) -> tuple[Any, ...]:
         held = {str(n.target): getattr(self, str(n.target)) for n in self.graph.nodes if n.op in _NAMING}

@@ -306,12 +306,17 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> Body:
     return module
 
 
-def outside(network: Network, regions: Sequence[tuple[Part, Region]], most: int = 3) -> list[str]:
-    """What PyTorch computes, operators with the layers that they are of, those first that touch the most memory."""
+def outside(network: Network, regions: Sequence[tuple[Part, Region]], sized: set[str], most: int = 3) -> list[str]:
+    """What PyTorch computes in each call, operators with the layers that they are of, those first that touch the most memory.
+
+    `sized`: the names of nodes that are computed once for each set of sizes.
+    """
     inside = {node for part, _ in regions for node in part.nodes}
     touched: dict[str, float] = {}
     for node in network.graph.nodes:
         if node.op != "call_function" or node in inside or node.target is operator.getitem or _is_view(node):
+            continue
+        if node.name in sized:
             continue
         name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
         layers = ", ".join(filter(None, node.meta["layers"]))

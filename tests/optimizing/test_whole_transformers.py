@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -125,7 +127,7 @@ def test_fewer_heads_of_keys():
 class Masked(Block):
     def forward(self, x, seen):
         q, k, v = self.heads_of(self.norm(x))
-        y = F.scaled_dot_product_attention(q, k, v, seen[:, None, None])
+        y = F.scaled_dot_product_attention(q, k, v, seen[:, None] if seen.ndim == 3 else seen[:, None, None])
         return x + self.out(y.transpose(1, 2).reshape(x.shape))
 
 
@@ -225,6 +227,50 @@ def test_bert_is_one_program_behind_its_embeddings():
         with torch.no_grad():
             got = fast(ids).last_hidden_state
         assert difference(got, exact(model, ids).last_hidden_state) < 1e-5
+
+
+class Causal(nn.Module):
+    """As transformers' decoders: a mask of positions for each item of the batch, made in each call, and one of padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions, self.block = nn.Embedding(50, 24), nn.Embedding(7, 24), Masked()
+
+    def forward(self, ids, seen=None):
+        rows, places = torch.arange(ids.shape[0]), torch.arange(ids.shape[1])
+        mask = (places[:, None] >= places).expand(ids.shape[0], 7, 7)
+        mask = mask[rows[:, None, None], places[:, None], places]
+        x = self.words(ids) + self.positions(places)
+        return self.block(x, mask if seen is None else mask & seen[:, None])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_of_sizes_are_made_once(padded, tmp_path):
+    model = seeded(Causal())
+
+    def inputs(batch):
+        ids = torch.randint(0, 50, (batch, 7), generator=torch.Generator().manual_seed(batch))
+        return (ids, torch.arange(7) < 7 - ids[:, :1] % 5) if padded else (ids,)
+
+    fast = check(model, *inputs(2))
+    steps = fast._ai3_report.parts[0].steps
+    once = {step.operation.partition(".")[0] for step in steps if step.reason == "once a size"}
+    assert {"arange", "index"} <= once
+    assert not {"embedding", "__and__"} & once
+    ai3_ops.save(fast, tmp_path / "causal")
+    loaded = ai3_ops.load(tmp_path / "causal")
+    for module in (fast, copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), loaded):
+        for batch in (2, 3, 2, 1):
+            assert difference(module(*inputs(batch)), exact(model, *inputs(batch))) < 1e-5
+        given = inputs(3)
+        with torch.autograd.profiler.profile() as profile:
+            module(*given)
+        assert not {"aten::arange", "aten::index"} & {event.name for event in profile.function_events}
+    batch = torch.export.Dim("batch")
+    exported = torch.export.export(loaded, inputs(2), dynamic_shapes={"args": tuple({0: batch} for _ in inputs(2))})
+    compiled = torch.compile(loaded, backend="eager", dynamic=True)
+    for traced in (exported.module(), compiled):
+        assert difference(traced(*inputs(5)), exact(model, *inputs(5))) < 1e-5
 
 
 class Grown:
