@@ -3,6 +3,7 @@
 softmax(q k^T * scale + masks) v, as torchvision's Swin and many encoders write it, becomes attention with the sum of the masks:
 scores are never written to memory. Masks may be added while the batch is split, as into images and their windows: the step then
 has five dimensions. 0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) is what transformers calls "gelu_new".
+Scores may be capped, as Gemma's are, and multiplied by a factor for each head, as those of Swin V2's normalized queries and keys.
 x / sqrt(mean(x^2) + eps) is how Llama, T5 and many others write RMS norm, with the weight applied afterwards and, in 16 bits, in
 float32 but for the weight: the step rounds once.
 """
@@ -13,7 +14,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network, Node, is_constant, only_user, open_sizes
@@ -22,7 +23,9 @@ from ai3_ops.operations.step import RULES, Step
 aten = torch.ops.aten
 _PRODUCTS = (aten.matmul.default, aten.bmm.default)
 _CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
+_EXPANDS = (steps.expand, aten.expand.default, aten.expand_as.default)
 _LARGEST = 2**24  # elements of a mask that is computed beforehand
+_SMALLEST = 1e-9  # length of a row that counts as zero
 
 
 class _Scores(NamedTuple):
@@ -31,6 +34,8 @@ class _Scores(NamedTuple):
     query: Node
     key: Node  # transposed
     scale: float
+    heads: Tensor | None  # by what each head's scores are multiplied besides
+    softcap: float  # c of c * tanh(scores / c); 0: none
     masks: list[tuple[Node, int]]  # what is added, and to scores of how many dimensions
     widest: Node  # the scores with the most dimensions that a mask was added in, or the product
 
@@ -63,10 +68,15 @@ def _attention(network: Network, product: Node, softmax: Node, scores: _Scores, 
 
     rank = len(scores.key.meta["shape"])
     key = network.step(product, steps.permute, scores.key, (*range(rank - 2), rank - 1, rank - 2), layers=layers)
-    operands = [shown(x, (*lead, *x.meta["shape"][-2:]), scales) for x in (scores.query, key, product.args[1])]
+    query = scores.query
+    if scores.heads is not None:
+        factors = network.constant(scores.heads[:, None, None].contiguous(), f"{query.name}_heads", product)
+        query = network.step(product, steps.binary, query, factors, "mul", layers=layers)
+    operands = [shown(x, (*lead, *x.meta["shape"][-2:]), scales) for x in (query, key, product.args[1])]
     rule = softmax.kwargs.get("algorithm", "default")
     attention: Any = Step.by_operation["attention"].compute
-    new = network.step(product, attention, *operands, mask, False, scores.scale, layers=layers, algorithm=rule)
+    options = mask, False, scores.scale, scores.softcap
+    new = network.step(product, attention, *operands, *options, layers=layers, algorithm=rule)
     return shown(new, product.meta["shape"], product.meta["scales"])
 
 
@@ -81,25 +91,54 @@ def _through_reshapes(x: Any, user: Node) -> Node | None:
 
 
 def _scores_of(network: Network, softmax: Node) -> _Scores | None:
-    """None where something else is done to the scores than to scale them, to add to them and to reshape them."""
+    """None where something else is done to the scores than to scale, to cap, to add to and to reshape them."""
     scale, masks, user = 1.0, list[tuple[Node, int]](), softmax
+    heads, softcap = None, 0.0
     x, widest = softmax.args[0], None
     while only_user(x, user):
         if widest is None or len(x.meta["shape"]) > len(widest.meta["shape"]):
             widest = x
-        if x.target is steps.binary and x.args[2] == "add" and not x.kwargs and scale == 1:
+        plain = scale == 1 and heads is None and not softcap  # of what is added before these, they are of the sum
+        if x.target is steps.binary and x.args[2] == "add" and not x.kwargs and plain:
             masks.append((x.args[1], len(x.meta["shape"])))
+        elif (cap := _cap_of(network, x)) is not None and heads is None and not softcap and scale * cap[0] > 0:
+            softcap = scale * cap[0]
+            scale, x, user = softcap * cap[1], x.args[0], x
         elif x.target is steps.affine and (factor := _factor_of(network, x)) is not None:
             scale *= factor
+        elif (factors := _factors_of_heads(network, x)) is not None and heads is None:
+            heads = factors
         elif x.target in _PRODUCTS:
             query = x.args[0]
             if query.target is steps.affine and (factor := _factor_of(network, query)) is not None:
                 scale, query = scale * factor, query.args[0]
-            return _Scores(query, x.args[1], scale, masks, widest)
+            return _Scores(query, x.args[1], scale, heads, softcap, masks, widest)
         elif x.target is not steps.reshape or x.meta["shape"][-2:] != x.args[0].meta["shape"][-2:]:
             return None
         x, user = x.args[0], x
     return None
+
+
+def _cap_of(network: Network, node: Node) -> tuple[float, float] | None:
+    """The factors a, b of a * tanh(b * x), where the tanh may be a step of its own or another one's activation.
+
+    The node that gives b * x is two steps before the first one, or, of tanh(x), x itself.
+    """
+    tanh = node.args[0] if node.target is steps.affine and (outer := _factor_of(network, node)) is not None else None
+    if not only_user(tanh, node):
+        return None
+    if tanh.target is steps.affine and tanh.kwargs == {"activation": "tanh"}:
+        inner = _alike(network, tanh, activated=True)
+        return None if inner is None or inner[1] != 0 else (outer, inner[0])
+    return (outer, 1.0) if tanh.target is steps.unary and tanh.args[1] == "tanh" else None
+
+
+def _factors_of_heads(network: Network, node: Node) -> Tensor | None:
+    """By what a step multiplies each head of (N, H, L, S); None where it does anything else."""
+    if node.target is not steps.affine or node.kwargs or len(node.meta["shape"]) != 4:
+        return None
+    scale, shift = (network.value(a) for a in node.args[1:3])
+    return None if bool(shift.any()) else scale
 
 
 def _factor_of(network: Network, affine: Node) -> float | None:
@@ -108,9 +147,12 @@ def _factor_of(network: Network, affine: Node) -> float | None:
     return found[0] if found is not None and found[1] == 0 else None
 
 
-def _alike(network: Network, node: Any) -> tuple[float, float] | None:
-    """Factor and summand of a step that are the same for all elements; None where it does anything else."""
-    if not isinstance(node, fx.Node) or node.target is not steps.affine or node.kwargs:
+def _alike(network: Network, node: Any, activated: bool = False) -> tuple[float, float] | None:
+    """Factor and summand of a step that are the same for all elements; None where it does anything else.
+
+    `activated`: than what its activation does then.
+    """
+    if not isinstance(node, fx.Node) or node.target is not steps.affine or (node.kwargs and not activated):
         return None
     scale, shift = (network.value(a) for a in node.args[1:3])
     if scale.numel() == 0 or bool((scale != scale[0]).any()) or bool((shift != shift[0]).any()):
@@ -159,6 +201,38 @@ def _mask_of(network: Network, scores: _Scores, before: Node) -> Node | None:
     ):  # of batch and heads, which were one dimension
         return None
     return network.constant(total.to(dtype).contiguous(), f"{scores.masks[0][0].target}.mask", before)
+
+
+def compose_normalize(network: Network) -> bool:
+    """x / max(|x|, eps) over the last dimension, as `F.normalize` writes it: RMS norm, whose sum of squares has eps^2 added.
+
+    Where eps is so small that the two differ in rows alone that are as good as zero.
+    """
+    found = False
+    for node in network.calls(aten.div.Tensor):
+        x, length, user = node.args[0], node.args[1], node
+        while only_user(length, user) and length.target in _EXPANDS:
+            length, user = length.args[0], length
+        if not only_user(length, user) or length.target is not aten.clamp_min.default:
+            continue
+        norm, eps = length.args
+        if not only_user(norm, length) or norm.target is not aten.linalg_vector_norm.default:
+            continue
+        rank, dtype = len(x.meta["shape"]), x.meta["dtype"]
+        read, order, dims, keep = (*norm.args, 2, None, False)[:4]
+        if read is not x or order != 2 or list(dims or ()) not in ([-1], [rank - 1]) or not keep or norm.kwargs:
+            continue
+        features, least = x.meta["shape"][-1], float(torch.tensor(eps, dtype=dtype))
+        weight = torch.full((features,), features**-0.5, dtype=dtype, device=network.device)
+        exact = dtype.itemsize > 2 or float(weight[0]) == features**-0.5
+        if not 0 < least <= _SMALLEST or not exact or node.meta["dtype"] != dtype:
+            continue
+        scale = network.constant(weight, f"{node.name}_weight", node)
+        rms_norm: Any = Step.by_operation["rms_norm"].compute
+        new = network.step(node, rms_norm, x, (features,), scale, eps**2 / features, layers=node.meta["layers"])
+        network.replace(node, new, "compose normalize")
+        found = True
+    return found
 
 
 def compose_rms_norm(network: Network) -> bool:

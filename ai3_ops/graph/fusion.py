@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ai3_ops.graph import steps
 from ai3_ops.graph.attended import merge_products, simplify_masks
-from ai3_ops.graph.composed import compose_attention, compose_gelu, compose_rms_norm
+from ai3_ops.graph.composed import compose_attention, compose_gelu, compose_normalize, compose_rms_norm
 from ai3_ops.graph.network import Network, Node, only_user, signature_of
 from ai3_ops.graph.views import VIEW_PASSES
 from ai3_ops.operations.step import Step
@@ -302,7 +302,7 @@ def drop_identities(network: Network) -> bool:
 
 
 PASSES: tuple[Callable[[Network], bool], ...] = (
-    compose_attention, compose_gelu, compose_rms_norm, *VIEW_PASSES,
+    compose_attention, compose_gelu, compose_normalize, compose_rms_norm, *VIEW_PASSES,
     drop_identities, merge_affine, fold_affine, activation_before_pool, fuse_activation, fold_affine_forward, fuse_residual,
     fuse_prologue, merge_concat, drop_slices, simplify_masks, merge_products,
 )  # fmt: skip

@@ -536,7 +536,7 @@ def _step_arguments(
 
 
 class AttentionStep(Step):
-    """A line "attention_flash %0 %1 %2 %3 scale=0.125 is_causal=0", the last value a mask."""
+    """A line "attention_flash %0 %1 %2 %3 scale=0.125 is_causal=0 softcap=50.0", the last value a mask."""
 
     operation = "attention"
     values = ("key", "value", "attn_mask")
@@ -549,14 +549,20 @@ class AttentionStep(Step):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
         scale: float | None = None,
+        softcap: float = 0.0,
         *,
         algorithm: str = "default",
     ) -> Tensor:
-        """As torch.nn.functional.scaled_dot_product_attention, with grouped heads where there are fewer of the key."""
+        """As torch.nn.functional.scaled_dot_product_attention, with grouped heads where there are fewer of the key.
+
+        `softcap` c: of c * tanh(scores / c), which PyTorch's function has not.
+        """
         grouped = input.shape[-3] != key.shape[-3]
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(input.dtype)
         function = computed("attention", _sdpa, algorithm, input)
+        if softcap:
+            function = functools.partial(torch.ops.ai3.attention_flash.default, softcap=softcap)
         return function(input, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
 
     stands_for: ClassVar = {torch.ops.aten.scaled_dot_product_attention.default: _step_arguments}
@@ -570,7 +576,8 @@ class AttentionStep(Step):
         """As the class says."""
         size, scale = arguments["input"].shape[-1], arguments["scale"]
         scale = 1 / math.sqrt(size) if scale is None else scale
-        return {"scale": repr(float(scale)), "is_causal": str(int(arguments["is_causal"]))}
+        softcap = {"softcap": repr(float(arguments["softcap"]))} if arguments["softcap"] else {}
+        return {"scale": repr(float(scale)), "is_causal": str(int(arguments["is_causal"]))} | softcap
 
     def arguments(self, line: Line, *operands: Tensor) -> tuple[Any, ...]:
         """As the class says."""

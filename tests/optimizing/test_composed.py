@@ -1,5 +1,6 @@
 """What models compose is one step, attention of products and a softmax above all; whole window transformers are one program."""
 
+import copy
 import math
 
 import pytest
@@ -64,7 +65,29 @@ def by_einsum(m, q, k, mask):
     return scores.softmax(-1)
 
 
-COMPOSED = (by_einsum, scaled_query, divided, biased, given_mask, shifted, joined_behind)
+def by_head(m, q, k, mask):
+    return ((q @ k.mT) * torch.tensor([1.0, 2.0])[:, None, None] + m.bias).softmax(-1)
+
+
+def cosine(m, q, k, mask):
+    """As Swin V2: of normalized queries and keys, and a scale for each head."""
+    scores = nn.functional.normalize(q, dim=-1) @ nn.functional.normalize(k, dim=-1).transpose(-2, -1)
+    scores = scores * torch.tensor([10.0, 3.0])[:, None, None].exp().clamp(max=10.0) + m.bias
+    return (scores.view(-1, 4, m.heads, 6, 6) + SHIFTED[:, None]).view(-1, m.heads, 6, 6).softmax(-1)
+
+
+def capped(m, q, k, mask):
+    """As Gemma 2."""
+    return (torch.tanh(q @ k.mT * 0.3 / 1.5) * 1.5 + m.bias).softmax(-1)
+
+
+def capped_and_scaled(m, q, k, mask):
+    return (3 * (2 * torch.tanh(q @ k.mT)) + m.bias).softmax(-1)
+
+
+COMPOSED = (
+    by_einsum, scaled_query, divided, biased, given_mask, shifted, joined_behind, by_head, cosine, capped, capped_and_scaled,
+)  # fmt: skip
 
 
 def later_scale(m, q, k, mask):
@@ -80,15 +103,29 @@ def over_queries(m, q, k, mask):
     return (q @ k.mT).softmax(-2)
 
 
-def by_head(m, q, k, mask):
-    return ((q @ k.mT) * torch.tensor([1.0, 2.0])[:, None, None]).softmax(-1)
+def capped_after(m, q, k, mask):
+    """Of the sum with the bias."""
+    return (torch.tanh(q @ k.mT + m.bias) * 2).softmax(-1)
+
+
+def capped_by_head(m, q, k, mask):
+    return (torch.tanh(q @ k.mT) * torch.tensor([1.0, 2.0])[:, None, None]).softmax(-1)
+
+
+def turned(m, q, k, mask):
+    """By a negative factor, which no cap is."""
+    return (torch.tanh(q @ k.mT) * -2).softmax(-1)
+
+
+def capped_twice(m, q, k, mask):
+    return (torch.tanh(torch.tanh(q @ k.mT) * 2) * 3).softmax(-1)
 
 
 def clamped(m, q, k, mask):
     return (q @ k.mT).clamp(-1, 1).softmax(-1)
 
 
-OTHERS = (later_scale, hidden_row, over_queries, by_head, clamped)
+OTHERS = (later_scale, hidden_row, over_queries, clamped, capped_after, capped_by_head, turned, capped_twice)
 
 
 def steps_of(fast):
@@ -216,8 +253,9 @@ def test_a_softmax_that_stays_pytorchs_keeps_it():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_types(dtype):
-    model, inputs = Composed(biased).eval().to(dtype), [t.to(dtype) for t in inputs_of(biased)]
+@pytest.mark.parametrize("how", [biased, capped], ids=lambda f: f.__name__)
+def test_other_types(how, dtype):
+    model, inputs = Composed(how).eval().to(dtype), [t.to(dtype) for t in inputs_of(how)]
     fast = optimized(model, tuple(inputs))
     assert "attention" in steps_of(fast)
     with torch.no_grad():
@@ -254,8 +292,8 @@ def test_torchvisions_swin(name):
     model = torchvision.models.get_model(name).eval()
     x = torch.randn(1, 3, 64, 64)
     fast = optimized(model, x)
-    if name == "swin_t":
-        assert steps_of(fast).count("attention") == 12
+    assert steps_of(fast).count("attention") == 12
+    assert isinstance(fast._ai3_first.body, Region)
     with torch.no_grad():
         for given in (x, torch.randn(2, 3, 64, 64)):
             torch.testing.assert_close(fast(given), model(given), rtol=1e-3, atol=1e-4)
@@ -298,6 +336,40 @@ def test_gelu_by_tanh(form, dtype):
     with torch.no_grad():
         exact = model.double()(x.double())
     assert float((fast(x) - exact).abs().max() / exact.abs().max()) < (2e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+# Normalized rows --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("how", "found"),
+    [
+        (lambda x: nn.functional.normalize(x, dim=-1), 1),
+        (lambda x: x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12), 1),
+        (lambda x: nn.functional.normalize(x, dim=-1, eps=0.1), 0),
+        (lambda x: nn.functional.normalize(x, dim=1), 0),
+        (lambda x: nn.functional.normalize(x, p=1.0, dim=-1), 0),
+        (lambda x: x.flip(-1) / x.norm(dim=-1, keepdim=True).clamp_min(1e-12), 0),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_normalized_rows(how, found, dtype):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 8)
+
+        def forward(self, x):
+            return self.second(how(self.first(x)))
+
+    torch.manual_seed(2)
+    model, x = Net().eval().to(dtype), torch.randn(3, 5, 16, dtype=dtype)
+    x[0, 0] = 0  # a row of zeros stays one
+    fast = optimized(model, x)
+    assert steps_of(fast).count("rms_norm") == found
+    with torch.no_grad():
+        for given in (x, torch.cat([x, x * 1e-6])):
+            exact = copy.deepcopy(model).double()(given.double())
+            error = float((fast(given) - exact).abs().max() / exact.abs().max())
+            assert error < {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 3e-2}[dtype]
 
 
 # RMS norm ---------------------------------------------------------------------------------------------------------------

@@ -229,6 +229,22 @@ def test_bert_is_one_program_behind_its_embeddings():
         assert difference(got, exact(model, ids).last_hidden_state) < 1e-5
 
 
+def test_gemmas_capped_scores_are_attention():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 1}
+    config = transformers.Gemma2Config(vocab_size=50, pad_token_id=0, use_cache=False, **sizes)
+    model = seeded(transformers.Gemma2Model(config))
+    x = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(2))
+    fast = optimized(model, x)
+    (region,) = regions(fast)
+    assert "softcap=2.0" in region.program.text
+    for ids in (x, x[:1]):
+        with torch.no_grad():
+            got = fast(ids).last_hidden_state
+        assert difference(got, exact(model, ids).last_hidden_state) < 1e-5
+
+
 class Causal(nn.Module):
     """As transformers' decoders: a mask of positions for each item of the batch, made in each call, and one of padding."""
 
