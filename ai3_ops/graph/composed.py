@@ -120,12 +120,10 @@ def _scores_of(network: Network, softmax: Node) -> _Scores | None:
 
 
 def _cap_of(network: Network, node: Node) -> tuple[float, float] | None:
-    """The factors a, b of a * tanh(b * x), where the tanh may be a step of its own or another one's activation.
-
-    The node that gives b * x is two steps before the first one, or, of tanh(x), x itself.
-    """
-    tanh = node.args[0] if node.target is steps.affine and (outer := _factor_of(network, node)) is not None else None
-    if not only_user(tanh, node):
+    """The factors a, b of a * tanh(b * x), where the tanh is a step of its own, of x, or the activation of one that gives b * x."""
+    outer = _factor_of(network, node) if node.target is steps.affine else None
+    tanh: Any = node.args[0]
+    if outer is None or not only_user(tanh, node):
         return None
     if tanh.target is steps.affine and tanh.kwargs == {"activation": "tanh"}:
         inner = _alike(network, tanh, activated=True)

@@ -292,8 +292,9 @@ def test_torchvisions_swin(name):
     model = torchvision.models.get_model(name).eval()
     x = torch.randn(1, 3, 64, 64)
     fast = optimized(model, x)
-    assert steps_of(fast).count("attention") == 12
-    assert isinstance(fast._ai3_first.body, Region)
+    found = steps_of(fast)
+    assert found.count("attention") == 12
+    assert not any("matmul" in step or "vector_norm" in step for step in found)
     with torch.no_grad():
         for given in (x, torch.randn(2, 3, 64, 64)):
             torch.testing.assert_close(fast(given), model(given), rtol=1e-3, atol=1e-4)
