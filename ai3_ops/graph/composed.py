@@ -120,7 +120,7 @@ def _scores_of(network: Network, softmax: Node) -> _Scores | None:
 
 
 def _cap_of(network: Network, node: Node) -> tuple[float, float] | None:
-    """The factors a, b of a * tanh(b * x), where the tanh is a step of its own, of x, or the activation of one that gives b * x."""
+    """The factors a, b of a * tanh(b * x), the tanh a step of its own (b is 1) or the activation of the one before."""
     outer = _factor_of(network, node) if node.target is steps.affine else None
     tanh: Any = node.args[0]
     if outer is None or not only_user(tanh, node):
