@@ -55,7 +55,13 @@ def optimize(
         )
     if isinstance(settings.selectors, Plan):
         settings.selectors.check_machine(stacklevel=users_level() + 1)
-    with torch.inference_mode(False), torch.no_grad(), without_autocast(), same_random_numbers(), _status(progress) as show:
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        without_autocast(),
+        same_random_numbers(),
+        _status(progress) as show,
+    ):
         original = unswap(copied(model))
         if model.training:
             original.eval()
