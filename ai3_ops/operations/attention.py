@@ -560,10 +560,12 @@ class AttentionStep(Step):
         grouped = input.shape[-3] != key.shape[-3]
         if attn_mask is not None and attn_mask.is_floating_point():
             attn_mask = attn_mask.to(input.dtype)
-        function = computed("attention", _sdpa, algorithm, input)
+        usual: Callable[..., Tensor] = _sdpa
         if softcap:
-            function = functools.partial(torch.ops.ai3.attention_flash.default, softcap=softcap)
-        return function(input, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped)
+            own = torch.ops.ai3
+            usual = own.attention_math.default if input.dtype == torch.float64 else own.attention_flash.default
+        function, capped = computed("attention", usual, algorithm, input), {"softcap": softcap} if softcap else {}
+        return function(input, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped, **capped)
 
     stands_for: ClassVar = {torch.ops.aten.scaled_dot_product_attention.default: _step_arguments}
 
