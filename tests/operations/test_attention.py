@@ -131,6 +131,38 @@ def test_gradients_and_their_gradients(name, options):
     assert torch.autograd.gradgradcheck(function, leaves)
 
 
+HIDDEN = {"all": {}, "causal": {"is_causal": True}, "window": {"window_left": 100, "softcap": 2.0}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("size", [16, 13])  # rows read where they are, and copied
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_gradients_of_keys_in_several_parts(dtype, size, hidden):
+    # One head of 1,100 keys is several items for the threads, whose sums are added; NaN where no query looks stays there.
+    q, k, v, like = made((1, 2, 70, size), (1, 1, 1100, size), (1, 1, 1100, 9), (1, 2, 70, 9), dtype=dtype)
+    mask = torch.rand(1, 2, 70, 1100, generator=torch.Generator().manual_seed(1)) > 0.3
+    mask[..., 300:310] = False
+    options = HIDDEN[hidden]
+    given = [None if options else mask, 0.0, options.get("is_causal", False)]
+    if not options:
+        k[..., 300:310, :] = math.nan
+    found = {}
+    for name, kind, threads in (("math", torch.float64, 1), ("flash", dtype, 1), ("flash", dtype, 3)):
+        tensors = [t.to(kind).requires_grad_() for t in (q, k, v)]
+        own = {n: value for n, value in options.items() if n != "is_causal"}
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            y = operator(name)(*tensors, *given, enable_gqa=True, **own)
+            found[name, threads] = torch.autograd.grad(y, tensors, like.to(kind))
+        finally:
+            torch.set_num_threads(before)
+    limit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float64: 1e-12}[dtype]
+    for got, same, expected in zip(found["flash", 1], found["flash", 3], found["math", 1], strict=True):
+        near(got, expected, limit)
+        assert torch.equal(got, same)
+
+
 def test_the_output_lies_as_the_query_does():
     x = torch.randn(2, 9, 3 * 4 * 8)
     q, k, v = (t.view(2, 9, 4, 8).transpose(1, 2) for t in x.split(32, -1))
