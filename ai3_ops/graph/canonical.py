@@ -575,8 +575,33 @@ def _batch_before(net: Network, node: fx.Node) -> fx.Node | None:
 
 
 @translates(aten.pad.default, aten.constant_pad_nd.default)
-def _pad(net: Network, node: fx.Node, x: Any, widths: Any, *_: Any) -> fx.Node | None:
-    return None if any(widths) else _same(net, node, x)
+def _pad(net: Network, node: fx.Node, x: Any, widths: Any, *rest: Any) -> fx.Node | None:
+    """Of rows, as before windows: joined with a constant. Of images in NCHW a copy between programs is no more, and stays."""
+    if not any(widths):
+        return _same(net, node, x)
+    modes = [r for r in rest if isinstance(r, str)]
+    values = [float(r) for r in rest if isinstance(r, (int, float))]
+    rank, scales, layers = len(x.meta["shape"]), x.meta["scales"], node.meta["layers"]
+    if modes not in ([], ["constant"]) or any(widths[:2]) or min(widths) < 0 or len(widths) >= 2 * rank:
+        return None
+    if not _known(x, node) or not _floating(x) or scales[0] not in (0, 1) or any(scales[1:]):
+        return None
+    for place in range(2, len(widths), 2):
+        dim = rank - 1 - place // 2
+        parts = [x]
+        for side, width in enumerate(widths[place : place + 2]):
+            if not width:
+                continue
+            sizes = [1 if scales[0] else x.meta["shape"][0], *x.meta["shape"][1:]]
+            sizes[dim] = width
+            full = torch.full(sizes, values[0] if values else 0.0, dtype=x.meta["dtype"], device=net.device)
+            part = net.constant(full, f"{node.name}_{dim}_{side}", node)
+            if scales[0]:
+                part = net.step(node, steps.expand, part, (0, *[-1] * (rank - 1)), x, layers=layers)
+            parts.insert(side * len(parts), part)
+        if len(parts) > 1:
+            x = net.step(node, steps.join, parts, dim, layers=layers)
+    return x
 
 
 @translates(aten.roll.default)

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ai3_ops
@@ -285,6 +286,46 @@ def test_slices_with_steps_and_padding_by_nothing():
         torch.testing.assert_close(optimized(model, odd)(odd), model(odd), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("widths", [(0, 0, 0, 3, 0, 2), (0, 0, 1, 2, 3, 0), (0, 0, 0, 0, 0, 4)], ids=str)
+@pytest.mark.parametrize("value", [0.0, -1.5])
+def test_rows_are_padded_within_a_program(widths, value):
+    """As before windows that do not fit, of Swin V2 and SAM."""
+
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 8)
+
+        def forward(self, x):
+            return self.second(F.pad(self.first(x), widths, value=value).flatten(1, 2))
+
+    torch.manual_seed(0)
+    model, x = Padded().eval(), torch.randn(2, 5, 6, 16)
+    fast = optimized(model, x)
+    assert not any("pad" in step for step in steps_of(fast))
+    assert "join" in steps_of(fast)
+    with torch.no_grad():
+        for given in (x, torch.randn(3, 5, 6, 16), torch.randn(1, 5, 6, 16)):
+            torch.testing.assert_close(fast(given), model(given), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"mode": "reflect"}, {"mode": "circular"}, {"value": 1.0}])
+def test_other_padding_stays(options):
+    class Padded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 16), nn.Linear(18, 8)
+
+        def forward(self, x):
+            return self.second(F.pad(self.first(x), (1, 1), **options))
+
+    model, x = Padded().eval(), torch.randn(2, 5, 16)
+    fast = optimized(model, x)
+    assert any("pad" in step or "index" in step for step in steps_of(fast))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["swin_t", pytest.param("swin_v2_t", marks=pytest.mark.full)])
 def test_torchvisions_swin(name):
     torchvision = pytest.importorskip("torchvision")
@@ -294,7 +335,7 @@ def test_torchvisions_swin(name):
     fast = optimized(model, x)
     found = steps_of(fast)
     assert found.count("attention") == 12
-    assert not any("matmul" in step or "vector_norm" in step for step in found)
+    assert not any("matmul" in step or "vector_norm" in step or "pad" in step for step in found)
     with torch.no_grad():
         for given in (x, torch.randn(2, 3, 64, 64)):
             torch.testing.assert_close(fast(given), model(given), rtol=1e-3, atol=1e-4)
