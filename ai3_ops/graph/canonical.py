@@ -576,7 +576,7 @@ def _batch_before(net: Network, node: fx.Node) -> fx.Node | None:
 
 @translates(aten.pad.default, aten.constant_pad_nd.default)
 def _pad(net: Network, node: fx.Node, x: Any, widths: Any, *rest: Any) -> fx.Node | None:
-    """Of rows, as before windows: joined with a constant. Of images in NCHW a copy between programs is no more, and stays."""
+    """As before windows: joined with a constant. Where the last dimension is padded, as of images for convolutions, it stays."""
     if not any(widths):
         return _same(net, node, x)
     modes = [r for r in rest if isinstance(r, str)]

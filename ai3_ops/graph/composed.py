@@ -11,7 +11,7 @@ float32 but for the weight: the step rounds once.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -93,7 +93,7 @@ def _through_reshapes(x: Any, user: Node) -> Node | None:
 def _scores_of(network: Network, softmax: Node) -> _Scores | None:
     """None where something else is done to the scores than to scale, to cap, to add to and to reshape them."""
     scale, masks, user = 1.0, list[tuple[Node, int]](), softmax
-    heads, softcap = None, 0.0
+    heads, shape_of_heads, softcap = None, None, 0.0
     x, widest = softmax.args[0], None
     while only_user(x, user):
         if widest is None or len(x.meta["shape"]) > len(widest.meta["shape"]):
@@ -107,8 +107,10 @@ def _scores_of(network: Network, softmax: Node) -> _Scores | None:
         elif x.target is steps.affine and (factor := _factor_of(network, x)) is not None:
             scale *= factor
         elif (factors := _factors_of_heads(network, x)) is not None and heads is None:
-            heads = factors
+            heads, shape_of_heads = factors, x.meta["shape"]
         elif x.target in _PRODUCTS:
+            if heads is not None and (shape_of_heads != x.meta["shape"] or len(x.args[0].meta["shape"]) != 4):
+                return None  # heads and batch are one dimension of the query
             query = x.args[0]
             if query.target is steps.affine and (factor := _factor_of(network, query)) is not None:
                 scale, query = scale * factor, query.args[0]
@@ -121,8 +123,9 @@ def _scores_of(network: Network, softmax: Node) -> _Scores | None:
 
 def _cap_of(network: Network, node: Node) -> tuple[float, float] | None:
     """The factors a, b of a * tanh(b * x), the tanh a step of its own (b is 1) or the activation of the one before."""
-    outer = _factor_of(network, node) if node.target is steps.affine else None
-    tanh: Any = node.args[0]
+    if node.target is not steps.affine:
+        return None
+    outer, tanh = _factor_of(network, node), cast(fx.Node, node.args[0])
     if outer is None or not only_user(tanh, node):
         return None
     if tanh.target is steps.affine and tanh.kwargs == {"activation": "tanh"}:
@@ -221,6 +224,8 @@ def compose_normalize(network: Network) -> bool:
         if read is not x or order != 2 or list(dims or ()) not in ([-1], [rank - 1]) or not keep or norm.kwargs:
             continue
         features, least = x.meta["shape"][-1], float(torch.tensor(eps, dtype=dtype))
+        if features == 0 or x.meta["scales"][-1]:  # known of this batch alone
+            continue
         weight = torch.full((features,), features**-0.5, dtype=dtype, device=network.device)
         exact = dtype.itemsize > 2 or float(weight[0]) == features**-0.5
         if not 0 < least <= _SMALLEST or not exact or node.meta["dtype"] != dtype:

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +87,6 @@ class Cache:
         except (OSError, ValueError, KeyError, TypeError) as error:
             self.broken(key, error)
             return None
-
-    def entries(self) -> Iterator[tuple[Any, Any]]:
-        """Keys and values of all."""
-        for path in sorted(self.directory.glob("*.json")) if self.directory else ():
-            entry = json.loads(path.read_text())
-            yield entry["key"], entry["value"]
 
     def broken(self, key: Mapping[str, Any], error: Exception) -> None:
         """Says once that an entry could not be used."""

@@ -23,11 +23,15 @@ UNTRIED = "its packed weight takes too long to read, as shipped measurements say
 
 
 def name_of(key: Mapping[str, Any]) -> str:
-    """A layer in one layout, by what its times depend on: of a key of the cache all but biases and the network's size."""
-    arguments = list(key["arguments"])
+    """A layer in one layout, by what its times depend on: of a key of the cache all but biases and the network's size.
+
+    A weight that is no parameter is packed in every call, and said.
+    """
+    arguments, states = list(key["arguments"]), ["in_place"] if key["in_place"] else []
     if key["operation"].startswith(("conv", "linear")):
         del arguments[2:3]
-    words = [key["operation"], *map(_word, arguments), *(["in_place"] if key["in_place"] else []), key["layout"]]
+        states += [] if key["parameters"][1] else ["computed_weight"]
+    words = [key["operation"], *map(_word, arguments), *states, key["layout"]]
     return " ".join(words)
 
 
@@ -86,14 +90,11 @@ def level() -> str:
 
 
 def collected(entries: Mapping[int, Iterable[tuple[Mapping[str, Any], Any]]], note: str) -> dict[str, Any]:
-    """A table of the cache's entries by the number of threads: keys and values, of latencies of exact algorithms."""
+    """A table of measurements by the number of threads: keys and values as in the cache, of latencies of exact algorithms."""
     threads = {}
     for count, found in entries.items():
         rows = threads[str(count)] = dict[str, Any]()
-        usual = [
-            e for e in found if "arguments" in e[0] and not any(map(e[0].get, ("p99", "approximate", "everything")))
-        ]
-        for key, value in sorted(usual, key=lambda entry: entry[0]["bytes"]):
+        for key, value in sorted(found, key=lambda entry: entry[0]["bytes"]):
             measured = from_json(value)
             if not any(m.failed and not m.rough for m in measured.values()):
                 rows[name_of(key)] = _record(measured)

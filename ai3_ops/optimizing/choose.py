@@ -33,7 +33,7 @@ from ai3_ops.selecting.selectors import Place
 from ai3_ops.surveying.examples import Inputs
 from ai3_ops.surveying.watching import survey
 from ai3_ops.tuning.choosing import (
-    Known,
+    Timed,
     ineligible,
     least_error,
     select,
@@ -372,7 +372,7 @@ def measured(
     )
     meter = Meter(size, asked, cache=True)
     cases: list[Case] = [Case.of(node, meter) for node in todo]
-    left = to_measure({case: Known(case.layer, n, case.comparable) for case, n in Counter(cases).items()}, asked)
+    left = to_measure({case: Timed(case.layer, n, case.comparable) for case, n in Counter(cases).items()}, asked)
     interrupted = False
     try:
         for number, case in enumerate(left):

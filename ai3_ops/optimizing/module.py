@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ai3_ops._torch import any_autocast, pytree
+from ai3_ops._torch import any_autocast, pytree, without_autocast
 from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference, flat
@@ -123,7 +123,8 @@ class Optimized(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
         state: dict[str, Any] = super().__getstate__()
-        plans = list({id(p): p for p in (self._ai3_first, *self._ai3_plans.values()) if p is not None}.values())
+        by_key = state["_ai3_plans"]  # another thread may put a new one in its place
+        plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
         try:
             bodies = [None if plan.body is None else writer.body(plan.body) for plan in plans]
@@ -135,7 +136,7 @@ class Optimized(nn.Module):
         sealed = *container.sealed(writer.head | {"bodies": bodies}, writer.tensors), _alone(writer.tensors)
         return state | {
             "_ai3_first": None,
-            "_ai3_plans": {key: number[id(plan)] for key, plan in self._ai3_plans.items()},
+            "_ai3_plans": {key: number[id(plan)] for key, plan in by_key.items()},
             "_ai3_container": ([replace(plan, body=None) for plan in plans], sealed),
         }
 
@@ -267,7 +268,7 @@ class Optimized(nn.Module):
                     )
             else:
                 try:
-                    with torch.inference_mode(False), torch.no_grad():
+                    with torch.inference_mode(False), torch.no_grad(), without_autocast():
                         fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
                         a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
                         plan = make_plan(

@@ -285,7 +285,7 @@ class Chooser:
                 key = (layout, x.dtype, x.shape, weight.shape, window, a["residual"] is None, a["bias"] is None)
                 name = self.known.get(str(key)) or self._fastest(network, ways, x, layout)
                 self.known[str(key)] = name
-                why = "measured"
+                why = "measured here"
             way = ways[name]
             node.target, node.args, node.kwargs = way.target, way.args, way.kwargs
             self.names[node] = name, why

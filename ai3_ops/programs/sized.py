@@ -44,8 +44,9 @@ _ON_SIZES = (*PYTHON.values(),)
 
 
 def by_sizes(graph: fx.Graph) -> dict[fx.Node, None]:
-    """The nodes, in order, whose values follow from constants and sizes alone; none where something may write to values.
+    """The nodes, in order, whose values follow from constants and sizes alone.
 
+    None where something may write to values, or where they are sizes and views and nothing is computed.
     Nor those that follow from sizes of what is computed with one of them: all of them are there before what reads one begins.
     """
     found: dict[fx.Node, None] = {}
@@ -63,7 +64,7 @@ def by_sizes(graph: fx.Graph) -> dict[fx.Node, None]:
             found[node] = None
         elif any(a in found or a in behind for a in node.all_input_nodes):
             behind.add(node)
-    return found
+    return found if any(node.target not in _LOOKS_AT and node.target not in _ON_SIZES for node in found) else {}
 
 
 def _arguments(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -98,9 +99,7 @@ class Sized:
 
     def __init__(self, module: fx.GraphModule) -> None:
         found = by_sizes(module.graph)
-        self._run: fx.GraphModule | None = None
-        if any(node.target not in _LOOKS_AT and node.target not in _ON_SIZES for node in found):
-            self._run = _with_kept(module, found)
+        self._run = _with_kept(module, found) if found else None
 
     def runs(self, given: tuple[Any, ...]) -> bool:
         """Whether it computes such inputs."""
@@ -122,29 +121,37 @@ class _Kept(nn.Module):
         super().__init__()
         self._module, self._lock = (module,), threading.Lock()
         self._values: OrderedDict[Any, tuple[Any, ...]] = OrderedDict()
+        self._constants = {_memory(x)[0] for x in module.buffers()}
 
     def forward(self, *like: Tensor) -> tuple[Any, ...]:
         """For tensors of these sizes."""
-        key = tuple([x.shape for x in like])
+        key = tuple([(x.shape, x.stride()) for x in like])  # full_like has the strides, too
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
                 return self._values[key]
-            with torch.inference_mode(False), torch.no_grad():  # so that calls in any mode can read them
-                made: tuple[Any, ...] = self._module[0](*like)
-            if sum(x.untyped_storage().nbytes() for x in made if isinstance(x, Tensor)) <= LARGEST:
+        with torch.inference_mode(False), torch.no_grad():  # so that calls in any mode can read them
+            made: tuple[Any, ...] = self._module[0](*like)
+        memory = dict(_memory(x) for x in made if isinstance(x, Tensor))
+        if sum(size for at, size in memory.items() if at not in self._constants) <= LARGEST:
+            with self._lock:
                 self._values[key] = made
                 if len(self._values) > KEPT:
                     self._values.popitem(last=False)
         return made
 
 
+def _memory(x: Tensor) -> tuple[int, int]:
+    """Where a tensor's memory is, and how many bytes."""
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
+
+
 def _own(value: Any, kept: tuple[Any, ...]) -> Any:
     """What is returned, not in memory that is kept: a caller may write to it."""
     if not isinstance(value, Tensor):
         return value
-    memory = value.untyped_storage().data_ptr()
-    shared = any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() == memory for x in kept)
+    shared = any(isinstance(x, Tensor) and _memory(x)[0] == _memory(value)[0] for x in kept)
     return value.clone() if shared else value
 
 
@@ -171,7 +178,7 @@ def _with_kept(module: fx.GraphModule, found: dict[fx.Node, None]) -> fx.GraphMo
             read = node.all_input_nodes
             own = {n: outer.call_function(_own, (names[n], kept)) if n in near else names[n] for n in read}
             outer.output(fx.map_arg(node.args[0], own.__getitem__))
-        elif node not in found and (node.op != "get_attr" or any(user not in found for user in node.users)):
+        elif node not in found and (node.op != "get_attr" or node in like or any(u not in found for u in node.users)):
             names[node] = outer.node_copy(node, names.__getitem__)
     kept.args = tuple(names[node] for node in like)
     root = {str(n.target): getattr(module, str(n.target)) for n in nodes if n.op in ("get_attr", "call_module")}

@@ -30,7 +30,7 @@ BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: m
 
 
 @dataclass(frozen=True)
-class Known:
+class Timed:
     """A layer, how often a network calls it, and what is known of its times, in each layout; nothing where that is nothing."""
 
     layer: Layer
@@ -117,7 +117,7 @@ def doubt(layer: Layer, found: Mapping[str, Measured], settings: Settings) -> fl
     return max([0.0, *(chosen.time_us - m.time_us + math.hypot(m.noise_us, chosen.noise_us) for m in others)])
 
 
-def to_measure(cases: Mapping[T, Known], settings: Settings) -> list[T]:
+def to_measure(cases: Mapping[T, Timed], settings: Settings) -> list[T]:
     """What is worth measuring here, first what may gain most by it.
 
     That is all that nothing is known of; and of what was shipped the most doubtful, until the rest of that may gain less

@@ -16,7 +16,7 @@ from ai3_ops.measuring.timing import Layer
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
 from ai3_ops.tuning.callgraph import CallGraph
-from ai3_ops.tuning.choosing import Known, choose, to_measure
+from ai3_ops.tuning.choosing import Timed, choose, to_measure
 from ai3_ops.tuning.meter import Meter, Times, shown
 from ai3_ops.tuning.settings import Interrupted, Settings
 from ai3_ops.tuning.verifying import verified
@@ -128,12 +128,12 @@ def tune_alone(
     meter = Meter(graph.bytes, settings, cache)
     wanted = {site.layer for site in graph.sites if names is None or site.name in names}
     times: Times = {}
-    known: dict[Layer, Known] = {}
+    known: dict[Layer, Timed] = {}
     for layer, calls in graph.layers.items():
         if layer in wanted:
             found = meter.known(layer) or {}
             times |= {(layer, layout): times_of for layout, times_of in found.items()}
-            known[layer] = Known(layer, calls, found.values())
+            known[layer] = Timed(layer, calls, found.values())
     todo = to_measure(known, settings)
     with _torch.without_autocast():  # layers have the types that the run was seen to compute in
         try:

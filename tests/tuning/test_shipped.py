@@ -19,7 +19,7 @@ from ai3_ops.cli.models import Named
 from ai3_ops.measuring import records, shipped, timing
 from ai3_ops.measuring.steady import Steady
 from ai3_ops.measuring.timing import Layer, Measured
-from ai3_ops.tuning.choosing import Known, doubt, to_measure
+from ai3_ops.tuning.choosing import Timed, doubt, to_measure
 from ai3_ops.tuning.meter import Meter
 from ai3_ops.tuning.settings import Settings
 
@@ -81,8 +81,6 @@ def test_a_record_decides_and_nothing_is_measured(folder, asked):
     assert (layer.algorithm, layer.time_us, asked) == ("winograd_f4", 20.0, [])
     assert layer.reason.endswith(", shipped")
     assert all(m["shipped"] for m in layer.candidates.values() if "failed" not in m)
-    # What was not measured here is no measurement of the user's.
-    assert all(key["operation"] == "conversion" for key, _ in records.Cache().entries())
 
 
 def test_optimize_says_where_times_are_from(folder, asked, monkeypatch):
@@ -159,7 +157,7 @@ def case(calls, size, **times):
     arguments = (Spec((1, 8, size, size), (), torch.float32, "cpu"), Spec((8, 8, 3, 3), (), torch.float32, "cpu"))
     layer = Layer("conv2d", (*arguments, None, (1, 1), (1, 1), (1, 1), 1), (False, True, *[False] * 5), False)
     found = {n: Measured(t, 3.0, 1e-7, 0, 0, shipped=True) for n, t in times.items()}
-    return Known(layer, calls, [found] if found else [])
+    return Timed(layer, calls, [found] if found else [])
 
 
 def test_what_may_gain_most_comes_first():
@@ -177,7 +175,7 @@ def test_what_may_gain_most_comes_first():
     cases["sure"] = case(30, 8, direct=100.0, smm=150.0)  # 37 of 4,000
     assert to_measure(cases, Settings()) == ["large", "unknown"]
     own = {n: Measured(t, 5.0, 1e-7, 0, 0) for n, t in (("direct", 100.0), ("smm", 100.0))}
-    assert to_measure({"own": Known(cases["sure"].layer, 1, [own])}, Settings()) == []
+    assert to_measure({"own": Timed(cases["sure"].layer, 1, [own])}, Settings()) == []
 
 
 def test_a_table_is_what_was_measured():
@@ -197,9 +195,6 @@ def test_a_table_is_what_was_measured():
                 (key | {"bytes": 10}, timing.to_json(times)),
                 (key | {"bytes": 5}, timing.to_json({"torch": times["torch"]})),
                 (linear, timing.to_json(other)),
-                ({"operation": "conversion", "bytes": 1}, 3.0),
-                (linear | {"p99": True}, timing.to_json(times)),
-                (linear | {"approximate": True}, timing.to_json(times)),
             ]
         },
         "a note",

@@ -50,10 +50,11 @@ AI3_INLINE A sum_of(Vec<A> v) {
 template <int N, class T>
 AI3_INLINE void dot_rows(const T* rows, int64_t stride, int64_t size, const Acc<T>* with, Acc<T>* to, bool streamed) {
   using V = Vec<Acc<T>>;
-  if (N > 1 && streamed) {
-    for (int n = 0; n < N; n++) dot_rows<1>(rows + n * stride, stride, size, with, to + n, true);
-    return;
-  }
+  if constexpr (N > 1)
+    if (streamed) {
+      for (int n = 0; n < N; n++) dot_rows<1>(rows + n * stride, stride, size, with, to + n, true);
+      return;
+    }
   constexpr int kSums = 4 / N;  // of a row, so that additions need not wait for each other
   V sums[N][kSums];
   for (int n = 0; n < N; n++)
@@ -78,10 +79,11 @@ AI3_INLINE void dot_rows(const T* rows, int64_t stride, int64_t size, const Acc<
 template <int N, class T>
 AI3_INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const Acc<T>* weights, Acc<T>* to, bool streamed) {
   using V = Vec<Acc<T>>;
-  if (N > 1 && streamed) {
-    for (int n = 0; n < N; n++) add_rows<1>(rows + n * stride, stride, size, weights + n, to, true);
-    return;
-  }
+  if constexpr (N > 1)
+    if (streamed) {
+      for (int n = 0; n < N; n++) add_rows<1>(rows + n * stride, stride, size, weights + n, to, true);
+      return;
+    }
   for (int64_t c = 0; c < size; c += V::width) {
     const int64_t count = smaller(V::width, size - c);
     V sum = load(to + c);

@@ -29,19 +29,22 @@ template <class T>
 AI3_INLINE int64_t query_tiles(const AttentionProblem& p) {
   return p.parameters.flag(Dense::alibi_slopes) ? checked_product({p.outer, p.batch, p.heads, ceil_div(p.queries, kTile<T>)}) : 0;
 }
-// Items of a head: 32 of all heads are enough for threads, and 256 keys an item for what it costs to add its sums.
+// Items of a head: 32 of all heads are enough for threads, 256 keys an item for what it costs to add its sums, and 16 MiB for
+// the sums.
+template <class T>
 AI3_INLINE int64_t parts_of_keys(const AttentionProblem& p) {
-  const int64_t heads = larger(1, checked_product({p.outer, p.batch, p.kv_heads}));
-  return larger(1, smaller(ceil_div(32, heads), p.keys / 256));
+  const int64_t heads = larger(1, checked_product({p.outer, p.batch, p.kv_heads})),
+                bytes = larger(1, workspace_bytes<Acc<T>>(checked_mul(query_rows<T>(p), padded<Acc<T>>(p.size))));
+  return larger(1, smaller(smaller(ceil_div(32, heads), p.keys / 256), (int64_t{16} << 20) / bytes));
 }
 // Whether sums of the queries' gradients are made where the gradients belong.
 template <class T>
 AI3_INLINE bool sums_in_place(const AttentionProblem& p) {
-  return in_place<T>(p.size, true) && parts_of_keys(p) == 1;
+  return in_place<T>(p.size, true) && parts_of_keys<T>(p) == 1;
 }
 template <class T>
 AI3_INLINE int64_t query_sums(const AttentionProblem& p) {
-  return sums_in_place<T>(p) ? 0 : checked_product({parts_of_keys(p), query_rows<T>(p), padded<Acc<T>>(p.size)});
+  return sums_in_place<T>(p) ? 0 : checked_product({parts_of_keys<T>(p), query_rows<T>(p), padded<Acc<T>>(p.size)});
 }
 int64_t flash_backward_workspace(const AttentionProblem& p, const AttentionGradients& m) {
   return with_type(p.dtype, [&]<class T>() {
@@ -223,7 +226,7 @@ struct Backward {
 
   // Tiles of keys pass over the queries of all heads that they serve.
   void of_tensors() const {
-    const int64_t parts = parts_of_keys(whole), tiles = ceil_div(whole.keys, kTile<T>);
+    const int64_t parts = parts_of_keys<T>(whole), tiles = ceil_div(whole.keys, kTile<T>);
     parallel_for(whole.threads, whole.outer * whole.batch * whole.kv_heads * parts, [&](int64_t n, int thread) {
       const Place w = place(thread);
       const int64_t head = n / parts, part = n % parts, group = whole.heads / whole.kv_heads, ld = padded<A>(whole.size),
@@ -306,7 +309,7 @@ struct Backward {
   // What the parts of the keys have for each query, in their order.
   void sum_queries() const {
     const AttentionProblem& p = whole;
-    const int64_t parts = parts_of_keys(p), ld = padded<A>(p.size), apart = query_rows<T>(p) * ld;
+    const int64_t parts = parts_of_keys<T>(p), ld = padded<A>(p.size), apart = query_rows<T>(p) * ld;
     T* const to = m.grad_query.write<T>();
     parallel_ranges(p.threads, query_rows<T>(p), 16, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = 1; i < parts; i++)

@@ -224,12 +224,13 @@ void attention_linformer(const AttentionProblem& p, const AttentionOperands& m, 
 
 GradientNames linformer_gradients(const AttentionProblem&) { return {"linformer", "linformer"}; }
 
-int64_t linformer_backward_workspace(const AttentionProblem& p, const AttentionGradients&) {
+int64_t linformer_backward_workspace(const AttentionProblem& p, const AttentionGradients& m) {
   return with_type(p.dtype, [&]<class T>() {
     const int64_t twice = checked_mul(2, projected_bytes<T>(p));  // their gradients, too
+    const AttentionProblem inner = over_projected<T>(p);
     return checked_add(
         checked_add(twice, widened_bytes<T>(p, 2, 2)),
-        checked_add(kWidens<T> ? flash_workspace(over_projected<T>(p)) : 0, flash_backward_workspace(over_projected<T>(p), {})));
+        checked_add(kWidens<T> ? flash_workspace(inner) : 0, flash_backward_workspace(inner, {.grad_query = m.grad_query})));
   });
 }
 void linformer_backward(const AttentionProblem& p, const AttentionGradients& m, Workspace& workspace) {
