@@ -16,6 +16,8 @@ SHAPES = {  # query, key, value and both projections
     "five dimensions": ((2, 1, 2, 5, 4), (1, 3, 2, 9, 4), (2, 3, 2, 9, 4), (2, 3, 9), (3, 9)),
     "many of all": ((1, 2, 70, 16), (1, 2, 300, 16), (1, 2, 300, 24), (40, 300), (2, 40, 300)),
     "one query": ((2, 3, 1, 8), (2, 3, 90, 8), (2, 3, 90, 8), (33, 90), (33, 90)),
+    "many projected": ((1, 1, 1500, 8), (1, 1, 600, 8), (1, 1, 600, 8), (520, 600), (520, 600)),
+    "many queries": ((1, 1, 3000, 5), (1, 1, 20, 5), (1, 1, 20, 5), (6, 20), (6, 20)),
 }
 each_shape = pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
 

@@ -286,6 +286,47 @@ def test_slices_with_steps_and_padding_by_nothing():
         torch.testing.assert_close(optimized(model, odd)(odd), model(odd), rtol=1e-4, atol=1e-5)
 
 
+class GivenScores(nn.Module):
+    def forward(self, scores, value):
+        return scores.softmax(-1) @ value
+
+
+class JoinedHeads(nn.Module):
+    """Heads have factors while they are apart, and the query has them with the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.factors = nn.Linear(8, 8), nn.Parameter(torch.rand(1, 2, 1, 1))
+
+    def forward(self, x):
+        q = self.linear(x)
+        scores = torch.bmm(q, q.mT).view(-1, 2, 5, 5) * self.factors
+        return torch.bmm(scores.softmax(-1).view(-1, 5, 5), q)
+
+
+class NoFeatures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return F.normalize(y[..., :0], dim=-1), y
+
+
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [(GivenScores(), [(2, 5, 5), (2, 5, 4)]), (JoinedHeads(), [(6, 5, 8)]), (NoFeatures(), [(3, 8)])],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_what_only_looks_like_attention(model, shapes):
+    torch.manual_seed(0)
+    inputs = tuple(map(torch.randn, shapes))
+    fast = optimized(model.eval(), inputs)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(*inputs), model(*inputs), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("widths", [(0, 0, 0, 3, 0, 2), (0, 0, 1, 2, 3, 0), (0, 0, 0, 0, 0, 4)], ids=str)
 @pytest.mark.parametrize("value", [0.0, -1.5])
 def test_rows_are_padded_within_a_program(widths, value):
