@@ -84,11 +84,20 @@ AI3_INLINE void add_rows(const T* rows, int64_t stride, int64_t size, const Acc<
       for (int n = 0; n < N; n++) add_rows<1>(rows + n * stride, stride, size, weights + n, to, true);
       return;
     }
-  for (int64_t c = 0; c < size; c += V::width) {
-    const int64_t count = smaller(V::width, size - c);
-    V sum = load(to + c);
+  V weight[N];
+  for (int n = 0; n < N; n++) weight[n] = V(weights[n]);
+  int64_t c = 0;
+  for (; c + 4 * V::width <= size; c += 4 * V::width)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) sum = fma(V(weights[n]), load_some(rows + n * stride + c, count), sum);
+    for (int i = 0; i < 4; i++) {
+      V sum = load(to + c + i * V::width);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; n++) sum = fma(weight[n], load(rows + n * stride + c + i * V::width), sum);
+      store(to + c + i * V::width, sum);
+    }
+  for (; c < size; c += V::width) {
+    V sum = load(to + c);
+    for (int n = 0; n < N; n++) sum = fma(weight[n], load_some(rows + n * stride + c, smaller(V::width, size - c)), sum);
     store(to + c, sum);
   }
 }
