@@ -662,7 +662,8 @@ class AttentionCall(Call):
     def gains_in_training(self, args: tuple[Any, ...]) -> bool:
         """Where there is more to compute than the rules of gradients take, and the mask has none."""
         mask, dropout = args[3:5]
-        needed, least = mask is not None and mask.requires_grad, _SCORES_DROPPED if dropout else _SCORES_IN_TRAINING
+        needed, many = mask is not None and mask.requires_grad, args[0].shape[:-2].numel() >= _MANY_HEADS
+        least = _SCORES_DROPPED if dropout else _SCORES_OF_MANY if many else _SCORES_IN_TRAINING
         return self.gains(args) and not needed and scores_of(args[0], args[1]) >= least
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
@@ -675,6 +676,7 @@ class AttentionCall(Call):
 
 
 _QUERIES, _SCORES, _SCORES_IN_TRAINING = 4, 2**15, 2**20
+_MANY_HEADS, _SCORES_OF_MANY = 32, 2**18  # of all batches: short sequences, of which few are not faster in training
 _SCORES_DROPPED = 2**17  # PyTorch computes dropout step by step
 
 
