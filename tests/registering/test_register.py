@@ -540,7 +540,8 @@ def test_check_lets_an_algorithm_refuse_groups(header, capfd, monkeypatch):
     monkeypatch.setitem(CASES, "conv2d", [conv((1, 1, 4, 5), (1, 1, 1, 1), bias=False)])
     CHECKS["vmap"](info)
     CHECKS["workspace"](info)
-    assert not capfd.readouterr().err
+    # PyTorch's profiler says on standard error that it starts and stops, once something else in the process has made it talk.
+    assert [line for line in capfd.readouterr().err.splitlines() if not line.startswith("USDT:")] == []
     monkeypatch.setattr(registry, "supports", lambda *_: (True, ""))
     with pytest.raises(AssertionError, match=r"vmap over input, weight: .*needs one weight"):
         CHECKS["vmap"](info)
