@@ -239,14 +239,14 @@ def after_backend_select() -> DispatchKeySet:
     return torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 
+def is_cast(dtype: torch.dtype) -> bool:
+    """Whether autocast takes tensors of a type."""
+    return dtype.is_floating_point and dtype != torch.float64
+
+
 def autocast(value: Any, device: str) -> Any:
-    """A floating-point tensor of `device` but float64 ones in the autocast dtype; anything else as it is."""
-    eligible = (
-        isinstance(value, Tensor)
-        and value.is_floating_point()
-        and value.dtype != torch.float64
-        and value.device.type == device
-    )
+    """A tensor of `device` that autocast takes in the autocast dtype; anything else as it is."""
+    eligible = isinstance(value, Tensor) and is_cast(value.dtype) and value.device.type == device
     return value.to(torch.get_autocast_dtype(device)) if eligible else value
 
 

@@ -123,7 +123,7 @@ def _cell(one: dict[str, Any], count: int) -> str:
 def main() -> int:
     """Measures, and writes the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.substitutions", description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(m for m in bench.MODELS if not m.startswith(("vit", "swin"))))
+    parser.add_argument("--models", default=",".join(bench.CONVOLUTIONAL))
     parser.add_argument("--cost", choices=COSTS, default="latency", help="what the search follows (default: latency)")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()

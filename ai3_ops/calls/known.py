@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ai3_ops import _library, registry
+from ai3_ops._torch import is_cast
 from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import Spec
 from ai3_ops.problem import Problem
@@ -173,8 +174,8 @@ class Known:
         cast = device in _library.DEVICES and torch.is_autocast_enabled(device)
         if not (cast and registry.OPERATIONS[self.operation].autocast):
             return specs
-        dtype, types = torch.get_autocast_dtype(device), _library.DTYPES.keys() - {torch.float64}
-        return tuple(s._replace(dtype=dtype) if isinstance(s, Spec) and s.dtype in types else s for s in specs)
+        dtype = torch.get_autocast_dtype(device)
+        return tuple(s._replace(dtype=dtype) if isinstance(s, Spec) and is_cast(s.dtype) else s for s in specs)
 
     def shapes(self) -> list[tuple[int, ...]] | None:
         """Of the tensors of the first call seen."""

@@ -47,17 +47,8 @@ PACKAGES = {
 OURS = ("swap default", "swap auto", "optimize", "load")
 APPROXIMATE = ("optimize approximate",)  # only run where asked for, and compared with nobody
 PEERS = tuple(name for name in peers.ENGINES if name not in OURS + APPROXIMATE)
-MODELS = (
-    "alexnet",
-    "densenet121",
-    "googlenet",
-    "inception_v3",
-    "resnet152",
-    "squeezenet1_1",
-    "vgg16",
-    "vit_b_16",
-    "swin_b",
-)
+CONVOLUTIONAL = "alexnet", "densenet121", "googlenet", "inception_v3", "resnet152", "squeezenet1_1", "vgg16"
+MODELS = (*CONVOLUTIONAL, "vit_b_16", "swin_b")  # the ai3 paper's
 NOTES = {"mnn": "MNN's wheel has no AVX-512"}
 WRONG = 0.1  # an error above it is no rounding: the engine computed another function
 

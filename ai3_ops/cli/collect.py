@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from ai3_ops import _machine
-from ai3_ops.cli import models
+from ai3_ops.cli import bench, models
 from ai3_ops.graph import fusion
 from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import capture
@@ -26,17 +26,7 @@ from ai3_ops.tuning.callgraph import CallGraph
 from ai3_ops.tuning.meter import Meter
 from ai3_ops.tuning.settings import Settings
 
-NETWORKS = (
-    "alexnet",
-    "densenet121",
-    "googlenet",
-    "inception_v3",
-    "resnet152",
-    "squeezenet1_1",
-    "vgg16",
-    "resnet18",
-    "mobilenet_v3_large",
-)
+NETWORKS = (*bench.CONVOLUTIONAL, "resnet18", "mobilenet_v3_large")
 SIZE = 224
 Case = tuple[Meter, Layer, str]  # with its layout
 

@@ -81,6 +81,9 @@ def test_a_record_decides_and_nothing_is_measured(folder, asked):
     assert (layer.algorithm, layer.time_us, asked) == ("winograd_f4", 20.0, [])
     assert layer.reason.endswith(", shipped")
     assert all(m["shipped"] for m in layer.candidates.values() if "failed" not in m)
+    # What was not measured here is no measurement of the user's.
+    kept = [json.loads(path.read_text())["key"] for path in records.Cache().directory.glob("*.json")]
+    assert all(key["operation"] == "conversion" for key in kept)
 
 
 def test_optimize_says_where_times_are_from(folder, asked, monkeypatch):
