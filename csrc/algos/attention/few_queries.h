@@ -234,7 +234,7 @@ void attend_few(const AttentionProblem& whole, const AttentionOperands& m, Works
       T* const output = m.output.write<T>() + HeadAt(p, index).of(p.output_at) + i * p.output_at.row;
       for (int64_t d = 0; d < p.value_size; d += V::width)
         store_some(output + d, load(to + d) * share, smaller(V::width, p.value_size - d));
-      if (m.logsumexp) m.logsumexp.write<A>()[index * p.queries + i] = end.logsumexp;
+      if (m.logsumexp) m.logsumexp.write<A>()[index * p.queries + i] = end.logsumexp();
     }
   });
 }

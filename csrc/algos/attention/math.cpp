@@ -102,7 +102,7 @@ void attention_math(const AttentionProblem& whole, const AttentionOperands& m, W
     T* const y = m.output.write<T>() + at.of(p.output_at) + i * p.output_at.row;
     for (int64_t c = 0; c < p.value_size; c += V::width)
       store_some(y + c, load(sums + c) * share, smaller(V::width, p.value_size - c));
-    if (m.logsumexp) m.logsumexp.write<A>()[n] = end.logsumexp;
+    if (m.logsumexp) m.logsumexp.write<A>()[n] = end.logsumexp();
   });
 }
 

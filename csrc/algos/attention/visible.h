@@ -276,19 +276,22 @@ AI3_INLINE Acc<T> sink_of(const Operand* own, const HeadAt& at) {
 // sink.
 template <class A>
 struct RowEnd {
-  A share, logsumexp;
-  AI3_INLINE RowEnd(A most, double total, A sink) {
-    const bool none = total == 0;
-    if (sink == kHidden<A>) {
-      share = none ? A(0) : static_cast<A>(1 / total);
-      logsumexp = none ? kHidden<A> : most + static_cast<A>(__builtin_log(total));
-      return;
-    }
-    const double top = static_cast<double>(most > sink || most != most ? most : sink),
-                 of_keys = none ? 0 : __builtin_exp(static_cast<double>(most) - top),
-                 sum = total * of_keys + __builtin_exp(static_cast<double>(sink) - top);
-    share = none ? A(0) : static_cast<A>(of_keys / sum), logsumexp = static_cast<A>(top + __builtin_log(sum));
+  A share;
+  AI3_INLINE RowEnd(A most, double total, A sink)
+      : most_(static_cast<double>(most)), total_(total), sink_(static_cast<double>(sink)) {
+    share = static_cast<A>(total == 0 ? 0 : sink == kHidden<A> ? 1 / total : of_keys() / sum());
   }
+  A logsumexp() const {
+    if (sink_ != kHidden<double>) return static_cast<A>(top() + __builtin_log(sum()));
+    return total_ == 0 ? kHidden<A> : static_cast<A>(most_) + static_cast<A>(__builtin_log(total_));
+  }
+
+ private:
+  double top() const { return most_ > sink_ || most_ != most_ ? most_ : sink_; }
+  double of_keys() const { return total_ == 0 ? 0 : __builtin_exp(most_ - top()); }
+  double sum() const { return total_ * of_keys() + __builtin_exp(sink_ - top()); }
+
+  double most_, total_, sink_;
 };
 
 template <class A>
