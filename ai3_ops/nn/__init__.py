@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ai3_ops.nn.classes import OF_KINDS, TransformerEncoderLayer
+from ai3_ops.nn.classes import OF_KINDS, TransformerEncoder, TransformerEncoderLayer
 
 globals().update({cls.__name__: cls for cls in OF_KINDS.values()})
 
-__all__ = ["TransformerEncoderLayer", *(cls.__name__ for cls in OF_KINDS.values())]
+__all__ = ["TransformerEncoder", "TransformerEncoderLayer", *(cls.__name__ for cls in OF_KINDS.values())]

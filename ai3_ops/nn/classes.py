@@ -153,6 +153,12 @@ class Slow(Swapped):
     activation_relu_or_gelu = property(lambda self: 0, lambda self, value: None)
 
 
+class Dense(Swapped):
+    """Holds swapped modules: padded tokens are not taken out of its input, which PyTorch's own kernels alone could compute then."""
+
+    use_nested_tensor = property(lambda self: False, lambda self, value: None)
+
+
 class _Graph(Swapped):
     """Of an fx.GraphModule, whose class is its own, made with the code that it generates."""
 
@@ -200,6 +206,8 @@ def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]
         if issubclass(original, fx.GraphModule)
         else Slow
         if issubclass(original, nn.TransformerEncoderLayer)
+        else Dense
+        if issubclass(original, nn.TransformerEncoder)
         else Swapped
     ]
     for owner in owners:
@@ -269,6 +277,13 @@ class TransformerEncoderLayer(Slow, nn.TransformerEncoderLayer):
     _ai3_original = nn.TransformerEncoderLayer
 
 
+class TransformerEncoder(Dense, nn.TransformerEncoder):
+    """nn.TransformerEncoder without nested tensors."""
+
+    __module__ = "ai3_ops.nn"
+    _ai3_original = nn.TransformerEncoder
+
+
 def leaf_class(original: type[nn.Module]) -> type[Any] | None:
     """The class that makes the one call of `original`'s forward; None where the forward is something else.
 
@@ -293,4 +308,6 @@ def swapped_class(original: type[nn.Module]) -> type[nn.Module]:
     """The subclass that instances of `original` get, before any call in its own methods is replaced."""
     if original is nn.TransformerEncoderLayer:
         return TransformerEncoderLayer
+    if original is nn.TransformerEncoder:
+        return TransformerEncoder
     return leaf_class(original) or sites_class(original, ())

@@ -18,6 +18,8 @@ from ai3_ops.operations.conv2d import is_wrong_in_training, trains_astray
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost
 
+SHORTCUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)  # past the modules that they hold
+
 
 def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:
     """Gives modules with a chosen algorithm their classes, and notes in the others why PyTorch computes them."""
@@ -37,7 +39,7 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
             vars(module)["_ai3"] = [call.note() for call in own.calls.values()]
     for module in model.modules():
         inside = any(isinstance(child, Swapped) for child in module.modules())
-        if isinstance(module, nn.TransformerEncoderLayer) and inside and not isinstance(module, Swapped):
+        if isinstance(module, SHORTCUTS) and inside and not isinstance(module, Swapped):
             set_class(module, swapped_class(original_class(module)))
     for module, what in lost.items():
         if what.seen or what.source:

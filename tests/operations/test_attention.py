@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ai3_ops
+from ai3_ops.checking.calling import allocated
 
 METHODS = ("math", "flash")
 
@@ -61,31 +62,95 @@ def test_masks_are_broadcast_and_not_copied(name, shape, kind):
     near(operator(name)(q, k, v, mask), F.scaled_dot_product_attention(q.double(), k.double(), v.double(), wide), 1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("name", METHODS)
-def test_what_is_not_seen_is_harmless_and_what_is_seen_comes_out(name):
-    q, k, v = made((1, 2, 200, 16), (1, 2, 200, 16), (1, 2, 200, 16))
+def test_what_is_not_seen_is_harmless_and_what_is_seen_comes_out(name, kind, dtype):
+    q, k, v = made((1, 2, 200, 16), (1, 2, 200, 16), (1, 2, 200, 16), dtype=dtype)
     k[..., 190:, :] = v[..., 190:, :] = math.nan
-    mask = (torch.arange(200) < 190).expand(200, 200)
-    q.requires_grad_()
-    masked, causal = operator(name)(q, k, v, mask), operator(name)(q, k, v, None, 0.0, True)
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+
+    def of(seen):
+        return seen if kind == "bool" else torch.zeros(200, 200, dtype=dtype).masked_fill(~seen, -math.inf)
+
+    mask = (torch.arange(200) < 190).repeat(200, 1)
+    masked, causal = operator(name)(*tensors, of(mask)), operator(name)(*tensors, None, 0.0, True)
     assert masked.isfinite().all()
     assert causal[..., :190, :].isfinite().all()
     assert causal[..., 190:, :].isnan().all()
-    assert torch.autograd.grad(masked.sum(), q)[0].isfinite().all()
-    mask = mask.clone()
+    grads = torch.autograd.grad(masked.float().square().sum(), tensors)
+    assert all(g.isfinite().all() for g in grads)
+    assert all((g[..., 190:, :] == 0).all() for g in grads[1:])
     mask[7, 195] = True  # one query sees one of them
-    seen = operator(name)(q, k, v, mask).isnan().all(-1)
+    seen = operator(name)(*tensors, of(mask)).isnan().all(-1)
     assert seen[..., 7].all()
     assert seen.sum() == 2
 
 
+@pytest.mark.parametrize("queries", [3, 6])  # passes over the keys of their own
 @pytest.mark.parametrize("name", METHODS)
-def test_nan_in_a_query_makes_its_row_nan(name):
-    q, k, v = made((1, 2, 6, 16), (1, 2, 6, 16), (1, 2, 6, 16))  # fewer keys than a vector
-    q[0, 0, 2, 3] = math.nan
-    output = operator(name)(q, k, v)
+def test_nan_comes_out_with_fewer_keys_than_a_vector(name, queries):
+    q, k, v = made((1, 2, queries, 16), (1, 2, 6, 16), (1, 2, 6, 16))
+    of_query, of_key, of_value = (t.clone() for t in (q, k, v))
+    of_query[0, 0, 2, 3] = of_key[0, 0, 2, 3] = of_value[0, 0, 2, 3] = math.nan
+    output = operator(name)(of_query, k, v)
     assert output[0, 0, 2].isnan().all()
     assert output.isnan().sum() == 16
+    output = operator(name)(q, of_key, v)
+    assert output[0, 0].isnan().all()
+    assert output[0, 1].isfinite().all()
+    output = operator(name)(q, k, of_value)
+    assert output[0, 0, :, 3].isnan().all()
+    assert output.isnan().sum() == queries
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 197, 64), (1, 12, 512, 64), (8, 8, 77, 64)], ids=str)
+def test_the_error_is_at_most_twice_that_of_pytorch(shape):
+    for causal in (False, True):
+        errors = []
+        for seed in range(3):
+            q, k, v = made(shape, shape, shape, seed=seed)
+            exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+            theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal).double() - exact
+            ours = torch.ops.ai3.attention_flash(q, k, v, None, 0.0, causal).double() - exact
+            errors.append([t.abs().max() for t in (ours, theirs)])
+            assert ours.square().mean() <= 1.3**2 * theirs.square().mean()
+        most, theirs = map(max, zip(*errors, strict=True))
+        assert most <= 2 * theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_left": 90, "window_right": 40}], ids=str)
+def test_keys_that_no_cache_holds_meet_larger_tiles_of_queries(dtype, options):
+    # From 4 MiB of keys and values of a head on: tiles of 256 queries.
+    q, k, v = made((1, 1, 600, 1024), (1, 1, 1100, 1024), (1, 1, 1100, 1024), dtype=dtype)
+    own = {n: value for n, value in options.items() if n != "is_causal"}
+    causal = options.get("is_causal", False)
+    expected = by_definition(q, k, v, causal=causal, **of(own))
+    got = torch.ops.ai3.attention_flash(q, k, v, None, 0.0, causal, **own)
+    near(got, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("case", ["plain", "grouped", "mask", "dropout", "sizes"])
+def test_memory_grows_as_the_length_does(case):
+    def taken(length):
+        heads, size, value_size = (
+            (8, 64, 64) if case == "grouped" else (2, 192, 128) if case == "sizes" else (2, 64, 64)
+        )
+        kv = 1 if case == "grouped" else heads
+        q, k, v = made((1, heads, length, size), (1, kv, length, size), (1, kv, length, value_size))
+        tensors = [t.requires_grad_() for t in (q, k, v)]
+        mask = torch.ones(length, length, dtype=torch.bool).tril() if case == "mask" else None
+        with torch.profiler.profile(profile_memory=True, record_shapes=False) as profile:
+            y = torch.ops.ai3.attention_flash(
+                *tensors, mask, 0.1 if case == "dropout" else 0.0, enable_gqa=case == "grouped"
+            )
+            torch.autograd.grad(y.sum(), tensors)
+        return allocated(profile)
+
+    short, long = taken(512), taken(1024)
+    assert 0 < long <= 2.2 * short
+    assert long < (8 if case == "grouped" else 2) * 1024 * 1024 * 4  # less than the scores
 
 
 @pytest.mark.parametrize("name", METHODS)

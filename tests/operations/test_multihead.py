@@ -116,6 +116,21 @@ def test_transformer_layers_compute_with_the_choice(kind):
         near(exported(*args), layer(*args))
 
 
+def test_an_encoder_with_padding_computes_with_the_choice():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2).eval()
+    x, padding = torch.randn(3, 9, 16), torch.arange(9) >= torch.tensor([[9], [5], [8]])
+    swapped = made(encoder)
+    with torch.no_grad():
+        near(swapped(x, src_key_padding_mask=padding)[~padding], encoder(x, src_key_padding_mask=padding)[~padding])
+    assert [(c["used"], c["calls"], c["torch_calls"]) for c in used(swapped)] == [("flash", 1, 0)] * 2
+    loaded = pickle.loads(pickle.dumps(swapped))
+    with torch.no_grad():
+        assert torch.equal(loaded(x, src_key_padding_mask=padding), swapped(x, src_key_padding_mask=padding))
+    plain = ai3_ops.unswap(swapped)
+    assert type(plain) is nn.TransformerEncoder
+    assert plain.use_nested_tensor
+
+
 def test_default_leaves_small_ones_to_pytorchs_fast_path():
     m = nn.MultiheadAttention(16, 2, batch_first=True).eval()
     x = torch.randn(1, 5, 16)

@@ -114,10 +114,16 @@ def test_longformer_reads_no_padded_token():
     q, k, v = made((1, 2, 200, 16), (1, 2, 200, 16), (1, 2, 200, 16), dtype=torch.float32)
     padded = torch.arange(200)[None] >= 150
     expected = OPS.attention_longformer(q[..., :150, :], k[..., :150, :], v[..., :150, :], window=64, global_tokens=1)
-    k[..., 150:, :] = v[..., 150:, :] = math.nan
-    output = OPS.attention_longformer(q, k, v, window=64, global_tokens=1, key_padding=padded)
+    cut = [t[..., :150, :].clone().requires_grad_() for t in (q, k, v)]
+    wanted = torch.autograd.grad(OPS.attention_longformer(*cut, window=64, global_tokens=1).square().sum(), cut)
+    q[..., 150:, :] = k[..., 150:, :] = v[..., 150:, :] = math.nan
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    output = OPS.attention_longformer(*tensors, window=64, global_tokens=1, key_padding=padded)
     near(output[..., :150, :], expected, 1e-6)
     assert (output[..., 150:, :] == 0).all()
+    for got, cut_call in zip(torch.autograd.grad(output.square().sum(), tensors), wanted, strict=True):
+        near(got[..., :150, :], cut_call, 1e-5)
+        assert (got[..., 150:, :] == 0).all()
 
 
 def test_longformer_groups_heads_and_any_dtype():
@@ -291,8 +297,12 @@ def test_block_sparse_reads_no_key_that_is_not_listed():
     q, k, v = made((1, 1, 128, 16), (1, 1, 256, 16), (1, 1, 256, 16), dtype=torch.float32)
     k[..., 64:192, :] = v[..., 64:192, :] = math.nan
     counts, indices = torch.tensor([2, 2]), torch.tensor([[0, 3, 2], [3, 0, 1]])
-    output = OPS.attention_block_sparse(q, k, v, kv_num_blocks=counts, kv_indices=indices, block_size=64)
+    tensors = [t.requires_grad_() for t in (q, k, v)]
+    output = OPS.attention_block_sparse(*tensors, kv_num_blocks=counts, kv_indices=indices, block_size=64)
     assert output.isfinite().all()
+    grads = torch.autograd.grad(output.square().sum(), tensors)
+    assert all(g.isfinite().all() for g in grads)
+    assert all((g[..., 64:192, :] == 0).all() for g in grads[1:])
 
 
 def test_block_sparse_refuses_what_it_must_not_read():
@@ -361,6 +371,73 @@ def test_longformer_in_a_model():
     near(torch.compile(swapped, backend="aot_eager", fullgraph=True)(x), under(mask, x, x, x), 1e-5)
     with pytest.raises(TypeError, match="takes numbers and words"):
         ai3_ops.Algorithm("longformer", global_mask=flags(1, 300))
+
+
+TENSORS = {  # of (1, 2, 192, 16): what direct calls alone can be given
+    "longformer": lambda x: {
+        "window": 16, "global_mask": flags(1, 192), "key_padding": torch.arange(192)[None] >= 180,
+        "global_query": x.sin(), "global_key": x.cos(), "global_value": -x,
+    },
+    "bigbird": lambda x: {"block_size": 16, "random_indices": (torch.arange(10)[:, None] + torch.tensor([1, 4, 5])) % 12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["math", "flash", "default", "block_sparse", "longformer", "bigbird", "linformer"])
+def test_every_algorithm_is_traced_compiled_and_exported(name):
+    q, k, v = made((1, 2, 192, 16), (1, 2, 192, 16), (1, 2, 192, 16), dtype=torch.float32)
+    operator = getattr(OPS, f"attention_{name}")
+    for options in (Attention().own_operands(name, (q, k, v)), TENSORS[name](q) if name in TENSORS else None):
+        if options is None:
+            continue
+        torch.compiler.reset()
+
+        class Attends(torch.nn.Module):
+            def forward(self, q, k, v, options=options):
+                return operator(q, k, v, **options)
+
+        expected = operator(q, k, v, **options)
+        for made_of in (
+            torch.compile(Attends(), backend="aot_eager", fullgraph=True),
+            torch.compile(Attends(), backend="aot_eager", fullgraph=True, dynamic=True),
+            torch.export.export(Attends(), (q, k, v)).module(),
+        ):
+            near(made_of(q, k, v), expected, 1e-6)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        torch.library.opcheck(operator.default, tuple(leaves), options)
+
+
+def test_lists_are_those_of_flex_attention():
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = made((1, 2, 512, 32), (1, 2, 512, 32), (1, 2, 512, 32), dtype=torch.float32)
+
+    def near_and_causal(batch, head, i, j):
+        return (i >= j) & (i - j < 200)
+
+    lists = create_block_mask(near_and_causal, None, None, 512, 512, device="cpu", BLOCK_SIZE=64)
+    seen = torch.arange(512)[:, None] - torch.arange(512)
+    given = {
+        name: getattr(lists, name) for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    }
+    output = OPS.attention_block_sparse(q, k, v, (seen >= 0) & (seen < 200), **given, block_size=64)
+    with pytest.warns(UserWarning, match="without torch.compile"):
+        expected = flex_attention(q, k, v, block_mask=lists)
+    near(output, expected, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["longformer", "bigbird", "block_sparse"])
+def test_five_dimensions(name):
+    q, k, v = made((2, 2, 3, 96, 8), (2, 2, 3, 96, 8), (2, 2, 3, 96, 6))
+    options = Attention().own_operands(name, (q, k, v))
+    if name == "longformer":
+        options = {"window": 8, "global_mask": flags(2, 2, 96), "key_padding": flags(2, 2, 96, seed=3)}
+    operator = getattr(OPS, f"attention_{name}")
+    for one in range(2):
+        own = options | {n: options[n][one] for n in ("global_mask", "key_padding") if n in options}
+        if name == "longformer":
+            near(operator(q, k, v, **options)[one], operator(q[one], k[one], v[one], **own))
+        else:
+            near(operator(q, k, v, **options)[one], operator(q[one], k[one], v[one], **options))
 
 
 def test_nothing_chooses_them_unasked():

@@ -318,7 +318,7 @@ struct SparseBackward {
     take(packed, checked_mul(kSparseRows, p.size)), take(packed_grad, checked_mul(kSparseRows, p.value_size));
     take(scores, kKeys * P), take(products, kKeys * P), take(added, kKeys * P), take(sums, checked_mul(kSparseRows, ld));
     take(logsumexp, kSparseRows), take(delta, kSparseRows);
-    take(of_queries, buffer_of<T>(kSparseRows, p.size, true)), take(of_grads, buffer_of<T>(kSparseRows, p.value_size, true));
+    take(of_queries, checked_mul(kSparseRows, ld)), take(of_grads, checked_mul(kSparseRows, value_ld));
     take(of_keys, buffer_of<T>(kKeys, p.size, true)), take(of_values, buffer_of<T>(kKeys, p.value_size, true));
     take(grad_keys, checked_mul(p.keys, ld)), take(grad_values, checked_mul(p.keys, value_ld));
     take(some_keys, if_lists(kKeys, ld)), take(some_values, if_lists(kKeys, value_ld));
@@ -347,8 +347,8 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
                                   p.size, w.listed_queries),
                   grad = rows_of(m.grad_output.read<T>() + t.at.of(p.output_at), p.output_at.row, t.listed_rows(), t.rows.begin,
                                  rows, p.value_size, w.listed_grads);
-  const RowsAt<A> q = rows_at(query.data, query.stride, rows, p.size, true, w.of_queries),
-                  g = rows_at(grad.data, grad.stride, rows, p.value_size, true, w.of_grads);
+  RowsAt<A> q = rows_at(query.data, query.stride, rows, p.size, true, w.of_queries),
+            g = rows_at(grad.data, grad.stride, rows, p.value_size, true, w.of_grads);
   for (int64_t b = 0; b < panels; b++) {
     const int64_t count = smaller(P, rows - b * P);
     pack_rows(query.data + b * P * query.stride, query.stride, count, p.size, p.scale, w.packed + b * P * p.size);
@@ -366,6 +366,17 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
       sum = fma(load(g.data + r * g.stride + c), load_some(y + c, smaller(Vec<A>::width, p.value_size - c)), sum);
     for (int l = 0; l < Vec<A>::width; l++) w.delta[r] += sum[l];
     w.logsumexp[r] = m.logsumexp.read<A>()[head * p.queries + i];
+  }
+  if (!all) {  // the gradients of keys add rows of all queries, with weights of 0 that NaN would survive
+    auto only_ordinary = [&](const RowsAt<A>& from, int64_t size, A* to) {
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t c = 0; c < size; c += Vec<A>::width)
+          store(to + r * padded<A>(size) + c, t.token(r) == Token::ordinary
+                                                  ? load_some(from.data + r * from.stride + c, smaller(Vec<A>::width, size - c))
+                                                  : Vec<A>(A(0)));
+      return RowsAt<A>{to, padded<A>(size)};
+    };
+    q = only_ordinary(q, p.size, w.of_queries), g = only_ordinary(g, p.value_size, w.of_grads);
   }
   for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
   over_keys(t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), true, w,

@@ -81,14 +81,16 @@ void multiply_rows(const RowsAt<A>& rows, int64_t count, const A* panel, int64_t
   }
 }
 // sums[query] += weights(query, key) * rows[key], for R queries and two vectors of columns, or one; weights lie [key][query of a
-// panel], `queries_in_lanes`, or [query][key of a panel].
+// panel], `queries_in_lanes`, or [query][key of a panel]. Products are summed apart first, so that few are rounded at the size of
+// the whole.
 template <class A, bool queries_in_lanes, bool half, int R = kRows>
 AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, A* sums, int64_t ld) {
   if constexpr (R > 1)
     if (queries < R) return add_weighted_tile<A, queries_in_lanes, half, R - 1>(queries, weights, rows, keys, sums, ld);
   constexpr int64_t of_query = queries_in_lanes ? 1 : kPanel<A>, of_key = queries_in_lanes ? kPanel<A> : 1;
   MicroTile<A, R, half> tile;
-  tile.start(sums, ld);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) tile.left[r] = tile.right[half ? 0 : r] = Vec<A>(A(0));
   const A* row = rows.data;
   for (int64_t j = 0; j < keys; j++, weights += of_key, row += rows.stride) {
     const Vec<A> left = load(row), right = half ? left : load(row + Vec<A>::width);
@@ -98,6 +100,11 @@ AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsA
       tile.left[r] = fma(w, left, tile.left[r]);
       if constexpr (!half) tile.right[r] = fma(w, right, tile.right[r]);
     }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++) {
+    tile.left[r] += load(sums + r * ld);
+    if constexpr (!half) tile.right[r] += load(sums + r * ld + Vec<A>::width);
   }
   tile.store(sums, ld);
 }
@@ -327,13 +334,13 @@ AI3_INLINE void soften(A* scores, int64_t keys, A* most, A* total, A* scale) {
     for (int i = 0; i < 4; i++) largest[i / 2][i % 2] = at_least(largest[i / 2][i % 2], load(scores + j * P + i * width));
   if (j < keys)
     for (int i = 0; i < 2; i++) largest[0][i] = at_least(largest[0][i], load(scores + j * P + i * width));
-  V shift[2], sums[2];
+  V shift[2], so_far[2], sums[2] = {V(A(0)), V(A(0))};  // of this tile apart: fewer additions round at the size of the whole
   for (int i = 0; i < 2; i++) {
     const V now = at_least(largest[0][i], largest[1][i]);
     shift[i] = or_zero(now);
     const V factor = exp_below(load(most + i * width) - shift[i]);
     store(most + i * width, now), store(scale + i * width, factor);
-    sums[i] = load(total + i * width) * factor;
+    so_far[i] = load(total + i * width) * factor;
   }
   for (j = 0; j < keys; j++)
 #pragma GCC unroll 2
@@ -342,7 +349,7 @@ AI3_INLINE void soften(A* scores, int64_t keys, A* most, A* total, A* scale) {
       store(scores + j * P + i * width, e);
       sums[i] += e;
     }
-  for (int i = 0; i < 2; i++) store(total + i * width, sums[i]);
+  for (int i = 0; i < 2; i++) store(total + i * width, so_far[i] + sums[i]);
 }
 template <class A>
 AI3_INLINE void scale_rows(A* sums, int64_t rows, int64_t columns, const A* scale) {
