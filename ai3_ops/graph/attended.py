@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,14 @@ from torch import fx
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network, Node, is_constant, signature_of
 from ai3_ops.operations.step import Step
+
+aten = torch.ops.aten
+_EXPANDS = (steps.expand, aten.expand.default)
+_ANDS = (aten.__and__.Tensor, aten.bitwise_and.Tensor, aten.logical_and.default)
+_SHOWING = (  # elements of what they read, and no others
+    *_EXPANDS, *steps.VIEWS, aten.unsqueeze.default, aten.view.default, aten.reshape.default, aten.slice.Tensor,
+    aten.alias.default, aten.clone.default,
+)  # fmt: skip
 
 
 def merge_products(network: Network) -> bool:
@@ -35,11 +44,14 @@ def simplify_masks(network: Network) -> bool:
         mask = node.args[3]
         if mask is None:
             continue
-        shown = mask
-        while shown.target is steps.expand:
-            shown = shown.args[0]
-        value = network.value(shown) if is_constant(shown) else None
-        if value is not None and value.dtype == torch.bool and value.device.type != "meta" and bool(value.all()):
+        shown, rank = mask, len(mask.meta["shape"])
+        while shown.target in (*_EXPANDS, *_ANDS):
+            more = [a for a in shown.all_input_nodes if shown.target in _ANDS and not _hides_nothing(network, a)]
+            inner = shown.args[0] if shown.target in _EXPANDS else more[0] if len(more) == 1 else None
+            if inner is None or len(inner.meta["shape"]) != rank or inner.meta["dtype"] != mask.meta["dtype"]:
+                break
+            shown = inner
+        if _hides_nothing(network, shown):
             shown = None
         if shown is mask:
             continue
@@ -49,6 +61,33 @@ def simplify_masks(network: Network) -> bool:
         network.replace(node, new, "simplify mask")
         found = True
     return found
+
+
+def _hides_nothing(network: Network, mask: Node) -> bool:
+    """Whether a mask of booleans is known to be true everywhere, at any length: as positions compared with 0 are."""
+    if mask.meta["dtype"] != torch.bool:
+        return False
+    if is_constant(mask):
+        value = network.value(mask)
+        return value.device.type != "meta" and bool(value.all())
+    if mask.target is aten.ge.Scalar:
+        return not isinstance(mask.args[1], fx.Node) and _least(mask.args[0]) >= mask.args[1]
+    if mask.target in _ANDS:
+        return all(_hides_nothing(network, a) for a in mask.all_input_nodes)
+    return mask.target in _SHOWING and _hides_nothing(network, mask.args[0])
+
+
+def _least(node: Any) -> float:
+    """What no element is below; -inf where that is not known."""
+    if not isinstance(node, fx.Node):
+        return float(node)
+    if node.target in _SHOWING:
+        return _least(node.args[0])
+    if node.target is aten.add.Tensor and not node.kwargs:
+        return _least(node.args[0]) + _least(node.args[1])
+    if node.target is aten.arange.start and node.meta["dtype"] == torch.int64:
+        return _least(node.args[0])
+    return 0.0 if node.target is aten.arange.default else -math.inf
 
 
 def _alike(one: Node, other: Node) -> bool:

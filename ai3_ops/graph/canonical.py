@@ -36,9 +36,10 @@ def translates(*operators: Any) -> Callable[[Translation], Translation]:
 def canonicalize(network: Network) -> None:
     """Folds what depends on constants alone, and makes steps of the operators that have one."""
     fold_constants(network)
+    sized = _by_lengths(network)
     for node in list(network.graph.nodes):
         translation = _translation_of(node.target) if node.op == "call_function" else None
-        if translation is None or node.meta["shape"] is None:
+        if translation is None or node.meta["shape"] is None or node in sized:
             continue
         try:
             new = translation(network, node, *_positional(node))
@@ -60,6 +61,23 @@ def canonicalize(network: Network) -> None:
     ):  # copies that made its input dense are gone
         node.target = aten.reshape.default
     network.tidy()
+
+
+def _by_lengths(network: Network) -> set[fx.Node]:
+    """What follows from open lengths alone, and integers and masks with sizes that do: a step would hold these as numbers.
+
+    PyTorch computes the former once for each length (`ai3_ops.programs.sized`).
+    """
+    alone, found = set[fx.Node](), set[fx.Node]()
+    for node in network.graph.nodes:
+        if node.op == "call_function":
+            sizes = [a for a in node.all_input_nodes if a.meta["dtype"] is None and any(a.meta["lengths"])]
+            values = [a for a in node.all_input_nodes if a.meta["dtype"] is not None and not is_constant(a)]
+            if (sizes or values) and all(a in alone for a in values):
+                alone.add(node)
+            elif sizes and not _floating(node):
+                found.add(node)
+    return found | alone
 
 
 def _translation_of(target: Any) -> Translation | None:

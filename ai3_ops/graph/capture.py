@@ -22,7 +22,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ai3_ops._torch import TorchDispatchMode, pytree
 from ai3_ops.graph.functional import functionalize
-from ai3_ops.graph.network import Network, batch_of, difference, flat
+from ai3_ops.graph.network import Lengths, Network, batch_of, difference, flat
 from ai3_ops.graph.state import changes, copied, hooks_of, others
 from ai3_ops.nn.computed import constant
 from ai3_ops.selecting.selectors import listed
@@ -179,7 +179,7 @@ def _captured(calls: Calls) -> Network:
 
 
 def _exported(module: nn.Module, calls: Calls) -> Network:
-    """With the batch left open where that works. A batch of 1 would be taken for a constant, so that two are shown.
+    """With the batch left open where that works, and lengths. A batch of 1 would be taken for a constant, so that two are shown.
 
     What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
     """
@@ -187,13 +187,27 @@ def _exported(module: nn.Module, calls: Calls) -> Network:
     tensors = [x for x in flat(args, kwargs) if isinstance(x, Tensor)]
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
     if len(batches) == 1 and 0 not in batches:
-        try:
-            program = _export(module, args, kwargs, dynamic=True)
-            if _any_batch(program):
-                return _checked(program, module, calls, dynamic=True)
-        except Exception:  # it needs this batch size, or something else is amiss, which the second try says
-            pass
-    return _checked(_export(module, args, kwargs, dynamic=False), module, calls, dynamic=False)
+        alone = module is not calls.module or calls.cold is None  # a second try, or of a graph
+        for lengths in dict.fromkeys((frozenset[int]() if alone else _lengths(tensors), frozenset[int]())):
+            try:
+                program = _export(module, args, kwargs, lengths)
+                if _any_batch(program):
+                    network = _checked(program, module, calls, dynamic=True)
+                    if not lengths or all(n.meta["scales"] is not None for n in network.graph.nodes if n.meta["shape"]):
+                        return network
+            except Exception:  # it needs these sizes, or something else is amiss, which the last try says
+                pass
+    return _checked(_export(module, args, kwargs, None), module, calls, dynamic=False)
+
+
+def _lengths(tensors: list[Tensor]) -> frozenset[int]:
+    """Sizes that may be another length in each call: of rows and sequences, not of images alone. None on a GPU.
+
+    Export finds out which of them are numbers to the model, as features are.
+    """
+    if any(not x.is_cpu for x in tensors):
+        return frozenset()
+    return frozenset(n for x in tensors if x.ndim in (2, 3) for n in x.shape[1:] if n > 1)
 
 
 def _checked(program: ExportedProgram, module: nn.Module, calls: Calls, dynamic: bool) -> Network:
@@ -202,7 +216,7 @@ def _checked(program: ExportedProgram, module: nn.Module, calls: Calls, dynamic:
     try:
         network = _network(program, module, inputs, dynamic)
     except _NotPlain:
-        with warnings.catch_warnings(), _quiet(), torch.no_grad():
+        with warnings.catch_warnings(), quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
             network = _network(program.run_decompositions({}), module, inputs, dynamic)
     if dynamic and batch_of(inputs) > 1:
@@ -219,7 +233,9 @@ def _any_batch(program: ExportedProgram) -> bool:
         if node.op == "placeholder" and isinstance(value, Tensor) and value.ndim:
             size = value.shape[0]
             if isinstance(size, torch.SymInt):
-                return all(map(_holds_for_any_batch, size.node.shape_env.guards))
+                batch, env = size.node.expr, size.node.shape_env
+                guards = [g for g in env.guards if batch in env.replace(g.expr).free_symbols]
+                return bool(batch.is_Symbol) and all(map(_holds_for_any_batch, guards))
     return False
 
 
@@ -236,13 +252,22 @@ def _holds_for_any_batch(guard: Any) -> bool:
     return asked and bounds and expression.args[0].is_Symbol and expression.args[1].is_Integer
 
 
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> ExportedProgram:
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: frozenset[int] | None
+) -> ExportedProgram:
+    """With any batch, and any lengths in the place of some; None: with the example's sizes alone."""
     shapes = None
-    if dynamic:
+    if lengths is not None:
         args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
-        shapes = pytree.tree_map(lambda x: {0: Dim.DYNAMIC} if isinstance(x, Tensor) else None, (args, kwargs))
+
+        def opened(x: Any) -> Any:
+            if not isinstance(x, Tensor):
+                return None
+            return {d: Dim.AUTO if d else Dim.DYNAMIC for d, n in enumerate(x.shape) if not d or n in lengths}
+
+        shapes = pytree.tree_map(opened, (args, kwargs))
         shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
-    with warnings.catch_warnings(), _quiet(), torch.no_grad():
+    with warnings.catch_warnings(), quiet(), torch.no_grad():
         warnings.simplefilter("ignore")
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
 
@@ -260,26 +285,29 @@ class _Held:
         return getattr(self.stream, name)
 
 
+_LOGS = "fx.experimental.symbolic_shapes", "_subclasses.fake_tensor"
 _holding = threading.RLock()  # sys.stderr is the process's: of two threads that put it back, the second would be wrong
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Drops what torch.export logs and prints about a module that it refuses, with its graph: `explain` gives the reason."""
-    log, thread = logging.getLogger("torch.fx.experimental.symbolic_shapes"), threading.get_ident()
+    logs, thread = [logging.getLogger(f"torch.{name}") for name in _LOGS], threading.get_ident()
 
     def others(_: logging.LogRecord) -> bool:
         return threading.get_ident() != thread
 
     with _holding:
         before, held = sys.stderr, _Held(sys.stderr)
-        log.addFilter(others)
+        for log in logs:
+            log.addFilter(others)
         sys.stderr = held
         try:
             yield
         finally:
             sys.stderr = before
-            log.removeFilter(others)
+            for log in logs:
+                log.removeFilter(others)
     before.write(held.words.getvalue())
 
 
@@ -336,10 +364,10 @@ def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dyn
         raise Uncapturable("it returns values that are no tensors")
     if not functionalize(graph):
         raise _NotPlain("it writes in place what is read elsewhere")
-    sizes = _Sizes(inputs, dynamic)
+    sizes = _Sizes(inputs, dynamic, graph)
     for node in graph.nodes:
         node.meta |= sizes.of(node.meta.pop("val"))
-    network = Network(graph, constants, dynamic, program.call_spec.out_spec)
+    network = Network(graph, constants, dynamic, program.call_spec.out_spec, lengths=sizes.conditions())
     network.tidy()
     random = [node for node in network.graph.nodes if _is_random(node)]
     if random:
@@ -349,40 +377,77 @@ def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dyn
     return network
 
 
-class _Sizes:
-    """What is known of values on the example, by what export noted of them; where the batch is open, it is a symbol there."""
+def _plain(size: Any) -> Any:
+    """A size as a number, or what export knows of it as an expression."""
+    expression = size.node.expr if isinstance(size, torch.SymInt) else size
+    return expression if isinstance(size, torch.SymInt) and not expression.is_Integer else int(expression)
 
-    def __init__(self, inputs: list[Any], dynamic: bool) -> None:
+
+class _Sizes:
+    """What is known of values on the example, by what export noted of them; batch and lengths that are open are symbols there."""
+
+    def __init__(self, inputs: list[Any], dynamic: bool, graph: fx.Graph) -> None:
         self.batch, self.dynamic = batch_of(inputs), dynamic
+        self.lengths: dict[Any, int] = {}  # those of the example, by their symbols
+        self._known: dict[Any, Any] = {}
+        self._inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
+        for value, given in zip(self._inputs, inputs, strict=True):
+            for size, own in zip(value.shape[1:], given.shape[1:], strict=True) if isinstance(value, Tensor) else ():
+                if not isinstance(size := _plain(size), int):
+                    self.lengths[size] = own
+        self._batches = {_plain(x.shape[0]) for x in self._inputs if isinstance(x, Tensor) and x.ndim}
+        if not self._batches.isdisjoint(self.lengths) or not all(size.is_Symbol for size in self.lengths):
+            raise Uncapturable("its lengths depend on each other, or on the batch")
 
     def of(self, value: Any) -> dict[str, Any]:
         """As a node's meta has it."""
         if not isinstance(value, Tensor):
-            return {"shape": None, "dtype": None, "batched": False, "scales": None}
+            lengths = (self._is_length(value),) if isinstance(value, torch.SymInt) else ()
+            return {"shape": None, "dtype": None, "batched": False, "scales": None, "lengths": lengths}
         shape = tuple(map(self._size, value.shape))
         scales = tuple(map(self._scale, value.shape)) if self.dynamic else (0,) * len(shape)
         if self.dynamic:
-            first, *rest = [s.node.expr if isinstance(s, torch.SymInt) else None for s in (*value.shape, 0)]
+            first, *rest = [self._of_batch(s) if isinstance(s, torch.SymInt) else None for s in (*value.shape, 0)]
             batched = first is not None and first.is_Symbol and all(e is None or e.is_Integer for e in rest)
         else:
             batched = shape[:1] == (self.batch,)
-        known = None if None in scales else scales
-        return {"shape": shape, "dtype": value.dtype, "batched": batched, "scales": known}
+        known, lengths = None if None in scales else scales, tuple(map(self._is_length, value.shape))
+        return {"shape": shape, "dtype": value.dtype, "batched": batched, "scales": known, "lengths": lengths}
 
-    @staticmethod
-    def _scale(size: Any) -> int | None:
+    def conditions(self) -> Lengths | None:
+        """What export took for granted of the lengths; None where none is open."""
+        if not self.lengths:
+            return None
+        shapes = [x.shape[1:] if isinstance(x, Tensor) else () for x in self._inputs]
+        env = next(n for shape in shapes for n in shape if self._is_length(n)).node.shape_env
+        guards = {env.replace(guard.expr) for guard in env.guards}
+        own = [g for g in guards if self._batches.isdisjoint(g.free_symbols) and g != True]  # noqa: E712
+        return Lengths(tuple(tuple(map(_plain, shape)) for shape in shapes), tuple(own))
+
+    def _of_batch(self, size: Any) -> Any:
+        """What a size is with the example's lengths."""
+        expression = size.node.expr
+        if expression not in self._known:
+            self._known[expression] = expression.subs(self.lengths)
+        return self._known[expression]
+
+    def _is_length(self, size: Any) -> bool:
+        return isinstance(size, torch.SymInt) and not self.lengths.keys().isdisjoint(size.node.expr.free_symbols)
+
+    def _scale(self, size: Any) -> int | None:
         """How many of a dimension belong to one item of the batch; 0 where it does not depend on it, None where otherwise."""
         if not isinstance(size, torch.SymInt):
             return 0
-        number, rest = size.node.expr.as_coeff_Mul()
+        number, rest = self._of_batch(size).as_coeff_Mul()
         if number.is_Integer and rest.is_Symbol:
             return int(number)
-        return 0 if size.node.expr.is_Integer else None
+        return 0 if self._of_batch(size).is_Integer else None
 
     def _size(self, size: Any) -> int:
         if not isinstance(size, torch.SymInt):
             return int(size)
-        return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, self.batch)))
+        expression = self._of_batch(size)
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, self.batch)))
 
 
 def _is_random(node: fx.Node) -> bool:

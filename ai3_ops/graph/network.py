@@ -27,6 +27,23 @@ class Rewrite:
     error: float | None = None  # of the value that it replaced, in float64 on the example, where that was computed
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """The sizes for which a graph holds whose lengths are open: what its capture took for granted of them."""
+
+    inputs: tuple[tuple[Any, ...], ...]  # of each, its dimensions but the first: numbers, or lengths by their symbols
+    conditions: tuple[Any, ...]  # of these
+
+    def hold(self, leaves: Sequence[Any]) -> bool:
+        """Whether inputs have such sizes."""
+        found: dict[Any, int] = {}
+        for x, sizes in zip(leaves, self.inputs, strict=True):
+            for own, size in zip(x.shape[1:] if isinstance(x, Tensor) else (), sizes, strict=True):
+                if own != (size if isinstance(size, int) else found.setdefault(size, own)):
+                    return False
+        return min(found.values(), default=0) > 1 and all(map(bool, (c.subs(found) for c in self.conditions)))
+
+
 class Mistake(RuntimeError):
     """A rewrite that changed what the network computes."""
 
@@ -38,7 +55,8 @@ class Network:
     A node's meta holds "shape" and "dtype" of its value on the example inputs (None for what is no tensor), "batched",
     whether its first dimension is the batch and no other one depends on it, "scales", of each dimension how many of it belong
     to one item of the batch (0 where it is the same for every batch; None where sizes are otherwise), "layers", the names of
-    the modules that it comes from, and "call", which of the innermost module's calls.
+    the modules that it comes from, and "call", which of the innermost module's calls. As captured also "lengths": of each
+    dimension whether it follows a length that is left open, as the batch is; all else has the example's lengths.
     """
 
     graph: fx.Graph
@@ -47,6 +65,7 @@ class Network:
     out_spec: Any = None
     log: list[Rewrite] = field(default_factory=list)
     checker: Checker | None = None
+    lengths: Lengths | None = None  # where some are open
 
     # Reading ----------------------------------------------------------------------------------------------------------
     @property
@@ -164,7 +183,7 @@ class Network:
         result = graph.graph_copy(self.graph, names)
         graph.output(result)
         constants = {k: v if device is None else v.to(device) for k, v in self.constants.items()}
-        return Network(graph, constants, self.dynamic, self.out_spec, list(self.log))
+        return Network(graph, constants, self.dynamic, self.out_spec, list(self.log), lengths=self.lengths)
 
     def tidy(self) -> None:
         """Forgets what nothing reads."""

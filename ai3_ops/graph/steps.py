@@ -158,8 +158,8 @@ def flatten(input: Tensor, *, algorithm: str = "default") -> Tensor:
 # Views: the same elements with other sizes, in another order, or a part of them. Programs move nothing for them where what reads
 # them can read them as they lie. Numbers fit every batch size: -1 is the dimension that has the batch in it.
 def reshape(input: Tensor, sizes: Sequence[int]) -> Tensor:
-    """As torch.reshape."""
-    return input.reshape(*sizes)
+    """As torch.reshape; a size of 0 keeps the dimension in its place."""
+    return input.reshape(*(n or input.shape[d] for d, n in enumerate(sizes)))
 
 
 def permute(input: Tensor, dims: Sequence[int]) -> Tensor:

@@ -32,6 +32,7 @@ from ai3_ops.programs.program import Program
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be the first plan's
+COMPARED = 2  # other sizes, after which those that the capture left open are not compared any more
 PLAN_SECONDS = (
     1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
 )
@@ -57,6 +58,7 @@ class Optimized(nn.Module):
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
+        self._ai3_compared = 0  # other sizes, with the original
         self._ai3_asked = False  # for plans, by further examples: they are made however long it takes
         self._ai3_first: Plan | None = None
         self._ai3_shown: list[Any] = []  # the first example's sizes,
@@ -137,7 +139,7 @@ class Optimized(nn.Module):
         return state | {
             "_ai3_first": None,
             "_ai3_plans": {key: number[id(plan)] for key, plan in by_key.items()},
-            "_ai3_container": ([replace(plan, body=None) for plan in plans], sealed),
+            "_ai3_container": ([replace(plan, body=None, lengths=None) for plan in plans], sealed),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -247,7 +249,7 @@ class Optimized(nn.Module):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
                 return None
-            if not form and self._computes(args, kwargs):
+            if not form and (self._takes(leaves) or self._computes(args, kwargs)):
                 self._keep(key, self._ai3_first)
                 return self._ai3_first
             try:
@@ -292,6 +294,11 @@ class Optimized(nn.Module):
             del plans[old]
         self._ai3_plans = plans
 
+    def _takes(self, leaves: list[Any]) -> bool:
+        """Whether they are of lengths that the first plan leaves open, after some of these were compared."""
+        lengths = None if self._ai3_first is None or self._ai3_compared < COMPARED else self._ai3_first.lengths
+        return lengths is not None and self._differs_in_sizes(leaves) and lengths.hold(leaves)
+
     def _computes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the programs of the first plan compute other sizes, too: as a copy of the original does, on two inputs.
 
@@ -323,6 +330,7 @@ class Optimized(nn.Module):
                 if not same:
                     return False
                 compared += 1
+        self._ai3_compared += compared > 0
         return compared > 0
 
     def _differs_in_sizes(self, leaves: list[Any]) -> bool:

@@ -24,7 +24,8 @@ from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import fusion, steps
 from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import Calls, capture
-from ai3_ops.graph.network import Checker, Network, Rewrite, difference, flat
+from ai3_ops.graph.lengths import leave_open
+from ai3_ops.graph.network import Checker, Lengths, Network, Rewrite, difference, flat
 from ai3_ops.graph.state import copied
 from ai3_ops.measuring import gpu
 from ai3_ops.optimizing import choose, on_cuda
@@ -129,6 +130,7 @@ class Plan:
     out_spec: Any  # of the output, whose leaves the body returns; None: the body returns the output itself
     report: Optimization
     resolved: dict[str, str] = field(default_factory=dict)
+    lengths: Lengths | None = None  # that its graph leaves open
     seconds: float = 0.0  # that it took without search and measuring: about what one for other sizes takes
 
 
@@ -176,7 +178,7 @@ def make_plan(
         report.notes.append('verify="off": what was rewritten was not compared with float64')
     if settings.verify == "full" and not reference.holds(error := reference.error(network.run)):
         _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
+        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
     if settings.thorough:
         measuring = choose.AUTO in resolved.values()
         cost = COSTS["memory" if settings.objective == "memory" else "latency" if measuring else "work"]
@@ -193,6 +195,7 @@ def make_plan(
     else:  # what the choices made before leave open: nothing is measured
         choose.measured(network, settings, -math.inf, progress)
     _fresh_outputs(network)
+    leave_open(network, inputs)
     progress("programs")
     _library.release_workspace()  # what rewrites and measurements freed: packs need other sizes
     begun = time.monotonic() - seconds
@@ -222,12 +225,12 @@ def make_plan(
     report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
     if not accurate:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
+        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
     if settings.thorough:
         progress("comparison with the module as it was")
         if _slower(lambda: module(*args, **kwargs), lambda: body(*inputs), report, "rewritten"):
-            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
-    return Plan(body, network.dynamic, network.out_spec, report, resolved, seconds)
+            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
+    return Plan(body, network.dynamic, network.out_spec, report, resolved, captured.lengths, seconds)
 
 
 def _inexact(report: Optimization, reason: str) -> None:
@@ -340,7 +343,7 @@ def _on_cuda(
     report.rewrites = network.log
     if found is None:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
+        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
     body, report.steps = found
     resolved = on_cuda.learned(report.steps, resolved)
     if settings.thorough:
@@ -351,8 +354,8 @@ def _on_cuda(
         if after > before:
             report.unchanged = f"rewritten it took {after / before:.2f} times as long"
             report.after_ms = report.before_ms
-            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds)
-    return Plan(body, network.dynamic, network.out_spec, report, resolved, seconds)
+            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
+    return Plan(body, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
 
 
 def _selectors(

@@ -218,7 +218,7 @@ def _emit_binary(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
     x, y = of(a["input"]), of.value(a["other"])
     one, other = a["input"].meta["scales"], a["other"].meta["scales"]
     if one[0] and not (len(one) == len(other) and other[0]):
-        y = b.reshape(y, [*[1] * (len(one) - len(other)), *y.shape])
+        y = b.widened(y, len(one))
         y = b.expand(y, [0, *(n if n != s else -1 for n, s in zip(x.shape[1:], y.shape[1:], strict=True))], x)
     return b.binary(x, y, a["name"], **{k: of(a[k]) for k in _AFTER})
 

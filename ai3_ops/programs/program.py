@@ -373,15 +373,21 @@ class Builder:
 
     def _expanded(self, y: Value, x: Value) -> Value:
         """With x's sizes."""
-        missing = len(x.shape) - len(y.shape)
-        if missing < 0:
+        if len(x.shape) < len(y.shape):
             raise ValueError(f"cannot expand {y.shape} to {x.shape}")
-        if missing:
-            y = self.reshape(y, [*[1] * missing, *y.shape])
+        y = self.widened(y, len(x.shape))
         if y.shape == x.shape:
             return y
         lead = 0 if y.shape[0] == 1 else -1
         return self.expand(y, [lead, *(n if s == 1 else -1 for n, s in zip(x.shape[1:], y.shape[1:], strict=True))], x)
+
+    def widened(self, x: Value, rank: int) -> Value:
+        """With further dimensions of one element in front, whatever x's sizes are."""
+        own, missing = len(x.shape), rank - len(x.shape)
+        if not missing:
+            return x
+        behind = self.reshape(x, [*[0] * own, *[1] * missing])
+        return self.permute(behind, [*range(own, rank), *range(own)])
 
     def affine(
         self,

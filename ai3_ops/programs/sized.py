@@ -21,7 +21,7 @@ from ai3_ops.graph import steps
 from ai3_ops.operations.step import RULES
 
 KEPT = 8  # sets of sizes whose values are kept; the one used last longest ago goes
-LARGEST = 2**24  # bytes of one set: to make more costs little beside what reads it
+LARGEST = 2**27  # bytes of all of them together
 
 aten = torch.ops.aten
 # The argument of which a step or an operator reads nothing but the sizes.
@@ -120,7 +120,7 @@ class _Kept(nn.Module):
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
         self._module, self._lock = (module,), threading.Lock()
-        self._values: OrderedDict[Any, tuple[Any, ...]] = OrderedDict()
+        self._values: OrderedDict[Any, tuple[tuple[Any, ...], int]] = OrderedDict()  # with their bytes
         self._constants = {_memory(x)[0] for x in module.buffers()}
 
     def forward(self, *like: Tensor) -> tuple[Any, ...]:
@@ -129,14 +129,15 @@ class _Kept(nn.Module):
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)
-                return self._values[key]
+                return self._values[key][0]
         with torch.inference_mode(False), torch.no_grad():  # so that calls in any mode can read them
             made: tuple[Any, ...] = self._module[0](*like)
         memory = dict(_memory(x) for x in made if isinstance(x, Tensor))
-        if sum(size for at, size in memory.items() if at not in self._constants) <= LARGEST:
+        own = sum(size for at, size in memory.items() if at not in self._constants)
+        if own <= LARGEST:
             with self._lock:
-                self._values[key] = made
-                if len(self._values) > KEPT:
+                self._values[key] = made, own
+                while len(self._values) > KEPT or sum(size for _, size in self._values.values()) > LARGEST:
                     self._values.popitem(last=False)
         return made
 

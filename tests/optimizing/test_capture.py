@@ -176,7 +176,7 @@ def test_inputs_that_make_no_sense(residual):
 
 
 def test_two_threads_that_capture_leave_standard_error_as_it_was(capsys):
-    before, (first, second) = sys.stderr, (capture_module._quiet(), capture_module._quiet())
+    before, (first, second) = sys.stderr, (capture_module.quiet(), capture_module.quiet())
     entered, done = threading.Event(), threading.Event()
 
     def other():
@@ -199,7 +199,7 @@ def test_two_threads_that_capture_leave_standard_error_as_it_was(capsys):
 
 def test_what_a_module_is_refused_with_is_not_printed(capsys):
     def refuse():
-        with capture_module._quiet():
+        with capture_module.quiet():
             print("a graph of many lines", file=sys.stderr)
             raise RuntimeError("refused")
 

@@ -1,0 +1,177 @@
+"""Sequences of other lengths than the example's run by the same program, as other batches do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import agree, check, exact, optimized
+from torch import nn
+
+import ai3_ops
+from ai3_ops.graph.network import difference
+from ai3_ops.optimizing import module as module_of_optimize
+from ai3_ops.optimizing.module import COMPARED, Optimized
+from ai3_ops.programs.lower import Region
+
+
+class Encoder(nn.Module):
+    """Words, positions and blocks of attention, as BERT; `positions`: how it has those."""
+
+    def __init__(self, positions="slice", heads=3, features=24):
+        super().__init__()
+        self.how, self.heads = positions, heads
+        self.words, self.places = nn.Embedding(50, features), nn.Embedding(40, features)
+        self.register_buffer("ids", torch.arange(40)[None], persistent=False)
+        self.qkv, self.out = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.norm, self.up, self.down = nn.LayerNorm(features), nn.Linear(features, 32), nn.Linear(32, features)
+        self.limit = 0
+
+    def forward(self, ids, seen=None):
+        n, length = ids.shape
+        match self.how:
+            case "slice":
+                places = self.places(self.ids[:, :length])
+            case "arange":
+                places = self.places(torch.arange(length))
+            case "table":
+                places = self.places.weight[:length]
+        x = self.words(ids) + places
+        q, k, v = self.qkv(x).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = None if seen is None else seen[:, None, None, :].bool().expand(n, 1, length, length)
+        y = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).reshape(n, length, -1)
+        x = self.norm(x + self.out(y))
+        x = x + self.down(F.gelu(self.up(x)))
+        return x * 2 if self.limit and length > self.limit else x
+
+
+def seeded(model):
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
+    return model.eval()
+
+
+def inputs(length, batch=1, padded=False):
+    ids = torch.randint(0, 50, (batch, length), generator=torch.Generator().manual_seed(length))
+    return (ids, (torch.arange(length) <= (length - 1 - ids[:, :1] % 3).clamp(min=0)).long()) if padded else (ids,)
+
+
+@pytest.fixture
+def nothing_anew(monkeypatch):
+    """Nothing is planned, and nothing is said, from when it is called."""
+    with warnings.catch_warnings():
+
+        def begin():
+            warnings.simplefilter("error", UserWarning)
+            monkeypatch.setattr(module_of_optimize, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
+
+        yield begin
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("positions", ["slice", "arange", "table"])
+def test_lengths_run_by_one_program(positions, padded, nothing_anew, monkeypatch):
+    model = seeded(Encoder(positions))
+    fast = check(model, *inputs(8, 2, padded))
+    assert len([m for m in fast._ai3_first.body.modules() if isinstance(m, Region)]) == 1
+    nothing_anew()
+    for length, batch in ((12, 1), (5, 3), (1, 2)):
+        agree(fast, model, *inputs(length, batch, padded))
+    compared = []
+    monkeypatch.setattr(Optimized, "_computes", lambda *_: compared.append(_) or True)
+    for length in (*range(2, 40), 12, 7):  # each another one than before
+        agree(fast, model, *inputs(length, 1 + length % 2, padded))
+    assert not compared
+    assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
+
+
+def test_the_first_ones_are_compared(monkeypatch):
+    model, compared = seeded(Encoder()), []
+    fast, computes = check(model, *inputs(8)), Optimized._computes
+    monkeypatch.setattr(Optimized, "_computes", lambda *given: compared.append(given) or computes(*given))
+    for length in (9, 10, 11, 12, 11, 9):
+        agree(fast, model, *inputs(length))
+    assert len(compared) == COMPARED
+
+
+def test_a_condition_on_the_length():
+    """Beyond it another program is needed, which is planned; on its own side lengths run as ever."""
+    model = seeded(Encoder())
+    model.limit = 10
+    fast = check(model, *inputs(8))
+    for length in (6, 7, 9, 10, 5):
+        agree(fast, model, *inputs(length))
+    assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
+    with pytest.warns(UserWarning, match="planned anew"):
+        agree(fast, model, *inputs(11))
+    agree(fast, model, *inputs(4))
+    assert len({id(plan) for plan in fast._ai3_plans.values()}) == 2
+
+
+def test_copies_pickles_and_files(tmp_path, nothing_anew):
+    model = seeded(Encoder())
+    fast = check(model, *inputs(8))
+    ai3_ops.save(fast, tmp_path / "encoder")
+    loaded = ai3_ops.load(tmp_path / "encoder")
+    nothing_anew()
+    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        for length in (9, 4, 12, 11):
+            agree(again, model, *inputs(length))
+    agree(loaded, model, *inputs(8, 3))
+    with pytest.raises(ValueError, match="optimize again"):
+        loaded(*inputs(9))
+
+
+def test_traces_at_other_lengths_have_the_originals_layers():
+    model = seeded(Encoder())
+    fast = check(model, *inputs(8))
+    for length in (8, 9):
+        exported = torch.export.export(fast, inputs(length), strict=False)
+        agree(exported.module(), model, *inputs(length))
+
+
+def test_examples_of_several_lengths_share_the_program():
+    model, lengths = seeded(Encoder()), (8, 5, 12)
+    fast = ai3_ops.optimize(model, [inputs(n) for n in lengths], "default", keep_original=False, progress=False)
+    assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
+    for length in lengths:
+        agree(fast, model, *inputs(length, 2))
+
+
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+MODELS = {
+    "Bert": SMALL,
+    "DistilBert": {"dim": 24, "n_layers": 2, "n_heads": 3, "hidden_dim": 32},
+    "ModernBert": SMALL | {"pad_token_id": 0, "local_attention": 6},
+    "T5Encoder": {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 3},
+    "GPT2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "use_cache": False},
+    "Llama": SMALL | {"num_key_value_heads": 1, "use_cache": False},
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers(name, padded, nothing_anew):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(vocab_size=50, **MODELS[name])
+    model = seeded(getattr(transformers, f"{name}Model")(config))
+
+    def given(length, batch):
+        return dict(zip(("input_ids", "attention_mask"), inputs(length, batch, padded), strict=False))
+
+    fast = ai3_ops.optimize(model, given(8, 2), budget_seconds=0.2, progress=False)
+    assert isinstance(fast, Optimized)
+    assert fast._ai3_first is not None
+    nothing_anew()
+    for length, batch in ((8, 2), (13, 1), (5, 3), (9, 2), (30, 1)):
+        with torch.no_grad():
+            got = fast(**given(length, batch)).last_hidden_state
+            expected = copy.deepcopy(model).double()(**given(length, batch)).last_hidden_state
+        assert difference(got, expected) < 1e-5
+    assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
