@@ -113,9 +113,9 @@ def _moved(network: Network, node: Node, own: list[int], new: list[int], values:
         values[made] = call(made, values.__getitem__)
         return made
 
-    open_ones = [-1 if x.meta["scales"][d] else 0 for d in own]
+    kept = [-1 if x.meta["scales"][d] else 0 for d in own]
     x = step(steps.permute, x, [*own, *(d for d in range(len(x.meta["shape"])) if d not in own)])
-    x = step(steps.reshape, x, [*open_ones, *[1] * (rank - len(new))])
+    x = step(steps.reshape, x, [*kept, *[1] * (rank - len(new))])
     order = [*new, *(d for d in range(rank) if d not in new)]
     x = step(steps.permute, x, [order.index(d) for d in range(rank)])
     node.replace_all_uses_with(x)

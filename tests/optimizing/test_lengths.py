@@ -151,7 +151,7 @@ MODELS = {
     "ModernBert": SMALL | {"pad_token_id": 0, "local_attention": 6},
     "T5Encoder": {"d_model": 24, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 3},
     "GPT2": {"n_embd": 24, "n_layer": 2, "n_head": 3, "use_cache": False},
-    "Llama": SMALL | {"num_key_value_heads": 1, "use_cache": False},
+    "Llama": SMALL | {"num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False},
 }
 
 
