@@ -66,7 +66,9 @@ def _opened(network: Network, node: Node, values: dict[fx.Node, Any]) -> Node:
     read, made = (list(zip(n.meta["shape"], k, strict=True)) for n, k in zip((x, node), scales, strict=True))
     changed = [one != other for (one, _), other in zip(read, there, strict=True)]
     own, new = ([d for d, size in enumerate(sizes) if size != _ONE] for sizes in (read, made))
-    if [read[d] for d in own] == [made[d] for d in new] and any(changed[d] for d, e in zip(own, new, strict=True) if d != e):
+    if [read[d] for d in own] == [made[d] for d in new] and any(
+        changed[d] for d, e in zip(own, new, strict=True) if d != e
+    ):
         return _moved(network, node, own, new, values)
     stays = [d < len(read) and size == read[d] for d, size in enumerate(made)]  # with the dimension in its place
     sizes = [0 if stays[d] and changed[d] else -1 if k else n for d, (n, k) in enumerate(made)]
@@ -77,7 +79,9 @@ def _opened(network: Network, node: Node, values: dict[fx.Node, Any]) -> Node:
     if all(stays[d] for d in batch):
         sizes = [0 if d in batch else n for d, n in enumerate(sizes)]
         lengths = {n for (n, _), other in zip(read, changed, strict=True) if other}
-        free = sorted((d for d, n in enumerate(sizes) if n > 1 and not stays[d]), key=lambda d: made[d][0] not in lengths)
+        free = sorted(
+            (d for d, n in enumerate(sizes) if n > 1 and not stays[d]), key=lambda d: made[d][0] not in lengths
+        )
         for d in free:
             tried = [*sizes[:d], -1, *sizes[d + 1 :]]
             if _fits(tried, there, made):

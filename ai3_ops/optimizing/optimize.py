@@ -35,9 +35,9 @@ def optimize(
     Args:
         model: on the CPU or a GPU; one in training mode is taken in evaluation mode, else each module keeps its own.
         example_inputs: a tensor, a tuple of positional or a dict of keyword arguments, as they will come; or a list of two or
-            more of these, of which the first decides rewrites and algorithms and each has its plan. Other batch sizes run at
-            once; other sizes, too, where the same programs compute them, else they are planned in less than a second or run as
-            in the model, with a warning.
+            more of these, of which the first decides rewrites and algorithms and each has its plan. Other batch sizes and
+            lengths of sequences run at once; other sizes, too, where the same programs compute them, else they are planned in
+            less than a second or run as in the model, with a warning.
         selectors: "auto" takes the fastest algorithms, by shipped measurements where these leave no doubt, and measures the
             others; else as in `swap`: a name, a dict, a list, a function, a Plan.
         alpha: how much slower than the best known network, as a factor of at least 1, one may be that the search follows.

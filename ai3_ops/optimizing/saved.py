@@ -22,6 +22,8 @@ from ai3_ops.optimizing.pipeline import Plan, Settings, Swapped
 from ai3_ops.programs import container
 from ai3_ops.selecting.selectors import listed
 
+MOST = 64  # sets of sizes that the first plan computes and a file has
+
 
 # Writing --------------------------------------------------------------------------------------------------------------
 def write(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -49,11 +51,10 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
         refuse(
             "the model's layers were swapped, and its own code runs between them; torch.export and torch.save keep that"
         )
-    plans = [
-        {"key": encoded(key), "plan": _described(plan, writer)}
-        for key, plan in model._ai3_plans.items()
-        if plan.body is not None
-    ]
+    planned = {key: plan for key, plan in model._ai3_plans.items() if plan.body is not None}
+    for key in [key for key, plan in planned.items() if plan is first][MOST:]:
+        del planned[key]
+    plans = [{"key": encoded(key), "plan": _described(plan, writer)} for key, plan in planned.items()]
     return writer.head | {
         "inputs": {
             "shown": encoded(model._ai3_shown),
@@ -64,7 +65,7 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
                 [p.name, int(p.kind), p.default is not p.empty] for p in model._ai3_signature.parameters.values()
             ],
         },
-        "first": next(i for i, plan in enumerate(model._ai3_plans.values()) if plan is first),
+        "first": next(i for i, plan in enumerate(planned.values()) if plan is first),
         "plans": plans,
         "report": encoded(model._ai3_report.to_dict()),
     }

@@ -9,12 +9,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import agree, check, exact, optimized
+from nets import agree, check
 from torch import nn
 
 import ai3_ops
 from ai3_ops.graph.network import difference
 from ai3_ops.optimizing import module as module_of_optimize
+from ai3_ops.optimizing import saved
 from ai3_ops.optimizing.module import COMPARED, Optimized
 from ai3_ops.programs.lower import Region
 
@@ -136,12 +137,19 @@ def test_traces_at_other_lengths_have_the_originals_layers():
         agree(exported.module(), model, *inputs(length))
 
 
-def test_examples_of_several_lengths_share_the_program():
+def test_examples_of_several_lengths_share_the_program(tmp_path, monkeypatch):
     model, lengths = seeded(Encoder()), (8, 5, 12)
     fast = ai3_ops.optimize(model, [inputs(n) for n in lengths], "default", keep_original=False, progress=False)
     assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
+    monkeypatch.setattr(saved, "MOST", 2)
+    ai3_ops.save(fast, tmp_path / "encoder")
+    loaded = ai3_ops.load(tmp_path / "encoder")
     for length in lengths:
         agree(fast, model, *inputs(length, 2))
+        if length != 12:
+            agree(loaded, model, *inputs(length, 2))
+    with pytest.raises(ValueError, match="optimize again"):
+        loaded(*inputs(12))
 
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
