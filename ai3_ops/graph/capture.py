@@ -339,8 +339,11 @@ def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dyn
     modules = {name for name, _ in module.named_modules(remove_duplicate=False)}
     specs = {spec.arg.name: spec for spec in signature.input_specs}
     graph, constants = fx.Graph(), {}
-    names: dict[fx.Node, fx.Node] = {}
+    names: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
+        if isinstance(size := node.meta.get("val"), torch.SymInt) and isinstance(_plain(size), int):
+            names[node] = _plain(size)  # left open, and a number to the model
+            continue
         if node.op == "placeholder" and specs[node.name].kind != InputKind.USER_INPUT:
             target = str(specs[node.name].target)
             if not isinstance(stored.get(target), Tensor):
