@@ -405,8 +405,8 @@ class _Sizes:
     def of(self, value: Any) -> dict[str, Any]:
         """As a node's meta has it."""
         if not isinstance(value, Tensor):
-            lengths = (self._is_length(value),) if isinstance(value, torch.SymInt) else ()
-            return {"shape": None, "dtype": None, "batched": False, "scales": None, "lengths": lengths}
+            length = (self._is_length(value),) if isinstance(value, torch.SymInt) else ()
+            return {"shape": None, "dtype": None, "batched": False, "scales": None, "lengths": length}
         shape = tuple(map(self._size, value.shape))
         scales = tuple(map(self._scale, value.shape)) if self.dynamic else (0,) * len(shape)
         if self.dynamic:
@@ -421,7 +421,7 @@ class _Sizes:
         """What export took for granted of the lengths; None where none is open."""
         if not self.lengths:
             return None
-        shapes = [x.shape[1:] if isinstance(x, Tensor) else () for x in self._inputs]
+        shapes: list[Any] = [x.shape[1:] if isinstance(x, Tensor) else () for x in self._inputs]
         env = next(n for shape in shapes for n in shape if self._is_length(n)).node.shape_env
         guards = {env.replace(guard.expr) for guard in env.guards}
         own = [g for g in guards if self._batches.isdisjoint(g.free_symbols) and g != True]  # noqa: E712

@@ -141,7 +141,7 @@ def test_masks_that_are_inputs(dtype):
         assert regions(fast)
 
 
-def test_longer_sequences_are_planned_anew():
+def test_longer_sequences_are_right():
     model = seeded(Block())
     fast = check(model, torch.randn(1, 7, 24))
     for length in (9, 7, 4):
