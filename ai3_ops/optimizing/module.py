@@ -48,7 +48,8 @@ class Optimized(nn.Module):
     """A module for inference that computes what another one does, faster; `ai3_ops.explain` says how.
 
     `state_dict()`, parameters and submodules are the original's. Other batch sizes run at once; so do other lengths and
-    sizes that the same programs compute, once they were compared. What needs others is planned, with a warning, where that takes no second.
+    sizes that the same programs compute, once they were compared. What needs others is planned, with a warning, where that
+    takes no second.
     """
 
     def __init__(self, original: nn.Module, settings: Settings) -> None:
