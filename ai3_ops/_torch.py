@@ -166,6 +166,18 @@ def any_tangent(values: Iterable[Any]) -> bool:
         return any_tangent(functorch.get_unwrapped(t) if w else t for t, w in zip(tensors, wrapped, strict=True))
 
 
+def is_wrapped(value: Any) -> bool:
+    """Whether a transform of torch.func holds a tensor in a wrapper of its own, as vmap does."""
+    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+
+
+def is_differentiated(value: Any) -> bool:
+    """Whether gradients are recorded of a tensor, by autograd or at any level of torch.func's transforms."""
+    while is_wrapped(value) and not value.requires_grad:
+        value = torch._C._functorch.get_unwrapped(value)
+    return isinstance(value, Tensor) and value.requires_grad
+
+
 def transformed(input: Tensor) -> bool:
     """Whether something watches or changes the operators of a call: tracing, tangents, torch.func, fakes, another device.
 

@@ -60,7 +60,17 @@ def canonicalize(network: Network) -> None:
         aten.view.default, aten._unsafe_view.default
     ):  # copies that made its input dense are gone
         node.target = aten.reshape.default
+    for node in network.calls(*_AS_IT_LIES):
+        x = node.args[0]
+        with network.graph.inserting_before(node):
+            dense = network.graph.call_function(aten.contiguous.default, (x,))
+        dense.meta.update(x.meta)
+        node.replace_input_with(x, dense)
     network.tidy()
+
+
+# What reads elements as they lie in memory.
+_AS_IT_LIES = (aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
 
 
 def _by_lengths(network: Network) -> set[fx.Node]:

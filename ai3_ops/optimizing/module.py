@@ -17,7 +17,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ai3_ops._torch import any_autocast, pytree, without_autocast
+from ai3_ops._torch import (
+    any_autocast,
+    any_tangent,
+    in_forward_mode,
+    in_transform,
+    is_differentiated,
+    is_wrapped,
+    pytree,
+    tracing_state,
+    users_level,
+    without_autocast,
+)
 from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference, flat
@@ -359,14 +370,24 @@ class Optimized(nn.Module):
         else:
             args, kwargs, form = self._arranged(args, kwargs)
             leaves = pytree.tree_leaves((args, kwargs))
+        watched = "" if torch.compiler.is_compiling() else self._is_watched(leaves)
         if torch.is_grad_enabled():
-            for x in leaves:
-                if isinstance(x, Tensor) and x.requires_grad:
+            for x in [*leaves, *filter(is_wrapped, self.parameters())] if watched else leaves:
+                if is_differentiated(x):
                     raise RuntimeError(
-                        "ai3_ops.optimize: the module is for inference and has no gradients: call it with inputs that "
-                        "require none, or use the original model"
+                        "ai3_ops.optimize: the module is for inference and has no gradients: call it with inputs and weights "
+                        "that require none, or use the original model"
                     )
         if first is None:  # a model of which only submodules could be captured
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
+        if watched and first.body is not None and not isinstance(first.body, Swapped):
+            if not self._ai3_original:
+                raise RuntimeError(f"ai3_ops.optimize: {watched} sees nothing of programs: {_FREED}")
+            if self._tells(watched):
+                name, level = self._ai3_report.parts[0].name or "the model", users_level()
+                text = f"{watched} sees nothing of programs: within it the original of {name} computes"
+                warnings.warn(f"ai3_ops.optimize: {text}", stacklevel=level)
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
         if (
@@ -406,6 +427,14 @@ class Optimized(nn.Module):
         if plan.out_spec.is_leaf():
             return out[0] if isinstance(out, (tuple, list)) else out
         return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+
+    def _is_watched(self, leaves: list[Any]) -> str:
+        """What follows each operator of this call, as "torch.func"; "" where nothing does."""
+        if tracing_state() is not None:
+            return "torch.jit.trace"
+        if in_forward_mode() and (any(map(is_wrapped, (*leaves, *self.parameters()))) or any_tangent(leaves)):
+            return "torch.func" if in_transform() else "forward-mode differentiation"
+        return ""
 
     @staticmethod
     def _device(*given: Any) -> str:

@@ -132,7 +132,9 @@ def _content(value: Any) -> Any:
         small = value.layout == torch.strided and value.nbytes <= _LARGE and not value.is_meta
         return version, value.detach().clone() if small else None
     if isinstance(value, dict):
-        return [each for item in value.items() for each in item]
+        return [
+            each for item in dict.items(value) for each in item
+        ]  # a subclass's own may import or compute what is asked for
     return list(value) if isinstance(value, (list, tuple, set, deque)) else _content(vars(value))
 
 

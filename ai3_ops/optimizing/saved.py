@@ -42,7 +42,8 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
     if first is None:
         parts = [name for name, m in model.named_modules() if name and isinstance(m, Optimized)]
         left = "; ".join(f"{name or 'the model'}: {why}" for name, why in model._ai3_report.left.items())
-        refuse(f"the model could not be captured as a whole ({left}): save its optimized parts alone ({listed(parts)})")
+        advice = f"save its optimized parts alone ({listed(parts)})" if parts else "there is no program to save"
+        refuse(f"the model could not be captured as a whole ({left}): {advice}")
     if first.body is None:
         refuse(f"the model stayed as it was ({model._ai3_report.parts[0].unchanged}): there is no program to save")
     if isinstance(first.body, Replayed):

@@ -202,9 +202,11 @@ def _by_parts(
     sizes: dict[nn.Module, set[Any]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(x, Tensor) and x.is_nested for x in leaves):  # which no graph takes
+            return
         if module not in calls:
             calls[module] = Inputs(*pytree.tree_map(_as_it_is_now, (args, kwargs)))
-        leaves = pytree.tree_leaves((args, kwargs))
         sizes.setdefault(module, set()).add(tuple(x.shape if isinstance(x, Tensor) else repr(x) for x in leaves))
 
     before, after, again = (copied(original, sharing=True) for _ in range(3))  # the last one for a second opinion

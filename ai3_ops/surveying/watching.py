@@ -23,7 +23,7 @@ from ai3_ops.nn.unswap import unswap
 from ai3_ops.operations import windows
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost, discover, left_alone, opaque
-from ai3_ops.surveying.modules import is_lazy, is_of_torch, is_optimized
+from ai3_ops.surveying.modules import is_lazy, is_of_torch, is_optimized, reachable
 from ai3_ops.surveying.running import run
 
 # Told of a function that was called: the call that made it, if one did, arguments, keyword arguments, and the result.
@@ -173,10 +173,11 @@ def _stack(model: nn.Module, stack: list[nn.Module]) -> Iterator[None]:
     def left(*_: Any) -> None:  # a hook's result would replace the output
         stack.pop()
 
-    handles = []
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+    handles, hooked = [], set[nn.Module]()
+    for _, module in reachable(model):  # inside of optimized ones a hook would be seen, and the original would compute
+        if module in hooked or isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             continue
+        hooked.add(module)
         handles.append(module.register_forward_pre_hook(lambda m, _: stack.append(m)))
         handles.append(module.register_forward_hook(left, always_call=True))
     try:

@@ -365,3 +365,73 @@ def test_steps_are_sized_by_the_types_of_numbers():
     output = network.graph.output((x,))
     made = [network.step(output, steps.binary, x, number, "add").meta["dtype"] for number in (1, 1.0, 1)]
     assert made == [torch.int64, torch.float32, torch.int64]
+
+
+class Spectrum(nn.Module):
+    """Reads what a layer returns as it lies in memory, once it is contiguous."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.conv, self.read = nn.Conv2d(2, 2, 3, padding=1), read
+
+    def forward(self, x):
+        return self.read(self.conv(x).permute(0, 2, 3, 1).contiguous())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * 1j),
+        lambda x: x.view(torch.int32).sum(-1).float(),
+        lambda x: x.as_strided((x.shape[0], 4), (128, 1)) * 2,
+    ],
+    ids=["complex", "integers", "strides"],
+)
+def test_what_is_read_as_it_lies_in_memory_is_contiguous(read):
+    model, x = Spectrum(read).eval(), torch.randn(3, 2, 8, 8)
+    with torch.no_grad():
+        network = capture(model, (x,), {})
+        canonicalize(network)
+        (y,) = network.run([x])
+    assert difference(y, model(x)) < 1e-5
+    assert any(node.target is torch.ops.aten.contiguous.default for node in network.graph.nodes)
+
+
+def test_strides_of_a_view_are_refused():
+    class Strides(nn.Conv2d):
+        def forward(self, x):
+            y = super().forward(x).transpose(1, 2)
+            return y.as_strided((x.shape[0], 4), (y.stride(0), 2))
+
+    with pytest.raises(Uncapturable, match=r"reads memory by strides that a graph does not keep"):
+        capture(Strides(2, 2, 3).eval(), (torch.randn(3, 2, 8, 8),), {})
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_parts_that_are_given_nested_tensors_stay():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(16, 4)
+
+        def forward(self, x, mask):
+            y = self.head(self.encoder(x, src_key_padding_mask=mask))
+            return y if y.isfinite().all() else -y  # only its parts can be captured
+
+    model, x = Masked().eval(), torch.randn(2, 5, 16)
+    mask = torch.zeros(2, 5, dtype=torch.bool)
+    mask[1, 3:] = True
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        fast = ai3_ops.optimize(model, (x, mask), "default", progress=False)
+        assert torch.allclose(fast(x, mask), model(x, mask), atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_fast_path_in_16_bits_is_no_state():
+    """PyTorch computes the layer by other operators than those that export writes down, and rounds otherwise."""
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval().bfloat16()
+    x, mask = torch.randn(2, 9, 32).bfloat16(), torch.zeros(2, 9, dtype=torch.bool)
+    capture(model, (x,), {"src_key_padding_mask": mask})

@@ -778,3 +778,52 @@ def test_bounds_that_only_measuring_keeps_are_warned_of(residual):
     model, x = residual
     with pytest.warns(UserWarning, match='memory_limit and tolerance with selectors "default"'):
         ai3_ops.optimize(model, x, "default", memory_limit=10, tolerance=1e-12)
+
+
+def test_what_follows_each_operator_meets_the_original(residual):
+    """Programs hide theirs: gradients of weights that `functional_call` puts there were 0, vmap had no rule."""
+    model, x = residual
+    fast, weights = check(model, x), {name: p.detach() for name, p in model.named_parameters()}
+    twice = {name: torch.stack([p, p]) for name, p in weights.items()}
+
+    def by_weights(m):
+        return lambda given: torch.func.functional_call(m, given, (x,))
+
+    with pytest.warns(
+        UserWarning, match=r"torch\.func sees nothing of programs: within it the original of the model comp"
+    ):
+        agrees(torch.func.vmap(lambda one: fast(one[None]))(x)[:, 0], model(x))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ai3_ops")  # once
+        agrees(torch.func.vmap(by_weights(fast))(twice), torch.func.vmap(by_weights(model))(twice))
+        agrees(torch.func.jvp(fast, (x,), (x,))[1], torch.func.jvp(model, (x,), (x,))[1])
+        torch.func.grad(lambda factor: (factor * fast(x)).sum())(torch.ones(()))  # of what it does not depend on
+    for differentiated in (
+        lambda: torch.func.grad(lambda given: by_weights(fast)(given).sum())(weights),
+        lambda: torch.func.vmap(torch.func.grad(lambda given: by_weights(fast)(given).sum()))(twice),
+        lambda: torch.func.grad(lambda given: torch.func.vmap(lambda one: fast(one[None]))(given).sum())(x),
+    ):
+        with pytest.raises(RuntimeError, match="has no gradients: call it with inputs and weights that require none"):
+            differentiated()
+    with pytest.warns(UserWarning, match=r"torch\.jit\.trace sees nothing of programs"):
+        traced = torch.jit.trace(fast, x)
+    agrees(traced(torch.cat([x, x])), model(torch.cat([x, x])))
+    freed = ai3_ops.optimize(model, x, "default", progress=False, keep_original=False)
+    with pytest.raises(RuntimeError, match=r"torch\.func sees nothing of programs: keep_original=False freed"):
+        torch.func.vmap(lambda one: freed(one[None]))(x)
+
+
+def agrees(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_an_optimized_part_is_not_hooked_by_a_swap():
+    """Its programs would not call the hooks, so that it warned, and the original computed."""
+    x = torch.randn(2, 3, 8, 8)
+    around = nn.Sequential(check(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()).eval(), x), nn.Conv2d(8, 4, 1)).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        swapped = ai3_ops.swap(around, {"conv2d": "direct"}, x)
+        with torch.no_grad():
+            swapped(x)
+    assert [layer.name for layer in ai3_ops.explain(swapped).layers] == ["1"]

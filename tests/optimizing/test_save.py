@@ -180,6 +180,17 @@ def test_what_cannot_be_saved_is_named(path, monkeypatch):
         parted = optimized(Branches().eval(), x)
     with pytest.raises(ValueError, match=r"could not be captured as a whole .*save its optimized parts alone .body"):
         ai3_ops.save(parted, path)
+
+    class Refuses(Branches):
+        def forward(self, x):
+            y = x + 1 if x.sum() > 0 else x
+            return torch.nn.functional.conv2d(y, self.body[0].weight)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        nothing = optimized(Refuses().eval(), x)
+    with pytest.raises(ValueError, match=r"could not be captured as a whole .*: there is no program to save"):
+        ai3_ops.save(nothing, path)
     assert equal(roundtrip(parted.body, path)(x), parted.body(x))
     path.unlink()
     halves = optimized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).bfloat16().eval(), x.bfloat16())

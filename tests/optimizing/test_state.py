@@ -446,3 +446,21 @@ def test_copies_share_parameters_and_nothing_else():
     copy_.table += 1
     copy_.a.training = False
     assert changes(model, copy_) == ["a.training", "past", "table"]
+
+
+class Lazy(dict):
+    """Entries that are made when somebody asks for all of them, as tables of a large library are."""
+
+    def items(self):
+        raise ImportError("what is not installed")
+
+
+_LAZY = Lazy(a=1)
+
+
+def test_tables_that_are_made_when_asked_for_are_not():
+    class Named(nn.Conv2d):
+        def forward(self, x):
+            return super().forward(x) * _LAZY["a"]
+
+    assert optimized(Named(3, 4, 3).eval(), torch.randn(1, 3, 6, 6)).changed

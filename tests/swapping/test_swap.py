@@ -810,6 +810,36 @@ def test_packs_under_transforms():
         close(graph(x[0]), expected)
 
 
+def test_silu_in_place_has_gradients():
+    """They read the input, which is written over."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(inplace=True), nn.Conv2d(4, 2, 1)).double()
+    x = torch.randn(2, 3, 6, 6, dtype=torch.double)
+    model(x).square().sum().backward()
+    swapped = swap(model, {"*": "direct"}, x)
+    swapped.zero_grad()
+    swapped(x).square().sum().backward()
+    for one, other in zip(swapped.parameters(), model.parameters(), strict=True):
+        close(one.grad, other.grad)
+    given = torch.randn(5, dtype=torch.double, requires_grad=True) * 1
+    before = given.detach().clone()
+    assert swapped[1](given) is given
+    close(given, F.silu(before))
+
+
+def test_gelu_of_channels_last_under_vmap():
+    """vmap cannot be asked for a memory format."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.GELU(), nn.Conv2d(64, 4, 1)).eval()
+    x = torch.randn(2, 3, 16, 16)
+    swapped = swap(model, "default", x)
+    weights = {name: torch.stack([p, 2 * p]) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        one, other = (
+            torch.func.vmap(lambda given, m=m: torch.func.functional_call(m, given, (x,)))(weights)
+            for m in (swapped, model)
+        )
+    close(one, other)
+
+
 def test_packs_of_linear():
     swapped, x = swap(nn.Linear(6, 5), {"linear": "gemm"}), torch.randn(3, 6)
     with torch.no_grad():
