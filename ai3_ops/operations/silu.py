@@ -54,7 +54,7 @@ class SiluCall(ElementwiseCall):
 
     def __call__(self, input: Tensor, inplace: bool = False) -> Tensor:
         """As torch.nn.functional.silu."""
-        kept = inplace and torch.is_grad_enabled() and input.requires_grad  # the gradient reads what is written over
+        kept = inplace and torch.is_grad_enabled()  # the gradient reads what is written over
         output = self.run_or_leave(input.clone() if kept else input)
         return input.copy_(output) if inplace else output
 

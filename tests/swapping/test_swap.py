@@ -824,6 +824,10 @@ def test_silu_in_place_has_gradients():
     before = given.detach().clone()
     assert swapped[1](given) is given
     close(given, F.silu(before))
+    one = torch.func.grad(lambda x: torch.func.vmap(lambda each: swapped[1](each * 1))(x).sum())(before)
+    close(one, torch.func.grad(lambda x: F.silu(x).sum())(before))
+    compiled = torch.compile(swapped[1], backend="aot_eager", fullgraph=True)
+    close(compiled(given * 1), F.silu(F.silu(before)))
 
 
 def test_gelu_of_channels_last_under_vmap():
