@@ -101,12 +101,23 @@ def rows() -> dict[str, Any]:
 
         for m, k, n in LINEAR:
             x, w, b = (torch.randn(s, device="cuda", dtype=dtype) for s in ((m, k), (n, k), (n,)))
-            measured(f"linear {m}x{k} -> {n}", _call(torch.nn.functional.linear, x, w, b),
-                     lambda x=x, w=w, b=b, tf32=tf32: torch.ops.ai3.linear_gemm(x, w, b, allow_tf32=tf32))  # fmt: skip
+            for name, ours in (("", torch.ops.ai3.linear_gemm), (", cublaslt", torch.ops.ai3.linear_cublaslt)):
+                measured(f"linear {m}x{k} -> {n}{name}", _call(torch.nn.functional.linear, x, w, b),
+                         lambda x=x, w=w, b=b, tf32=tf32, ours=ours: ours(x, w, b, allow_tf32=tf32))  # fmt: skip
         x = torch.randn(6272, 768, device="cuda", dtype=dtype)
         w, b = torch.randn(2, 768, device="cuda", dtype=dtype)
         measured("layer_norm 6272x768", _call(torch.nn.functional.layer_norm, x, [768], w, b),
                  lambda x=x, w=w, b=b: torch.ops.ai3.layer_norm_direct(x, [768], w, b))  # fmt: skip
+        measured("rms_norm 6272x768", _call(torch.nn.functional.rms_norm, x, [768], w),
+                 lambda x=x, w=w: torch.ops.ai3.rms_norm_direct(x, [768], w))  # fmt: skip
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(8, 320, 64, 64, device="cuda", dtype=dtype).to(memory_format=layout)
+            w, b, mean, variance = torch.rand(4, 320, device="cuda", dtype=dtype)
+            name = "channels_last" if layout == torch.channels_last else "NCHW"
+            measured(f"group_norm 8x320x64x64, 32, {name}", _call(torch.nn.functional.group_norm, x, 32, w, b),
+                     lambda x=x, w=w, b=b: torch.ops.ai3.group_norm_direct(x, 32, w, b))  # fmt: skip
+            measured(f"batch_norm 8x320x64x64, {name}", _call(torch.nn.functional.batch_norm, x, mean, variance, w, b),
+                     _call(torch.ops.ai3.batch_norm_direct, x, mean, variance, w, b))  # fmt: skip
         for shape in ((6272, 768), (384, 197, 197), (64, 8192)):
             x = torch.randn(shape, device="cuda", dtype=dtype)
             measured(f"softmax {shape}", lambda x=x: x.softmax(-1), lambda x=x: torch.ops.ai3.softmax_direct(x, -1))

@@ -57,6 +57,7 @@ function(ai3_cuda_library variable header)
 endfunction()
 ai3_cuda_library(AI3_CUDART cuda_runtime.h cudart libcudart.so.13 libcudart.so.12)
 ai3_cuda_library(AI3_CUBLAS cublas_v2.h cublas libcublas.so.13 libcublas.so.12)
+ai3_cuda_library(AI3_CUBLASLT cublasLt.h cublasLt libcublasLt.so.13 libcublasLt.so.12)
 ai3_cuda_library(AI3_CUDNN cudnn.h cudnn libcudnn.so.9)
 # One wheel serves torch 2.11 and later, which bring their own cuDNN: newer headers than the oldest's may name what that one lacks.
 file(STRINGS ${AI3_CUDNN_INCLUDE}/cudnn_version.h version REGEX "#define CUDNN_(MAJOR|MINOR) ")
@@ -91,7 +92,7 @@ endif()
 target_compile_options(_C_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:${AI3_FLAGS}>
   "$<$<COMPILE_LANGUAGE:CUDA>:--extended-lambda;--diag-suppress=177;--expt-relaxed-constexpr;-Xcompiler=-fvisibility=hidden,-Wall,-Wextra${AI3_HOST_WERROR}>")
-target_link_libraries(_C_cuda PRIVATE ai3_torch _C torch_cuda c10_cuda ${AI3_CUDART} ${AI3_CUBLAS} ${AI3_CUDNN})
+target_link_libraries(_C_cuda PRIVATE ai3_torch _C torch_cuda c10_cuda ${AI3_CUDART} ${AI3_CUBLAS} ${AI3_CUBLASLT} ${AI3_CUDNN})
 ai3_package_library(_C_cuda)
 list(JOIN AI3_CUDA_ARCHITECTURES " " architectures)
 message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION}, cuDNN ${AI3_CUDNN_VERSION}, architectures ${architectures}")

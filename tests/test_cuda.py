@@ -96,6 +96,43 @@ def test_cudnn_computes_the_convolution_on_any_stream(dtype, memory_format):
 
 
 @needs_gpu
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(("scale", "mean"), [(1, 0), (1e-30, 0), (1e18, 0), (1e38, 0), (1e-2, 1000)])
+def test_norms_are_those_of_the_cpu(scale, mean, memory_format):
+    """Also of squares that float32 cannot hold, and of small differences from a mean that is not small."""
+    x = torch.randn(3, 12, 9, 14).clamp(-3, 3).mul_(scale).add_(mean).to(memory_format=memory_format)
+    w, b = torch.randn(2, 12)
+    rows = torch.randn(14)
+    for name, args in (
+        ("group_norm", (4, w, b, 1e-5)),
+        ("layer_norm", ([14], rows, None, 1e-5)),
+        ("rms_norm", ([14], rows, 1e-5)),
+    ):
+        found = []
+        for device in ("cpu", "cuda"):
+            given = x.to(device).requires_grad_()
+            moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+            y = getattr(torch.ops.ai3, f"{name}_direct")(given, *moved)
+            (grad,) = torch.autograd.grad(y, given, x.sign().to(device))
+            found.append((y.detach(), grad))
+        for ours, expected in zip(found[1], found[0], strict=True):
+            assert ours.stride() == expected.stride()
+            assert (ours.cpu() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_cublaslt_adds_the_bias_before_it_rounds(dtype):
+    """Of slices, too, which lie at any multiple of their elements."""
+    x = torch.randint(-3, 4, (130, 67), device="cuda").to(dtype)
+    w = torch.randint(-3, 4, (33, 67), device="cuda").to(dtype)
+    b = -(x[0].double() @ w.double().t()).to(dtype) + 0.25
+    for rows, features in ((slice(1), 33), (slice(3, None), 31)):
+        y = torch.ops.ai3.linear_cublaslt(x[rows], w[:features], b[:features])
+        assert torch.equal(y, F.linear(x[rows].double(), w[:features].double(), b[:features].double()).to(dtype))
+
+
+@needs_gpu
 def test_a_pack_of_other_sizes_is_refused():
     pack = torch.ops.ai3._conv2d_im2col_pack(torch.randn(8, 16, 3, 3, device="cuda"))
     with pytest.raises(RuntimeError, match="needs a packed weight of"):
@@ -192,7 +229,13 @@ def test_layers_that_no_batch_gives_to_default_keep_their_class(x, w, window, ma
 
 
 @built
-@pytest.mark.parametrize("operation", ["conv2d", "linear", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "conv2d", "linear", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu",
+        "batch_norm", "group_norm", "layer_norm", "rms_norm",
+    ],
+)  # fmt: skip
 def test_the_rule_of_a_direct_call_is_listed(operation):
     assert any(a.name == "default" and a.rule for a in ai3_ops.algorithms(operation, "cuda"))
 

@@ -142,12 +142,13 @@ def products() -> Facts:
     odd = 1 + 2.0**-12
     x, w = (torch.full(shape, odd, device="cuda", requires_grad=True) for shape in ((64, 64), (32, 64)))
     found = {}
-    for name, allowed in itertools.product(("linear", "conv2d"), (False, True)):
+    for name, allowed in itertools.product(("linear_gemm", "linear_cublaslt", "conv2d_im2col"), (False, True)):
         exact = x.double() @ w.double().t()
-        if name == "linear":
-            y = torch.ops.ai3.linear_gemm(x, w, allow_tf32=allowed)
+        operator = getattr(torch.ops.ai3, name)
+        if name.startswith("linear"):
+            y = operator(x, w, allow_tf32=allowed)
         else:
-            y = torch.ops.ai3.conv2d_im2col(x[:, :, None, None], w[:, :, None, None], allow_tf32=allowed)[:, :, 0, 0]
+            y = operator(x[:, :, None, None], w[:, :, None, None], allow_tf32=allowed)[:, :, 0, 0]
         gradients = torch.autograd.grad(y, (x, w), torch.full_like(y, odd))
         wanted = torch.autograd.grad(exact, (x, w), torch.full_like(exact, odd))
         errors = [
@@ -155,7 +156,7 @@ def products() -> Facts:
         ]
         found[f"{name}, {'TF32' if allowed else 'strict'}"] = errors
         assert max(errors) < (1e-2 if allowed else 1e-6), (name, allowed, errors)
-    rounded = max(found["linear, TF32"]) > 1e-5
+    rounded = max(found["linear_gemm, TF32"]) > 1e-5
     return {"found": f"TF32 rounds: {rounded}", **found}
 
 

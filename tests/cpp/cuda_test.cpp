@@ -16,6 +16,7 @@
 
 #include "../../csrc/cuda/core/block.cuh"
 #include "../../csrc/cuda/core/pytorch.h"
+#include "cublasLt.h"
 #include "cublas_v2.h"
 #include "cudnn.h"
 #include "run.h"
@@ -155,6 +156,57 @@ TEST(Cuda, CublasGetsTheCallsWorkspaceAndItsHandleIsAsBefore) {
     }
 }
 
+TEST(Cuda, CublasLtGetsTheCallsStreamAndWorkspaceAndIsToldHowTensorsLie) {
+  const auto& cublaslt = on_cuda<LinearProblem>("linear", "cublaslt");
+  LinearProblem p{};
+  p.rows = 3, p.in_features = p.x_row = 5, p.out_features = p.y_row = 4;
+  for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16})
+    for (bool allow_tf32 : {false, true})
+      for (bool bias : {false, true}) {
+        p.dtype = dtype, p.allow_tf32 = allow_tf32, p.has_bias = bias;
+        fake::lt = {}, fake::blas = {}, fake::launches = 0;
+        expect_exact(cublaslt, p);
+        EXPECT_EQ(fake::lt.products, 1);
+        EXPECT_EQ(fake::lt.descriptors, 0) << "descriptors are left";
+        EXPECT_EQ(fake::blas.stream, nullptr);
+        EXPECT_EQ(fake::blas.workspace, nullptr) << "PyTorch's handle is left with the call's workspace";
+        EXPECT_EQ(fake::lt.compute_used, dtype == DType::f64                 ? CUBLAS_COMPUTE_64F
+                                         : dtype == DType::f32 && allow_tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                                                             : CUBLAS_COMPUTE_32F);
+        EXPECT_EQ(fake::lt.algorithm_used.schemes, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE) << "adds rounded parts of sums";
+        EXPECT_EQ(fake::lt.algorithm_used.workspace, kScratch);
+        const bool apart = bias && size_of(dtype) == 2;
+        EXPECT_EQ(fake::lt.bias_used != nullptr, bias && !apart) << "the store adds it";
+        EXPECT_EQ(fake::launches, apart) << "a pass over the output";
+      }
+  // Of what lies at any multiple of its elements, nothing more is said.
+  alignas(256) float x[20], w[24], y[13], b[4];
+  alignas(256) char scratch[kScratch];
+  std::fill_n(x, 20, 1.f), std::fill_n(w, 24, 1.f), std::fill_n(b, 4, 2.f);
+  p.dtype = DType::f32, p.has_bias = true;
+  Workspace workspace{scratch, kScratch, 0, &p};
+  cublaslt.run(p, {x + 4, w + 2, b, nullptr, y + 1}, workspace);
+  EXPECT_EQ(y[12], 7);
+  EXPECT_EQ(fake::lt.stream_used, reinterpret_cast<cudaStream_t>(&p));
+  EXPECT_EQ(fake::lt.workspace_used, scratch);
+  const uint32_t expected[] = {8, 16, 4, 4};  // of w, x, y, y
+  EXPECT_TRUE(std::ranges::equal(fake::lt.algorithm_used.alignment, expected));
+}
+
+TEST(Cuda, WhatCublasLtRefusesIsAnError) {
+  LinearProblem p{};
+  p.rows = p.in_features = p.x_row = p.out_features = p.y_row = 1;
+  fake::lt.refuses = true;
+  try {
+    expect_exact(on_cuda<LinearProblem>("linear", "cublaslt"), p);
+    ADD_FAILURE() << "no error";
+  } catch (const std::runtime_error& e) {
+    EXPECT_STREQ(e.what(), "ai3: cublasLtMatmulAlgoGetHeuristic: CUBLAS_STATUS_NOT_SUPPORTED");
+  }
+  fake::lt.refuses = false;
+  EXPECT_EQ(fake::lt.descriptors, 0) << "descriptors are left";
+}
+
 // cuBLAS wants its workspace aligned to 256 bytes, as the memory of a call begins.
 TEST(Cuda, CublasGetsTheBeginningOfTheWorkspace) {
   const auto& im2col = on_cuda<Conv2dProblem>("conv2d", "im2col");
@@ -235,9 +287,75 @@ TEST(Cuda, AnOutputOfOnePixelDoesNotSayHowTheInputLies) {
   EXPECT_GE(done, 7);
 }
 
+// As close as two ways to sum are; NaN where it is NaN.
+void expect_alike(DType dtype, const char* got, const char* expected, int64_t count, const char* what) {
+  const double tolerance = dtype == DType::f64 ? 1e-13 : dtype == DType::f32 ? 2e-5 : dtype == DType::f16 ? 2e-3 : 1.6e-2;
+  double largest = 0;
+  for (int64_t i = 0; i < count; i++) largest = std::fmax(largest, std::fabs(get(dtype, expected, i)));
+  for (int64_t i = 0; i < count; i++) {
+    const double a = get(dtype, got, i), b = get(dtype, expected, i);
+    if (std::isnan(a) != std::isnan(b) || std::fabs(a - b) > tolerance * largest)
+      FAIL() << what << ", element " << i << " is " << a << ", on the CPU " << b;
+  }
+}
+// Values whose squares a type cannot hold, or that differ by little from a mean that is not small, and gradients: as the CPU's
+// kernels compute them, which the tests of the operators compare with PyTorch's.
+TEST(Cuda, NormsAreThoseOfTheCpu) {
+  constexpr std::pair<double, double> ranges[] = {{1, 0}, {1e-30, 0}, {1e18, 0}, {1e38, 0}, {1e-2, 1000}, {0, 3}};
+  int done = 0;
+  auto compare = [&]<class P>(const Algorithm<P>& a, const Algorithm<P>& cpu, const P& p, double scale, double shift) {
+    SCOPED_TRACE(describe(a, p) + " of " + std::to_string(scale) + " around " + std::to_string(shift));
+    Inputs<P> in(p, {Flush::end, Values::reals});
+    const int64_t count = extent(p).input;
+    auto x = std::make_unique<Guarded>(count * size_of(p.dtype), Flush::end);
+    for (int64_t i = 0; i < count; i++)
+      put(p.dtype, x->template as<char>(), i, in.x.doubles[static_cast<size_t>(i)] * scale + shift);
+    in.x.memory = std::move(x);
+    const Guarded ours = run(a, p, in, Flush::end, count), theirs = run(cpu, p, in, Flush::end, count);
+    expect_alike(p.dtype, ours.as<char>(), theirs.as<char>(), count, "the output");
+    if (scale == 0) return;  // rows without a variance have no gradient but that of rounding
+    const Data grad(p.dtype, count, Flush::end, Values::reals, 5);
+    for (bool of_weight : {false, true}) {
+      if (of_weight && extent(p).weight == 0) continue;
+      const DType dtype = of_weight ? Inputs<P>::weight_type(p) : p.dtype;
+      const auto got = run_backward(a, p, in, grad, of_weight, Flush::end),
+                 expected = run_backward(cpu, p, in, grad, of_weight, Flush::end);
+      ASSERT_EQ(got.size(), expected.size());
+      expect_alike(dtype, got.data(), expected.data(), static_cast<int64_t>(got.size()) / size_of(dtype),
+                   of_weight ? "the gradient of weight and bias" : "the input's gradient");
+    }
+    done++;
+  };
+  each_kernel([&]<class P>(const Algorithm<P>& a) {
+    if constexpr (requires(P p) { p.wide_weight; }) {
+      if (std::string(a.info.level) != "cuda") return;
+      const AlgorithmInfo* info = nullptr;
+      for (const std::string& level : usable_levels())
+        if (!info) info = algorithm(level, a.info.operation, a.info.name);
+      const auto* cpu = reinterpret_cast<const Algorithm<P>*>(info);
+      ASSERT_TRUE(cpu && has_backward(a, P{}, true) && has_backward(*cpu, P{}, true)) << test_name(a);
+      for (P p : problems::all(static_cast<P*>(nullptr), a.info.operation))
+        for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16})
+          for (const auto& [scale, shift] : ranges) {
+            const bool is_plain = scale == 1, by_batch = std::is_same_v<P, BatchNormProblem>, narrow = size_of(dtype) == 2;
+            if (!is_compiled(cpu->info.level, dtype) || (!is_plain && (by_batch || dtype != DType::f32))) continue;
+            if (!by_batch && extent(p).terms < 5) continue;  // of one or two elements nothing but rounding is left
+            if constexpr (requires { p.rows; })
+              if (p.rows > 10) continue;  // take long
+            if (extent(p).input > 1000 && !(is_plain && dtype == DType::f32)) continue;
+            p.dtype = dtype, p.wide_weight = narrow && extent(p).weight % 2;
+            compare(a, *cpu, p, scale, shift);
+            if (testing::Test::HasFailure()) return;
+          }
+    }
+  });
+  EXPECT_GT(done, 50);
+}
+
 // The algorithms of CUDA that a block's threads work on together, with threads in another order each time.
 TEST(Fibers, NoResultDependsOnTheOrderOfThreads) {
-  const std::pair<const char*, const char*> kernels[] = {{"softmax", "direct"}, {"layer_norm", "direct"}, {"conv2d", "smm"}};
+  const std::pair<const char*, const char*> kernels[] = {
+      {"softmax", "direct"}, {"layer_norm", "direct"}, {"rms_norm", "direct"}, {"group_norm", "direct"}, {"conv2d", "smm"}};
   each_kernel([&]<class P>(const Algorithm<P>& a) {
     const bool together = std::ranges::any_of(
         kernels, [&](const auto& k) { return std::string(k.first) == a.info.operation && std::string(k.second) == a.info.name; });

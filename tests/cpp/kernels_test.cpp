@@ -102,6 +102,13 @@ class Kernel : public testing::Test {
         }
         done++;
         if (t.pack) packs_alike(p);
+        if constexpr (requires { p.wide_weight; })
+          if (size_of(dtype) == 2) {
+            P wide = p;
+            wide.wide_weight = true;
+            check(wide, {Flush::end, Values::reals}, 2);
+            if (HasFatalFailure()) return;
+          }
         // All that is fused in float32, one of each in the other types, by turns.
         const bool all = dtype == DType::f32;
         const int turn = next_++;

@@ -79,12 +79,17 @@ template <class P>
 struct Inputs {
   Inputs(const P& p, const Way& way)
       : x(p.dtype, extent(p).input, way.flush, way.values, 1),
-        weight(p.dtype, extent(p).weight, way.flush, way.values, 2),
-        bias(p.dtype, extent(p).bias, way.flush, way.values, 3),
+        weight(weight_type(p), extent(p).weight, way.flush, way.values, 2),
+        bias(weight_type(p), extent(p).bias, way.flush, way.values, 3),
         residual(p.dtype, has_residual(p) ? extent(p).output : 0, way.flush, way.values, 4),
         scale(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 5),
         shift(p.dtype == DType::f64 ? DType::f64 : DType::f32, prologue_channels(p), way.flush, way.values, 6),
         slope(p.dtype == DType::f64 ? DType::f64 : DType::f32, sloped_channels(p), way.flush, way.values, 7) {}
+  static DType weight_type(const P& p) {
+    if constexpr (requires { p.wide_weight; })
+      if (p.wide_weight) return DType::f32;
+    return p.dtype;
+  }
   static bool has_residual(const P& p) {
     if constexpr (requires { p.has_residual; }) return p.has_residual;
     return false;
@@ -166,8 +171,10 @@ template <class P>
 std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, const Data& grad, bool of_weight, Flush flush) {
   if constexpr (requires { p.has_bias; }) p.has_bias = true;
   const Extent count = extent(p);
-  const Guarded gradient((of_weight ? count.weight : count.input) * size_of(p.dtype), flush),
-      bias((of_weight ? count.bias : 0) * size_of(p.dtype), flush);
+  const int64_t of_a_weight = size_of(Inputs<P>::weight_type(p));
+  const int64_t bytes_of_gradient = of_weight ? count.weight * of_a_weight : count.input * size_of(p.dtype),
+                bytes_of_bias = of_weight ? count.bias * of_a_weight : 0;
+  const Guarded gradient(bytes_of_gradient, flush), bias(bytes_of_bias, flush);
   if constexpr (requires { p.has_bias; }) p.has_bias = false;
   typename P::Gradients m;
   m.grad_output = grad.stored(), m.input = in.x.stored();
@@ -182,9 +189,8 @@ std::vector<char> run_backward(const Algorithm<P>& a, P p, const Inputs<P>& in, 
   const Guarded scratch(bytes, flush);
   Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
   a.traits.backward(p, m, workspace);
-  std::vector<char> result(gradient.as<char>(),
-                           gradient.as<char>() + (of_weight ? count.weight : count.input) * size_of(p.dtype));
-  if (of_weight) result.insert(result.end(), bias.as<char>(), bias.as<char>() + count.bias * size_of(p.dtype));
+  std::vector<char> result(gradient.as<char>(), gradient.as<char>() + bytes_of_gradient);
+  result.insert(result.end(), bias.as<char>(), bias.as<char>() + bytes_of_bias);
   return result;
 }
 // Whether it has a kernel for the gradient of input or weight: then it names itself for it.

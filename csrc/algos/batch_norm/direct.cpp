@@ -5,10 +5,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-bool batch_norm_supports(const BatchNormProblem& p, Reason& reason) {
-  return !p.training || refuse(reason, "computes with given statistics, and training=True changes running_mean and running_var");
-}
-
 int64_t numbers_bytes(const BatchNormProblem& p, DType dtype) {
   return with_type(dtype, [&]<class T>() { return checked_mul(5, workspace_bytes<Acc<T>>(p.of.channels)); });
 }
@@ -82,7 +78,7 @@ void backward(const BatchNormProblem& p, const BatchNormGradients& m, Workspace&
 }
 GradientNames gradients(const BatchNormProblem&) { return {"direct", "direct"}; }
 
-AI3_ALGORITHM(batch_norm, direct, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = batch_norm_supports,
+AI3_ALGORITHM(batch_norm, direct, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = has_statistics,
               .workspace = batch_norm_workspace, .gradients = gradients, .backward = backward,
               .backward_workspace = backward_workspace)
 

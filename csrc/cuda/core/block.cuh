@@ -34,6 +34,25 @@ __device__ __forceinline__ A reduce(A value, A* memory, const Combine& combine) 
   return value;
 }
 
+// The same of each of n values, with the barriers of one; `memory` has room for n values of each warp.
+template <int threads, int n, class A, class Combine>
+__device__ __forceinline__ void reduce_each(A (&values)[n], A* memory, const Combine& combine) {
+  static_assert(threads % kWarp == 0);
+#pragma unroll
+  for (A& value : values) value = of_warp(value, combine);
+  __syncthreads();  // what an earlier call left in the memory has been read
+#pragma unroll
+  for (int j = 0; j < n; j++)
+    if (threadIdx.x % kWarp == 0) memory[threadIdx.x / kWarp * n + j] = values[j];
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < n; j++) {
+    values[j] = memory[j];
+#pragma unroll
+    for (int warp = 1; warp < threads / kWarp; warp++) values[j] = combine(values[j], memory[warp * n + j]);
+  }
+}
+
 struct Sum {
   template <class A>
   __device__ __forceinline__ A operator()(A a, A b) const {

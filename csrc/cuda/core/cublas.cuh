@@ -1,4 +1,4 @@
-// One strided-batched GEMM through cuBLAS, with PyTorch's handle, in the precision that the problem asks for.
+// Products through cuBLAS and cublasLt, with PyTorch's handle, in the precision that the problem asks for.
 #pragma once
 #include "device.cuh"
 
@@ -39,5 +39,15 @@ void cublas_gemm(DType dtype, DType sums, bool allow_tf32, const Gemm& g, void* 
 inline void cublas_gemm(DType dtype, bool allow_tf32, const Gemm& g, void* scratch) {
   cublas_gemm(dtype, dtype, allow_tf32, g, scratch);
 }
+
+// Row-major c[m][n] = bias[n] + sum over k of a[m][k] * b[n][k], without gaps; no bias where that is null.
+struct BiasedProduct {
+  int64_t m, n, k;
+  const void *a, *b, *bias;
+  void* c;
+};
+// As cublas_gemm, through cublasLt, whose store adds the bias: onto sums of 16 bits perhaps rounded ones, which is not known.
+// Every part of a sum is added in the type that it is accumulated in.
+void cublaslt_product(DType dtype, DType sums, bool allow_tf32, const BiasedProduct& g, void* scratch, void* stream);
 
 }  // namespace ai3::inline AI3_LEVEL

@@ -3,7 +3,7 @@
 #include "../../../csrc/algos/core/algorithm.h"
 #include "cuda_runtime.h"
 
-enum cublasStatus_t { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_INVALID_VALUE = 7 };
+enum cublasStatus_t { CUBLAS_STATUS_SUCCESS = 0, CUBLAS_STATUS_INVALID_VALUE = 7, CUBLAS_STATUS_NOT_SUPPORTED = 15 };
 enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1 };
 enum cublasMath_t {
   CUBLAS_DEFAULT_MATH = 0,
@@ -30,7 +30,11 @@ inline thread_local Blas blas;
 }  // namespace fake
 using cublasHandle_t = fake::Blas*;
 
-inline const char* cublasGetStatusString(cublasStatus_t s) { return s ? "CUBLAS_STATUS_INVALID_VALUE" : "CUBLAS_STATUS_SUCCESS"; }
+inline const char* cublasGetStatusString(cublasStatus_t s) {
+  return s == CUBLAS_STATUS_NOT_SUPPORTED ? "CUBLAS_STATUS_NOT_SUPPORTED"
+         : s                              ? "CUBLAS_STATUS_INVALID_VALUE"
+                                          : "CUBLAS_STATUS_SUCCESS";
+}
 inline cublasStatus_t cublasGetMathMode(cublasHandle_t h, cublasMath_t* mode) {
   *mode = h->math;
   return CUBLAS_STATUS_SUCCESS;
@@ -53,6 +57,12 @@ inline cublasStatus_t cublasSetWorkspace(cublasHandle_t h, void* workspace, size
 }
 
 inline int size_of(cudaDataType type) { return type == CUDA_R_64F ? 8 : type == CUDA_R_32F ? 4 : 2; }
+inline ai3::DType dtype_of(cudaDataType type) {
+  return type == CUDA_R_64F   ? ai3::DType::f64
+         : type == CUDA_R_32F ? ai3::DType::f32
+         : type == CUDA_R_16F ? ai3::DType::f16
+                              : ai3::DType::bf16;
+}
 
 // Column-major C = alpha op(A) op(B) + beta C, `batch` times. Without a
 // workspace its sums would have no fixed order: it fails.
@@ -69,10 +79,6 @@ inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperati
     return CUBLAS_STATUS_INVALID_VALUE;
   std::memset(h->workspace, 0xff, 1), std::memset(h->workspace + h->workspace_bytes - 1, 0xff, 1);
   h->products++, h->math_used = h->math, h->compute_used = compute, h->stream_used = h->stream, h->workspace_used = h->workspace;
-  const ai3::DType dtype = type_a == CUDA_R_64F   ? ai3::DType::f64
-                           : type_a == CUDA_R_32F ? ai3::DType::f32
-                           : type_a == CUDA_R_16F ? ai3::DType::f16
-                                                  : ai3::DType::bf16;
   auto multiply = [&]<class T, class C>() {
     using A = ai3::Acc<T>;
     const A scale = *static_cast<const A*>(alpha), kept = *static_cast<const A*>(beta);
@@ -89,7 +95,7 @@ inline cublasStatus_t cublasGemmStridedBatchedEx(cublasHandle_t h, cublasOperati
         }
     }
   };
-  ai3::with_type(dtype, [&]<class T>() {
+  ai3::with_type(dtype_of(type_a), [&]<class T>() {
     type_c == type_a ? multiply.template operator()<T, T>() : multiply.template operator()<T, ai3::Acc<T>>();
   });
   return CUBLAS_STATUS_SUCCESS;

@@ -1,0 +1,11 @@
+#include "../../algos/batch_norm/problem.h"
+
+namespace ai3::inline AI3_LEVEL {
+namespace {
+
+AI3_ALGORITHM_WITHOUT_KERNEL(
+    batch_norm, default, .accuracy = Accuracy::bounded, .error_bound = 4e-6,
+    .choose = [](const problem_of::batch_norm&, auto) -> Choice { return {"direct"}; })
+
+}  // namespace
+}  // namespace ai3::inline AI3_LEVEL
