@@ -130,7 +130,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--objective", default="latency", help="latency (default), p99 or memory")
         for name, kind, text in (
             ("budget-seconds", float, "no further layer is measured after so long"),
-            ("memory-limit", int, "bytes of packed weights and the largest workspace"),
+            ("memory-limit", int, "bytes of packed weights and workspaces; of optimize, activations, too"),
             ("tolerance", float, "largest error of a layer (default: 5e-5)"),
             ("threads", at_least_one, "default: torch's"),
         ):

@@ -44,9 +44,8 @@ class Optimization:
     )  # what PyTorch computes between the programs, by the bytes that it reads
     error: float | None = None  # of the outputs for the example inputs, against float64
     packed_bytes: int = 0  # of the weights in the programs, packed
-    memory_bytes: int = (
-        0  # of activations and workspaces together, of the program that needs most, on the example inputs
-    )
+    memory_bytes: int = 0  # of the arena, activations and workspaces, of the program that needs most on the example
+    workspace_bytes: int = 0  # the largest workspace in it
 
     def shown(self) -> list[Any]:
         """Sentences and tables of a report."""
@@ -60,8 +59,8 @@ class Optimization:
             tried = "; tried, and not run:" if self.steps else ""
             parts.append(f"stays as it was: {self.unchanged}{tried}")
         if self.packed_bytes:
-            used = f"{shown_bytes(self.packed_bytes)} of packed weights"
-            parts.append(f"{used}, {shown_bytes(self.memory_bytes)} of activations and workspaces")
+            used = [shown_bytes(n) or "0 B" for n in (self.packed_bytes, self.memory_bytes, self.workspace_bytes)]
+            parts.append("{} of packed weights, {} of arena, activations and workspaces (the largest {})".format(*used))
         rows = [
             (
                 step.operation,

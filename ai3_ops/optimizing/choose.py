@@ -26,6 +26,7 @@ from ai3_ops.nn.classes import leaf_class
 from ai3_ops.nn.kinds import original_class
 from ai3_ops.operations.step import Step
 from ai3_ops.problem import Problem
+from ai3_ops.programs.lower import memory
 from ai3_ops.selecting import selectors
 from ai3_ops.selecting.choice import Algorithm
 from ai3_ops.selecting.plan import CHANNELS_LAST, Plan, PlannedLayer
@@ -387,21 +388,27 @@ def measured(
         notes.append(f"{late} of {len(cases)} layers were not measured within the budget: {kept}; {more}")
     if notes is not None and (count := sum(case.source == "shipped" for case in cases)):
         notes.append(f"times of {count} of {len(cases)} layers are shipped ones, from {shipped.origin()}")
-    weights = [node.args[1].target for node in todo]
 
     def at(price: float) -> list[str]:
         return [case.fastest(asked, price, largest_error) for case in cases]
 
+    def take(names: list[str]) -> None:
+        for node, case, name in zip(todo, cases, names, strict=True):
+            node.kwargs = {**node.kwargs, "algorithm": "default" if name == case.default != "torch" else name}
+
+    sizes: dict[tuple[str, ...], int] = {}
+
     def bytes_of(names: list[str]) -> int:
-        """Of all packs and the largest workspace; a weight that two steps pack alike is packed once."""
-        needed = [case.layer.memory(name, case.layout) for case, name in zip(cases, names, strict=True)]
-        packs = {(weight, name): pack for weight, name, (_, pack) in zip(weights, names, needed, strict=True)}
-        return sum(packs.values()) + max((workspace for workspace, _ in needed), default=0)
+        """Of the programs' packs and arena, workspaces in it."""
+        if (key := tuple(names)) not in sizes:
+            take(names)
+            sizes[key] = memory(network).total
+        return sizes[key]
 
     names: list[str] = within(asked, at, bytes_of)
-    for node, case, name in zip(todo, cases, names, strict=True):
+    take(names)
+    for node, case in zip(todo, cases, strict=True):
         node.meta["choice"], node.meta["source"] = AUTO, case.source
-        node.kwargs = {**node.kwargs, "algorithm": "default" if name == case.default != "torch" else name}
     if interrupted:
         raise Interrupted("optimize", _plan(todo, cases, names, asked))
     if notes is not None:

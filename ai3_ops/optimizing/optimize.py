@@ -44,8 +44,8 @@ def optimize(
         budget_seconds: for everything, of all parts together where the model is captured in parts; None: a minute. What has
             begun is ended: capture and programs take seconds in a large model.
         objective: "latency", "p99" or "memory": what substitutions and algorithms are chosen for.
-        memory_limit: bytes that all packed weights and the largest workspace of a layer may take together, in each part of a
-            model that is captured in parts; with "auto".
+        memory_limit: bytes that packed weights and the arena of activations and workspaces may take together, on the example
+            and in each part of a model that is captured in parts; with "auto".
         tolerance: the largest error of a layer, max|y - y64| / max|y64|; None: 5e-5; with "auto".
         deterministic: only algorithms that give the same bits in every run; with "auto".
         allow_approximate: also algorithms that approximate (bfloat16 weights); with "auto".

@@ -31,7 +31,18 @@ from ai3_ops.measuring import gpu
 from ai3_ops.optimizing import choose, on_cuda
 from ai3_ops.optimizing.search import search
 from ai3_ops.programs.body import Body
-from ai3_ops.programs.lower import DTYPES, Part, Region, build, example_values, module_of, outside, parts
+from ai3_ops.programs.lower import (
+    DTYPES,
+    Memory,
+    Part,
+    Region,
+    build,
+    example_values,
+    module_of,
+    outside,
+    parts,
+    refused,
+)
 from ai3_ops.programs.sized import by_sizes
 from ai3_ops.programs.timing import COSTS, paired
 from ai3_ops.registry import near
@@ -221,8 +232,11 @@ def make_plan(
     report.steps = _steps(network, regions, sized)
     report.outside = outside(network, regions, sized)
     report.rewrites = network.log
-    report.packed_bytes = sum(c.nbytes for _, region in regions for c in region.program.constants)
-    report.memory_bytes = max((region.program.report().arena_bytes for _, region in regions), default=0)
+    report.packed_bytes, report.memory_bytes, report.workspace_bytes = taken = Memory.of([r for _, r in regions])
+    if settings.thorough and measuring and settings.memory_limit is not None and taken.total > settings.memory_limit:
+        over = f"packed weights and arena take {taken.total} bytes, more than memory_limit: no choice that takes less was found"
+        report.notes.append(over)
+        warnings.warn(f"ai3_ops.optimize: {over}", stacklevel=users_level())
     if not accurate:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
         return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
@@ -503,15 +517,11 @@ def _computed(nodes: Sequence[fx.Node], layers: list[str]) -> str:
 
 def _leave(network: Network, part: Part, reason: str, report: Optimization) -> None:
     """Leaves to PyTorch those steps of a part that alone cannot be built either, or all of them where there are none."""
-    left = False
-    for node in part.nodes:
-        values = tuple(dict.fromkeys(a for a in node.all_input_nodes if a.op != "get_attr"))
-        try:
-            build(network, Part((node,), values, (node,)))
-        except ValueError as error:
-            node.meta["torch"] = left = True
-            report.notes.append(f"{_computed([node], list(node.meta['layers']))}: {error}")
-    if not left:
+    found = refused(network, part)
+    for node, why in found.items():
+        node.meta["torch"] = True
+        report.notes.append(f"{_computed([node], list(node.meta['layers']))}: {why}")
+    if not found:
         for node in part.nodes:
             node.meta["torch"] = True
         report.notes.append(f"{_computed(part.nodes, part.layers)}: {reason}")

@@ -11,6 +11,8 @@ from torch import Tensor
 from ai3_ops import _library
 from ai3_ops.registry import operator_named
 
+ALIGNED, SEAL = 64, 64  # bytes: of each constant's place, and after the last (csrc/ops/program/plan.h)
+
 
 class Source(NamedTuple):
     """What one of a program's constants is made of: a tensor, and how an algorithm packs it."""
@@ -57,6 +59,11 @@ def joined(sources: Sequence[Source]) -> Tensor:
         for source in sources:
             place = torch.ops.ai3._program_put_constant_(whole, source.made(), place, bool(source.pack))
     return whole
+
+
+def unpacked(sources: Sequence[Source]) -> Tensor:
+    """As large as `joined`, without memory and contents."""
+    return torch.empty(sum(-(-s.bytes // ALIGNED) * ALIGNED for s in sources) + SEAL, dtype=torch.uint8, device="meta")
 
 
 class Constants:

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -39,6 +39,28 @@ class Region(nn.Module):
         """A tensor, or a list of several."""
         outputs = self.program(*inputs)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+class Memory(NamedTuple):
+    """Bytes that programs take for inputs of the example's sizes."""
+
+    packs: int  # constants: packed weights and the like
+    arena: int  # activations and workspaces, of the program that needs most: programs take it in turn
+    workspace: int  # the largest in the arenas
+
+    @classmethod
+    def of(cls, regions: Sequence[Region]) -> Memory:
+        """Of all programs of a network."""
+        packs = sum(c.nbytes for region in regions for c in region.program.constants)
+        reports = [region.program.report() for region in regions]
+        steps = [step for report in reports for step in report.steps]
+        arena = max((report.arena_bytes for report in reports), default=0)
+        return cls(packs, arena, max((step.workspace_bytes for step in steps), default=0))
+
+    @property
+    def total(self) -> int:
+        """Of all together: workspaces lie in the arena."""
+        return self.packs + self.arena
 
 
 @dataclass(frozen=True)
@@ -139,8 +161,35 @@ def _ordered(graph: fx.Graph, groups: list[list[fx.Node]]) -> bool:
     return True
 
 
-def build(network: Network, part: Part, keep: bool = False) -> Region:
-    """The program of a part, which holds its weights, too, where these are to be kept.
+def refused(network: Network, part: Part) -> dict[fx.Node, str]:
+    """The steps of a part that the engine does not even do alone, each with the reason."""
+    found = {}
+    for node in part.nodes:
+        values = tuple(dict.fromkeys(a for a in node.all_input_nodes if a.op != "get_attr"))
+        try:
+            build(network, Part((node,), values, (node,)), pack=False)
+        except ValueError as error:
+            found[node] = str(error)
+    return found
+
+
+def memory(network: Network) -> Memory:
+    """What the programs of a network would take; none is packed."""
+    network, regions = network.copy(), list[Region]()
+    waiting = parts(network)
+    while waiting:
+        part = waiting.pop()
+        try:
+            regions.append(build(network, part, pack=False))
+        except ValueError:
+            for node in refused(network, part) or part.nodes:
+                node.meta["torch"] = True
+            regions, waiting = [], parts(network)
+    return Memory.of(regions)
+
+
+def build(network: Network, part: Part, keep: bool = False, pack: bool = True) -> Region:
+    """The program of a part, which holds its weights, too, where these are to be kept; without `pack` it has a size only.
 
     ValueError where the engine cannot do one of its steps.
     """
@@ -156,7 +205,7 @@ def build(network: Network, part: Part, keep: bool = False) -> Region:
     # What other programs and PyTorch read next stays as it is computed; what the network returns is contiguous.
     returned: Any = network.output.args[0] or ()
     layouts = [node not in returned and _is_image(node) for node in part.outputs]
-    program = builder.build([values[node] for node in part.outputs], channels_last=layouts, keep=keep)
+    program = builder.build([values[node] for node in part.outputs], channels_last=layouts, keep=keep, pack=pack)
     return Region(program, tuple(algorithms))
 
 

@@ -17,7 +17,7 @@ from ai3_ops.operations.conv2d import WINDOW, Window
 from ai3_ops.operations.program import PROGRAM, Line, problem, sizes
 from ai3_ops.operations.step import Step
 from ai3_ops.problem import spread
-from ai3_ops.programs.constants import Constants, Source, joined, level
+from ai3_ops.programs.constants import Constants, Source, joined, level, unpacked
 
 Pair = int | Sequence[int]
 Parameter = float | Tensor | None  # an activation's: a number, or a tensor of one element or of one for each channel
@@ -465,12 +465,18 @@ class Builder:
 
     # The program ------------------------------------------------------------------------------------------------------
     def build(
-        self, outputs: Sequence[Value], *, channels_last: bool | Sequence[bool] = False, keep: bool = False
+        self,
+        outputs: Sequence[Value],
+        *,
+        channels_last: bool | Sequence[bool] = False,
+        keep: bool = False,
+        pack: bool = True,
     ) -> Program:
         """The program that computes `outputs`; images are returned in channels_last, or contiguous, each where flags are given.
 
         Weights are packed here, by the algorithm of each layer: later changes of them are not seen. What no output
-        depends on is left out, inputs stay. With `keep` the program holds the weights beside their packs.
+        depends on is left out, inputs stay. With `keep` the program holds the weights beside their packs. Without `pack`
+        its constants have a size only, for `report`.
         """
         if not outputs or any(v.builder is not self._own for v in outputs):
             raise ValueError("a program needs outputs, of this Builder")
@@ -519,9 +525,8 @@ class Builder:
         examples = [
             (v.shape, v.dtype) for v, s in zip(self._values, self._steps, strict=True) if s.operation == "input"
         ]
-        return Program(
-            "\n".join(rows) + "\n", [joined(constants.sources)], examples, constants.sources if keep else None
-        )
+        whole = joined(constants.sources) if pack else unpacked(constants.sources)
+        return Program("\n".join(rows) + "\n", [whole], examples, constants.sources if keep else None)
 
     def _folded_flattens(self, order: Sequence[int], outputs: Sequence[Value]) -> set[int]:
         """Flattens of more than a pixel that linears alone read: rows stay in NHWC order, and the weights follow."""

@@ -64,13 +64,15 @@ def least_error(
 ) -> str:
     """For a tolerance that none of these holds: the one with the least error, of PyTorch's and those that nothing else forbids.
 
-    Where memory has a price, only what takes none is left: errors have no price to be compared with.
+    Where memory has a price, only what takes none is left: errors have no price to be compared with. Of all that was measured
+    where that leaves none.
     """
     free = replace(settings, tolerance=math.inf)
     able = [n for n in among if n != "torch" and not ineligible(layer, n, found, free)]
     if price > 0:
         able = [name for name in able if not found[name].bytes]
-    return min((name for name in ("torch", *able) if name in found), key=lambda name: found[name].error)
+    left = [name for name in ("torch", *able) if name in found]
+    return min(left or found, key=lambda name: found[name].error)
 
 
 def select(

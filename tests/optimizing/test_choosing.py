@@ -198,25 +198,59 @@ def test_without_memory_what_needs_none_is_taken():
     assert convolutions_of(check(model, x, memory_limit=0)) <= {"torch", "smm", "direct"}
 
 
-def test_memory_limit_is_of_the_whole_network(monkeypatch):
-    """As if winograd_f4, whose packs are four times as large, were faster for each layer, and most for the last."""
+def as_if_measured(monkeypatch, time):
+    """Times of `time(algorithm, input's height)`, and memory as the algorithms state it."""
 
     def known_in(self, layer, layout):
-        times = {"winograd_f4": {30: 50.0, 28: 30.0, 26: 10.0}[layer.shapes[0][-1]]}
         memory = {n: layer.memory(n, layout) for n in layer.candidates(layout, self.approximate)}
-        return {n: Measured(times.get(n, 100.0), 0.0, 1e-7, *of) for n, of in memory.items()}
+        return {n: Measured(time(n, layer.shapes[0][-2]), 0.0, 1e-7, *of) for n, of in memory.items()}
 
     monkeypatch.setattr(Meter, "known_in", known_in)
+    monkeypatch.setattr(pipeline, "_slower", lambda *_: False)
+
+
+def test_memory_limit_is_of_packs_and_arena_of_the_whole_network(monkeypatch):
+    """As if winograd_f4, whose packs are four times as large, were faster for each layer, and most for the last."""
+    as_if_measured(monkeypatch, lambda n, h: {30: 50.0, 28: 30.0, 26: 10.0}[h] if n == "winograd_f4" else 100.0)
     model = nn.Sequential(*[nn.Conv2d(64, 64, 3) for _ in range(3)])
     x = torch.randn(1, 64, 30, 30)
-    packs = {}
-    for limit in (None, 2_000_000, 1_300_000):
+    packs, limit = [], None
+    for _ in range(3):
         fast = check(model, x, memory_limit=limit)
-        packs[limit] = fast._ai3_report.parts[0].packed_bytes
+        report = fast._ai3_report.parts[0]
+        both = report.packed_bytes + report.memory_bytes
+        assert limit is None or both <= limit
         assert algorithms_of(fast)["2"] in ("default", "winograd_f4")
-        assert f"{shown_bytes(packs[limit])} of packed weights, " in str(ai3_ops.explain(fast))
-    three, two, one = packs.values()
-    assert three > two > one
+        shown = map(shown_bytes, (report.packed_bytes, report.memory_bytes, report.workspace_bytes))
+        said = "{} of packed weights, {} of arena, activations and workspaces (the largest {})".format(*shown)
+        assert said in str(ai3_ops.explain(fast))
+        packs.append(report.packed_bytes)
+        limit = both - 1  # packs and largest workspace alone would stay within it
+    assert packs == sorted(set(packs), reverse=True)
+
+
+def test_a_memory_limit_that_nothing_keeps_is_said(monkeypatch):
+    as_if_measured(monkeypatch, lambda *_: 100.0)
+    model, x = nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU()), torch.randn(1, 64, 30, 30)
+    with pytest.warns(UserWarning, match=r"arena take \d+ bytes, more than memory_limit"):
+        fast = check(model, x, memory_limit=200_000)  # fewer than the activations' and the packs'
+    assert "more than memory_limit" in str(ai3_ops.explain(fast))
+    assert convolutions_of(check(model, x, memory_limit=0)) == {"torch"}
+
+
+@pytest.mark.parametrize("fastest", ["im2col", "winograd_f4", "fft"])
+def test_less_memory_is_an_objective(fastest, monkeypatch):
+    """As if what takes most memory were fastest."""
+    as_if_measured(monkeypatch, lambda n, _: 10.0 if n == fastest else 100.0)
+    model, x = nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.ReLU()), torch.randn(1, 32, 20, 20)
+    taken = {}
+    for objective in ("latency", "memory"):
+        fast = check(model, x, objective=objective)
+        report = fast._ai3_report.parts[0]
+        taken[objective] = report.packed_bytes + report.memory_bytes, report.packed_bytes + report.workspace_bytes
+        assert report.packed_bytes
+        assert (convolutions_of(fast) == {fastest}) == (objective == "latency")
+    assert all(less < more for less, more in zip(taken["memory"], taken["latency"], strict=True))
 
 
 def test_algorithms_are_chosen_again_where_the_whole_is_inexact(monkeypatch):

@@ -761,3 +761,13 @@ def test_a_builder_keeps_no_weights_once_it_is_gone():
     finally:
         gc.enable()
     assert program(torch.randn(1, 3, 8, 8))[0].shape == (1, 4, 6, 6)
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "winograd_f4"])
+def test_the_size_of_a_program_is_known_before_it_is_packed(algorithm: str) -> None:
+    builder = Builder()
+    y = builder.conv2d(builder.input((1, 16, 20, 20)), torch.randn(16, 16, 3, 3), torch.randn(16), algorithm=algorithm)
+    packed, unpacked = (builder.build([y], pack=pack) for pack in (True, False))
+    assert unpacked.constants[0].is_meta
+    assert [c.nbytes for c in packed.constants] == [c.nbytes for c in unpacked.constants]
+    assert packed.report() == unpacked.report()
