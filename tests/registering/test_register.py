@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import ai3_ops
+from ai3_ops import _library, registry
 from ai3_ops import register as register_function
-from ai3_ops import registry
 from ai3_ops.checking.cases import CASES, Call, conv
 from ai3_ops.checking.checks import CHECKS
 from ai3_ops.programs.program import Builder
@@ -697,6 +697,35 @@ def test_what_is_no_exception_is_an_error_that_names_the_operator(header):
     ok, reason = ai3_ops.supports("conv2d", "user_unsure", X, W)
     assert not ok
     assert reason.startswith("an exception that is no std::exception")
+
+
+def test_supports_is_asked_about_the_call_s_precision(header):
+    op = register_function("conv2d", "user_strict", header(naive("user_strict", supports="!p.allow_tf32")))
+    for switch, answer in ((False, (True, "")), (True, (False, "needs another shape"))):
+        assert ai3_ops.supports("conv2d", "user_strict", X, W, allow_tf32=switch) == answer
+    op(X, W)
+    with pytest.raises(RuntimeError, match="needs another shape"):
+        op(X, W, allow_tf32=True)
+
+
+@pytest.mark.parametrize(("device", "index"), [("cuda", -1), ("cuda:0", 0), ("cuda:1", 1), ("cpu", -1)])
+def test_a_query_is_of_a_device_and_its_index(device, index, monkeypatch):
+    asked = []
+
+    def supports(operation, algorithm, question, *_):
+        asked.append((question._obj.device, question._obj.index))
+        return 1
+
+    monkeypatch.setattr(_library.C, "ai3_supports", supports)
+    assert registry.supports_sizes("relu", "direct", device, torch.float32) == (True, "")
+    assert asked == [(_library.DEVICES[device.partition(":")[0]], index)]
+
+
+def test_operators_that_draw_random_numbers_are_tagged():
+    for operation in ("attention", "conv2d"):
+        for info in registry.algorithms(operation):
+            tags = getattr(torch.ops.ai3, f"{operation}_{info.name}").default.tags
+            assert (torch.Tag.nondeterministic_seeded in tags) == (operation == "attention"), info
 
 
 @pytest.mark.parametrize(
