@@ -21,6 +21,8 @@ from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ai3_ops._torch import TorchDispatchMode, pytree
+from ai3_ops.graph import caches
+from ai3_ops.graph.caches import Past, Update
 from ai3_ops.graph.functional import functionalize
 from ai3_ops.graph.network import Lengths, Network, batch_of, difference, flat
 from ai3_ops.graph.state import changes, copied, hooks_of, others
@@ -191,16 +193,17 @@ def _exported(module: nn.Module, calls: Calls) -> Network:
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
     if len(batches) == 1 and 0 not in batches:
         alone = module is not calls.module or calls.cold is None  # a second try, or of a graph
+        alone = alone or any(isinstance(x, Past) for x in flat(args, kwargs))  # whose length is the open one
         for lengths in dict.fromkeys((frozenset[int]() if alone else _lengths(tensors), frozenset[int]())):
             try:
-                program = _export(module, args, kwargs, lengths)
+                program, update = _export(module, args, kwargs, lengths)
                 if _any_batch(program):
-                    network = _checked(program, module, calls, dynamic=True)
+                    network = _checked(program, update, module, calls, dynamic=True)
                     if not lengths or all(n.meta["scales"] is not None for n in network.graph.nodes if n.meta["shape"]):
                         return network
             except Exception:  # it needs these sizes, or something else is amiss, which the last try says
                 pass
-    return _checked(_export(module, args, kwargs, None), module, calls, dynamic=False)
+    return _checked(*_export(module, args, kwargs, None), module, calls, dynamic=False)
 
 
 def _lengths(tensors: list[Tensor]) -> frozenset[int]:
@@ -213,15 +216,19 @@ def _lengths(tensors: list[Tensor]) -> frozenset[int]:
     return frozenset(n for x in tensors if x.ndim in (2, 3) for n in x.shape[1:] if n > 1)
 
 
-def _checked(program: ExportedProgram, module: nn.Module, calls: Calls, dynamic: bool) -> Network:
-    """The network of a program, compared with the module."""
+def _checked(
+    program: ExportedProgram, update: Update | None, module: nn.Module, calls: Calls, dynamic: bool
+) -> Network:
+    """The network of a program, compared with the module; where it updates a cache, with a longer one, too."""
     inputs = flat(calls.args, calls.kwargs)
     try:
-        network = _network(program, module, inputs, dynamic)
+        network = _network(program, update, module, inputs, dynamic)
     except _NotPlain:
         with warnings.catch_warnings(), quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
-            network = _network(program.run_decompositions({}), module, inputs, dynamic)
+            network = _network(program.run_decompositions({}), update, module, inputs, dynamic)
+    if update is not None:
+        Calls(module, *caches.longer(calls.args, calls.kwargs)).compare(network)
     if dynamic and batch_of(inputs) > 1:
         one = pytree.tree_map_only(Tensor, lambda x: x[:1], (calls.args, calls.kwargs))
         Calls(module, *one).compare(network)
@@ -257,11 +264,16 @@ def _holds_for_any_batch(guard: Any) -> bool:
 
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: frozenset[int] | None
-) -> ExportedProgram:
-    """With any batch, and any lengths in the place of some; None: with the example's sizes alone."""
+) -> tuple[ExportedProgram, Update | None]:
+    """With any batch, and any lengths in the place of some; None: with the example's sizes alone. A cache's length is open."""
     shapes = None
     if lengths is not None:
         args, kwargs = pytree.tree_map_only(Tensor, _twice, (args, kwargs))
+    if any(isinstance(leaf, Past) for leaf in flat(args, kwargs)):
+        with warnings.catch_warnings(), quiet(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return caches.exported(module, args, kwargs, lengths is not None)
+    if lengths is not None:
 
         def opened(x: Any) -> Any:
             if not isinstance(x, Tensor):
@@ -272,7 +284,7 @@ def _export(
         shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
     with warnings.catch_warnings(), quiet(), torch.no_grad():
         warnings.simplefilter("ignore")
-        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False), None
 
 
 class _Held:
@@ -332,7 +344,9 @@ def _traced(module: nn.Module, calls: Calls) -> Network:
     return _exported(fx.symbolic_trace(module), calls)
 
 
-def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dynamic: bool) -> Network:
+def _network(
+    program: ExportedProgram, update: Update | None, module: nn.Module, inputs: list[Any], dynamic: bool
+) -> Network:
     """Parameters, buffers and other tensors become constants; what the program would write to refuses it."""
     signature = program.graph_signature
     for spec in signature.output_specs:
@@ -372,10 +386,15 @@ def _network(program: ExportedProgram, module: nn.Module, inputs: list[Any], dyn
         raise Uncapturable("it returns values that are no tensors")
     if not functionalize(graph):
         raise _NotPlain("it writes in place what is read elsewhere")
-    sizes = _Sizes(inputs, dynamic, graph)
+    own = {} if update is None else update.lengths(program)
+    sizes, out_spec = _Sizes(inputs, dynamic, graph, own), program.call_spec.out_spec
+    if update is not None:
+        out_spec = update.out_spec
+        update.put_into(graph)
+        caches.group(graph)
     for node in graph.nodes:
         node.meta |= sizes.of(node.meta.pop("val"))
-    network = Network(graph, constants, dynamic, program.call_spec.out_spec, lengths=sizes.conditions())
+    network = Network(graph, constants, dynamic, out_spec, lengths=sizes.conditions())
     network.tidy()
     random = [node for node in network.graph.nodes if _is_random(node)]
     if random:
@@ -399,12 +418,14 @@ def _plain(size: Any) -> Any:
 class _Sizes:
     """What is known of values on the example, by what export noted of them; batch and lengths that are open are symbols there."""
 
-    def __init__(self, inputs: list[Any], dynamic: bool, graph: fx.Graph) -> None:
+    def __init__(self, inputs: list[Any], dynamic: bool, graph: fx.Graph, cache: dict[Any, int]) -> None:
+        """`cache`: the symbols that stand for the length of a cache, which is no input of the network, with the example's."""
         self.batch, self.dynamic = batch_of(inputs), dynamic
         self.lengths: dict[Any, int] = {}  # those of the example, by their symbols
+        self._cache = cache
         self._known: dict[Any, Any] = {}
         self._inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-        for value, given in zip(self._inputs, inputs, strict=True):
+        for value, given in zip(self._inputs, inputs, strict=True) if not cache else ():
             for size, own in zip(value.shape[1:], given.shape[1:], strict=True) if isinstance(value, Tensor) else ():
                 if not isinstance(size := _plain(size), int):
                     self.lengths[size] = own
@@ -418,12 +439,12 @@ class _Sizes:
             length = (self._is_length(value),) if isinstance(value, torch.SymInt) else ()
             return {"shape": None, "dtype": None, "batched": False, "scales": None, "lengths": length}
         shape = tuple(map(self._size, value.shape))
-        scales = tuple(map(self._scale, value.shape)) if self.dynamic else (0,) * len(shape)
+        scales = tuple(map(self._scale, value.shape))
         if self.dynamic:
             first, *rest = [self._of_batch(s) if isinstance(s, torch.SymInt) else None for s in (*value.shape, 0)]
             batched = first is not None and first.is_Symbol and all(e is None or e.is_Integer for e in rest)
         else:
-            batched = shape[:1] == (self.batch,)
+            batched = shape[:1] == (self.batch,) and None not in scales
         known, lengths = None if None in scales else scales, tuple(map(self._is_length, value.shape))
         return {"shape": shape, "dtype": value.dtype, "batched": batched, "scales": known, "lengths": lengths}
 
@@ -452,7 +473,7 @@ class _Sizes:
         if not isinstance(size, torch.SymInt):
             return 0
         number, rest = self._of_batch(size).as_coeff_Mul()
-        if number.is_Integer and rest.is_Symbol:
+        if number.is_Integer and rest.is_Symbol and rest not in self._cache:
             return int(number)
         return 0 if self._of_batch(size).is_Integer else None
 
@@ -460,7 +481,7 @@ class _Sizes:
         if not isinstance(size, torch.SymInt):
             return int(size)
         expression = self._of_batch(size)
-        return int(expression.subs(dict.fromkeys(expression.free_symbols, self.batch)))
+        return int(expression.subs(dict.fromkeys(expression.free_symbols, self.batch) | self._cache))
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -154,7 +154,7 @@ class Slow(Swapped):
 
 
 class Dense(Swapped):
-    """Holds swapped modules: padded tokens are not taken out of its input, which PyTorch's own kernels alone could compute then."""
+    """Holds swapped modules: padded tokens stay in its input, which else only PyTorch's own kernels could compute."""
 
     use_nested_tensor = property(lambda self: False, lambda self, value: None)
 

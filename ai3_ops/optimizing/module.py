@@ -30,6 +30,7 @@ from ai3_ops._torch import (
     without_autocast,
 )
 from ai3_ops.explaining.report import OptimizeReport
+from ai3_ops.graph.caches import as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference, flat
 from ai3_ops.graph.state import copied, hooks_of, others
@@ -46,6 +47,11 @@ SIZES = 1024  # that are known to be the first plan's
 COMPARED = 2  # other sizes, after which those that the capture left open are not compared any more
 PLAN_SECONDS = (
     1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
+)
+GENERATE = "generate"  # transformers' method
+GENERATES = (
+    "`generate` is the original's and calls no program: give an example with which the model returns its cache "
+    "(use_cache=True)"
 )
 _FREED = "keep_original=False freed the original weights and modules"
 _BACK = "it is put back"
@@ -131,7 +137,10 @@ class Optimized(nn.Module):
                 raise
             if not original:
                 raise AttributeError(f"ai3_ops.optimize: no attribute {name!r}: {_FREED}") from None
-            return getattr(original[0], name)
+            found = getattr(original[0], name)
+            if name == GENERATE and self.changed and self._tells(name):
+                warnings.warn(f"ai3_ops.optimize: {GENERATES}", stacklevel=2)
+            return found
 
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
@@ -194,17 +203,50 @@ class Optimized(nn.Module):
         """
         original = self._ai3_original[0]
         runs = rehearsal or (first and first.cold) or original
+        args, kwargs = as_examples(runs, args, kwargs)
         plan = make_plan(runs, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget, first=first)
         # The choices stay, not the selectors, which may be functions that no file holds.
         self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
         self._ai3_signature = _bare(inspect.signature(original.forward))
         leaves = pytree.tree_leaves((args, kwargs))
-        self._ai3_first, self._ai3_shown = plan, [tuple(x.shape) if isinstance(x, Tensor) else x for x in leaves]
+        shown = [tuple(x.shape) if isinstance(x, Tensor) else repr(x) if is_cache(x) else x for x in leaves]
+        self._ai3_first, self._ai3_shown = plan, shown
         self._ai3_types = [x.dtype for x in leaves if isinstance(x, Tensor)]
         self._ai3_spec = pytree.tree_structure((args, kwargs))
         if not kwargs and all(isinstance(x, Tensor) for x in args):
             self._ai3_plain = len(args)
         self._ai3_plans[_key(leaves, plan.dynamic)] = plan
+        self._ai3_report.parts.append(plan.report)
+
+    def plan_call(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        settings: Settings,
+        progress: Callable[[str], None],
+        whole: nn.Module,
+        budget: Budget,
+        rehearsal: nn.Module,
+    ) -> None:
+        """Makes a plan for another call of this part, as one step of decoding is; packs are shared."""
+        assert self._ai3_first is not None
+        args, kwargs, form = self._arranged(*as_examples(rehearsal, args, kwargs))
+        leaves, name = pytree.tree_leaves((args, kwargs)), self._ai3_report.parts[0].name
+        key = _key(leaves, self._ai3_first.dynamic)
+        key = (form, key) if form else key
+        if key in self._ai3_plans:
+            return
+        try:
+            plan = make_plan(rehearsal, args, kwargs, settings, name, progress, whole, budget=budget)
+        except Uncapturable as reason:
+            self._ai3_report.parts[0].notes.append(f"called with {_listed(map(_shown, leaves))}: {reason}")
+            return
+        if plan.dynamic != self._ai3_first.dynamic:  # which is what tells plans apart
+            return
+        plan.report.name = f"{name}, called with {_listed(_shown(x) for x in leaves if isinstance(x, Tensor))}"
+        _share_packs(plan, self._ai3_plans.values())
+        self._ai3_most += 1
+        self._keep(key, plan)
         self._ai3_report.parts.append(plan.report)
 
     def plan_further(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -223,8 +265,8 @@ class Optimized(nn.Module):
 
     @property
     def changed(self) -> bool:
-        """Whether something else than the original computes the example."""
-        return self._ai3_first is not None and self._ai3_first.body is not None
+        """Whether something else than the original computes a call that was planned."""
+        return any(plan.body is not None for plan in self._ai3_plans.values())
 
     def forget_original(self) -> None:
         """Frees the original where it computes nothing any more, for no size that was planned."""
@@ -255,6 +297,8 @@ class Optimized(nn.Module):
         with _planning:
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
+            args, kwargs = as_examples(self._ai3_original[0], args, kwargs)  # a cache stays as it is
+            leaves = pytree.tree_leaves((args, kwargs))
             if not form and not self._ai3_asked and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
                 if self._tells("batch"):
@@ -368,8 +412,10 @@ class Optimized(nn.Module):
         if not kwargs and len(args) == self._ai3_plain and all(type(x) is Tensor for x in args):
             leaves = list(args)
         else:
-            args, kwargs, form = self._arranged(args, kwargs)
-            leaves = pytree.tree_leaves((args, kwargs))
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            if spec != self._ai3_spec:
+                args, kwargs, form = self._arranged(args, kwargs)
+                leaves = pytree.tree_leaves((args, kwargs))
         watched = "" if torch.compiler.is_compiling() else self._is_watched(leaves)
         if torch.is_grad_enabled():
             for x in [*leaves, *filter(is_wrapped, self.parameters())] if watched else leaves:
@@ -390,11 +436,8 @@ class Optimized(nn.Module):
                 warnings.warn(f"ai3_ops.optimize: {text}", stacklevel=level)
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
-        if (
-            first.body is not None
-            and not torch.compiler.is_compiling()
-            and (self._hooked() or self._replaced() or self._altered())
-        ):
+        changes = first.body is not None or len(self._ai3_plans) > 1
+        if changes and not torch.compiler.is_compiling() and (self._hooked() or self._replaced() or self._altered()):
             self._warn_of_changes()
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
@@ -411,7 +454,7 @@ class Optimized(nn.Module):
         if plan is None or plan.body is None:
             with torch.no_grad():
                 out = self._ai3_original[0](*args, **kwargs)
-            if first.body is not None and not torch.compiler.is_compiling():
+            if changes and not torch.compiler.is_compiling():
                 self._watch()  # it may have made a table anew, for these sizes
             return out
         if any_autocast():
@@ -711,6 +754,12 @@ def _key(leaves: list[Any], dynamic: bool) -> Any:
         return (x.shape[1:], x.dtype) if isinstance(x, Tensor) else repr(x)
     start = 1 if dynamic else 0
     batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else ()
+    cached = any(map(is_cache, leaves))  # whichever cache, and however long it is
     return len(batches), *(
-        (x.shape[start:], x.dtype, x.device.type) if isinstance(x, Tensor) else repr(x) for x in leaves
+        (x.shape[start : -1 if cached and as_long(x) else None], x.dtype, x.device.type)
+        if isinstance(x, Tensor)
+        else "a cache"
+        if is_cache(x)
+        else repr(x)
+        for x in leaves
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
 import warnings
@@ -17,14 +18,16 @@ from torch.nn.parameter import is_lazy
 from ai3_ops import _library
 from ai3_ops._torch import pytree, users_level, without_autocast
 from ai3_ops.explaining.report import Optimization
+from ai3_ops.graph.caches import is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference
 from ai3_ops.graph.state import copied, others, same_random_numbers
 from ai3_ops.nn.unswap import unswap
 from ai3_ops.optimizing import pipeline
-from ai3_ops.optimizing.module import Optimized
+from ai3_ops.optimizing.module import GENERATE, GENERATES, Optimized
 from ai3_ops.optimizing.outside import Outside
 from ai3_ops.optimizing.pipeline import Budget, Settings
+from ai3_ops.programs.timing import interleaved
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.selecting.selectors import check_words, listed
 from ai3_ops.surveying import examples
@@ -73,6 +76,8 @@ def optimize(
             if state:
                 raise Uncapturable(f"a call changes {listed(state)}, outside of its modules", state)
             whole.plan(args, kwargs, progress=show, budget=budget, first=first)
+            if whole.changed and callable(getattr(original, GENERATE, None)):
+                whole._ai3_report.parts[0].notes.append(GENERATES)
         except Uncapturable as reason:
             left.add("", reason)
             if state:
@@ -120,6 +125,8 @@ def _own(example_inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
 
 
+TOKENS = 8  # that are generated to compare with
+UNPLANNED = ".*: (planned anew|its programs|batches of other)"  # warnings about other sizes
 OVER = "the budget was used up, a larger budget_seconds reaches it"
 
 
@@ -198,16 +205,22 @@ def _by_parts(
 
     What runs meanwhile are copies that share its parameters, from the state that it is in.
     """
-    calls: dict[nn.Module, Inputs] = {}  # the first of each module
+    calls: dict[nn.Module, list[Inputs]] = {}  # of each module the first, and those of generating that differ in sizes
     sizes: dict[nn.Module, set[Any]] = {}
+    cached: dict[int, Any] = {}  # copies of caches, as they were when the model was called
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         if any(isinstance(x, Tensor) and x.is_nested for x in leaves):  # which no graph takes
             return
-        if module not in calls:
-            calls[module] = Inputs(*pytree.tree_map(_as_it_is_now, (args, kwargs)))
-        sizes.setdefault(module, set()).add(tuple(x.shape if isinstance(x, Tensor) else repr(x) for x in leaves))
+        if module is before:
+            cached.clear()
+        known = sizes.setdefault(module, set())
+        key = tuple(x.shape if isinstance(x, Tensor) else repr(x) for x in leaves)
+        if module not in calls or (expected and key not in known):
+            as_now = functools.partial(_as_it_is_now, cached)
+            calls.setdefault(module, []).append(Inputs(*pytree.tree_map(as_now, (args, kwargs))))
+        known.add(key)
 
     before, after, again = (copied(original, sharing=True) for _ in range(3))  # the last one for a second opinion
     handles = [
@@ -215,10 +228,11 @@ def _by_parts(
         for module in before.modules()
         if not isinstance(module, torch.jit.ScriptModule)
     ]
-    inputs = [(args, kwargs)]
+    inputs, expected = [(args, kwargs)], list[Any]()
     with same_random_numbers():
         try:
-            expected = [_outputs(before, args, kwargs)]
+            expected.append(_outputs(before, args, kwargs))
+            generates = _generates(before, args, kwargs)
         finally:
             for handle in handles:
                 handle.remove()
@@ -250,12 +264,15 @@ def _by_parts(
             if ran in calls and any(p.ndim > 1 for p in child.parameters()):
                 optimized = Optimized(child, settings)
                 try:
-                    optimized.plan(*calls[ran], path, show, again, budget, again.get_submodule(path))
+                    optimized.plan(*calls[ran][0], path, show, again, budget, again.get_submodule(path))
                 except Uncapturable as error:
                     left.add(path, error)
                 else:
                     optimized._ai3_most = max(optimized._ai3_most, len(sizes[ran]))
-                    parts.append(optimized._ai3_report.parts[0])
+                    for more in calls[ran][1:]:
+                        if not budget.over:
+                            optimized.plan_call(*more, settings, show, again, budget, again.get_submodule(path))
+                    parts.extend(optimized._ai3_report.parts)
                     done[child] = optimized if optimized.changed else None
                     if optimized.changed:
                         replace(path, optimized)
@@ -274,6 +291,10 @@ def _by_parts(
             left[""] += f"; and with {len(parts)} parts optimized it was not faster: {report.unchanged}"
             for part in parts:
                 part.unchanged = part.unchanged or "the whole model was not faster with it"
+        elif slower := generates and _generates_slower(before, after, args, kwargs, report):
+            left[""] += f"; and with {len(parts)} parts optimized {slower}"
+            for part in parts:
+                part.unchanged = part.unchanged or "the whole model did not generate faster with it"
         else:
             for path in replaced:
                 original.set_submodule(path, after.get_submodule(path))
@@ -284,12 +305,58 @@ def _by_parts(
             module._ai3_patience = whole._ai3_patience / max(1, len(parts))
     whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
     whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
+    if report.notes and whole._ai3_report.parts:
+        whole._ai3_report.parts[0].notes += report.notes
     return whole
 
 
-def _as_it_is_now(leaf: Any) -> Any:
-    """An argument that a later call may change, as a cache that grows, with a state of its own; tensors as they are."""
-    return leaf if isinstance(leaf, Tensor) else examples.copied(leaf)
+def _as_it_is_now(cached: dict[int, Any], leaf: Any) -> Any:
+    """An argument that a later call may change, as a cache that grows, with a state of its own; tensors as they are.
+
+    Of a cache, which all layers are called with, there is one copy.
+    """
+    if isinstance(leaf, Tensor):
+        return leaf
+    if not is_cache(leaf):
+        return examples.copied(leaf)
+    if id(leaf) not in cached:
+        cached[id(leaf)] = examples.copied(leaf)
+    return cached[id(leaf)]
+
+
+def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: int, **options: Any) -> Any:
+    """Text after the example, by transformers' `generate`."""
+    given = examples.copied(Inputs(args, kwargs))
+    options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    with torch.no_grad():
+        return model.generate(*given.args, **given.kwargs, **options)
+
+
+def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a model generates text after the example; it makes a prompt's and a step's calls, with masks, too."""
+    if not callable(getattr(model, GENERATE, None)):
+        return False
+    try:
+        _generate(model, args, kwargs, 2)
+        _generate(model, args, kwargs, 2, cache_implementation="static")  # of which all but the first tokens are masked
+    except Exception:  # of a `generate` of another kind
+        return False
+    return True
+
+
+def _generates_slower(
+    before: Any, after: Any, args: tuple[Any, ...], kwargs: dict[str, Any], report: Optimization
+) -> str:
+    """How much longer tokens take after a prompt, in words; "" where they do not. The report notes the gain."""
+    calls = [functools.partial(_generate, m, args, kwargs, n) for n in (1, 1 + TOKENS) for m in (before, after)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=UNPLANNED)
+        times = interleaved(calls, seconds=pipeline.COMPARE_SECONDS)
+    gain = (times[2] - times[0]) / max(times[3] - times[1], 1e-9)  # of the steps after the prompt
+    if gain < 1:
+        return f"its steps took {times[3] - times[1]:.2g} s instead of {times[2] - times[0]:.2g} for {TOKENS} tokens"
+    report.notes.append(f"the steps of {TOKENS} tokens after a prompt were {gain:.2f} times as fast")
+    return ""
 
 
 def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -309,7 +376,7 @@ def _changes(model: nn.Module, inputs: Sequence[Any], expected: Sequence[Any], a
     try:
         with warnings.catch_warnings(), same_random_numbers():
             # Of a part that is called with several sizes.
-            warnings.filterwarnings("ignore", message=".*: (planned anew|its programs|batches of other)")
+            warnings.filterwarnings("ignore", message=UNPLANNED)
             returned = [_outputs(model, *given) for given in inputs]
     except Exception as failure:
         return f"the model fails: {type(failure).__name__}: {failure}"

@@ -25,6 +25,7 @@ from ai3_ops.programs.program import Builder
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 VALUES = (*DTYPES, torch.bool)  # masks
+FEW_BYTES = 2**13  # that a program copies in less time than PyTorch takes for a view
 
 
 class Region(nn.Module):
@@ -126,10 +127,13 @@ def parts(network: Network) -> list[Part]:
 
 
 def _trimmed(nodes: list[fx.Node]) -> list[fx.Node]:
-    """Without views that PyTorch's steps alone read, for which a program would copy what they show."""
+    """Without views that PyTorch's steps alone read, for which a program would copy more than a few bytes."""
     inside = set(nodes)
     for node in reversed(nodes):
-        if node.target in steps.VIEWS and all(user not in inside and user.op != "output" for user in node.users):
+        shows = math.prod(node.meta["shape"]) * node.meta["dtype"].itemsize
+        if shows <= FEW_BYTES or node.target not in steps.VIEWS:
+            continue
+        if all(user not in inside and user.op != "output" for user in node.users):
             inside.discard(node)
     return [node for node in nodes if node in inside]
 

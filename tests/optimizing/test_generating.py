@@ -1,0 +1,258 @@
+"""Decoders with a cache: their layers as programs around the cache's update, for prompts and steps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import optimized
+from torch import nn
+
+import ai3_ops
+from ai3_ops.graph import caches
+from ai3_ops.graph.network import difference
+from ai3_ops.optimizing import pipeline, whole
+from ai3_ops.optimizing.module import Optimized
+from ai3_ops.programs.lower import Region
+
+
+class Cache:
+    """Grows, or (`fixed`) has its length from the beginning and is written to, as transformers' caches."""
+
+    def __init__(self, fixed=0):
+        self.fixed, self.count, self.layers = fixed, {}, {}
+
+    def get_seq_length(self):
+        return self.count.get(0, 0)
+
+    def update(self, keys, values, layer, **_):
+        was = self.count.get(layer, 0)
+        self.count[layer] = was + keys.shape[2]
+        if not self.fixed:
+            if was:
+                keys, values = (torch.cat(pair, 2) for pair in zip(self.layers[layer], (keys, values), strict=True))
+            self.layers[layer] = keys, values
+            return keys, values
+        for old, new in zip(self._tensors(layer, keys), (keys, values), strict=True):
+            old[:, :, was : was + new.shape[2]] = new
+        return self.layers[layer]
+
+    def _tensors(self, layer, like):
+        if layer not in self.layers:
+            shape = (*like.shape[:2], self.fixed, like.shape[3])
+            self.layers[layer] = like.new_zeros(shape), like.new_zeros(shape)
+        return self.layers[layer]
+
+
+class Layer(nn.Module):
+    def __init__(self, index, features=24, heads=3, asks=False):
+        super().__init__()
+        self.index, self.heads, self.asks = index, heads, asks
+        self.norm, self.qkv, self.out = nn.LayerNorm(features), nn.Linear(features, 72), nn.Linear(features, features)
+        self.up, self.down = nn.Linear(features, 40), nn.Linear(40, features)
+
+    def forward(self, x, mask=None, cache=None, positions=None):
+        n, length, features = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        if cache is not None:
+            if self.asks:
+                q = q * (1 + cache.get_seq_length())
+            k, v = cache.update(k, v, self.index, given={"positions": positions, "kind": "plain"})
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and length > 1)
+        x = x + self.out(y.transpose(1, 2).reshape(n, length, features))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Decoder(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.words, self.positions, self.head = nn.Embedding(30, 24), nn.Embedding(40, 24), nn.Linear(24, 30)
+        self.layers = nn.ModuleList(Layer(i, **settings) for i in range(2))
+
+    def forward(self, ids, seen=None, cache=None, use_cache=True):
+        if cache is None and use_cache:
+            cache = Cache()
+        past = cache.get_seq_length() if use_cache else 0
+        places = torch.arange(past, past + ids.shape[1]).expand(ids.shape)
+        fixed, mask = use_cache and cache.fixed, None
+        if fixed or seen is not None:
+            columns = torch.arange(fixed or past + ids.shape[1])
+            mask = (places[:, None, :, None] >= columns).expand(len(ids), 1, -1, -1)
+            if seen is not None:
+                mask = mask & F.pad(seen, (0, mask.shape[-1] - seen.shape[1]), value=True)[:, None, None]
+        x = self.words(ids) + self.positions(places)
+        for layer in self.layers:
+            x = layer(x, mask, cache=cache, positions=places)
+        return (self.head(x), cache) if use_cache else self.head(x)
+
+    def generate(self, ids, seen=None, *, max_new_tokens, min_new_tokens=0, do_sample=False, cache_implementation=None):
+        """Also the scores of each step."""
+        cache, scores, new = Cache(40 if cache_implementation == "static" else 0), [], ids
+        for _ in range(max_new_tokens):
+            found, cache = self(new, seen, cache)
+            new = found[:, -1:].argmax(-1)
+            ids, scores = torch.cat([ids, new], 1), [*scores, found[:, -1]]
+        return ids, torch.stack(scores)
+
+
+def decoder(**settings):
+    torch.manual_seed(1)
+    model = Decoder(**settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
+    return model.eval()
+
+
+def ids(batch=1, length=6):
+    return torch.randint(0, 30, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def optimized_layers(fast):
+    return {name: m for name, m in fast.named_modules() if isinstance(m, Optimized) and name.startswith("layers")}
+
+
+def generates_the_same(model, fast, *inputs, tokens=6, **options):
+    with torch.no_grad():
+        got, scores = fast.generate(*inputs, max_new_tokens=tokens, **options)
+        expected, exact = copy.deepcopy(model).double().generate(*inputs, max_new_tokens=tokens, **options)
+    assert torch.equal(got, expected)
+    assert difference(scores, exact) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def made():
+    model = decoder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "paired", lambda *_, **__: (2.0, 2e-3, 1e-3))
+        patch.setattr(whole, "interleaved", lambda *_, **__: [1.0, 1.0, 3.0, 2.0])
+        patch.setattr(pipeline, "PATIENCE", float("inf"))
+        return model, optimized(model, ids(), selectors="default", budget_seconds=60)
+
+
+def test_layers_are_two_programs_and_the_update_between_them(made):
+    _, fast = made
+    layers = optimized_layers(fast)
+    assert [*layers] == ["layers.0", "layers.1"]
+    for layer in layers.values():
+        plans = {id(plan): plan for plan in layer._ai3_plans.values()}.values()
+        assert len(plans) >= 3  # a prompt, a step, a step with a mask
+        for plan in plans:
+            assert len([m for m in plan.body.modules() if isinstance(m, Region)]) == 2
+            assert [node.target for node in plan.body.graph.nodes].count(caches.update) == 1
+
+
+@pytest.mark.parametrize("kind", [None, "static"])
+def test_prompts_and_steps(made, kind):
+    generates_the_same(*made, ids(), cache_implementation=kind)
+
+
+def test_steps_run_no_original(made, monkeypatch):
+    _, fast = made
+    with torch.no_grad():
+        found, cache = fast(ids())
+        for layer in optimized_layers(fast).values():
+            monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
+        for _ in range(3):  # each with one key more
+            found, cache = fast(found[:, -1:].argmax(-1), None, cache)
+    assert cache.get_seq_length() == 9
+
+
+@pytest.mark.parametrize("kind", [None, "static"])
+def test_other_batches_and_padding(made, kind):
+    seen = torch.ones(3, 6, dtype=torch.bool)
+    seen[0, :2] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a masked prompt, which no example had
+        generates_the_same(*made, ids(3), cache_implementation=kind)
+        generates_the_same(*made, ids(3), seen, cache_implementation=kind)
+
+
+@pytest.mark.filterwarnings("ignore:.*(planned anew|its programs)")
+def test_other_prompts_update_the_cache_once(made):
+    model, fast = made
+    with torch.no_grad():
+        _, cache = fast(ids(1, 9))
+    assert cache.count == {0: 9, 1: 9}
+    generates_the_same(model, fast, ids(1, 9))
+
+
+def test_copies_and_pickles(made):
+    model, fast = made
+    for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+        generates_the_same(model, other, ids())
+
+
+def test_explain_lists_prompts_and_steps(made):
+    text = str(ai3_ops.explain(made[1]))
+    assert "layers.0, called with 1x1x24 float32" in text
+    assert "the steps of 8 tokens after a prompt were 2.00 times as fast" in text
+
+
+def test_layers_that_ask_for_the_length_are_taken_apart():
+    model = decoder(asks=True)
+    fast = optimized(model, ids(), selectors="default", budget_seconds=60)
+    report = ai3_ops.explain(fast).optimization
+    assert "how long the cache is decides" in report.left["layers.0"]
+    assert any(part.name.startswith("layers.0.up") and not part.unchanged for part in report.parts)
+    generates_the_same(model, fast, ids())
+
+
+def test_what_generates_more_slowly_stays(monkeypatch):
+    monkeypatch.setattr(whole, "interleaved", lambda *_, **__: [1.0, 0.5, 2.0, 1.75])  # its prompt alone is faster
+    fast = optimized(decoder(), ids(), selectors="default", budget_seconds=60)
+    assert not optimized_layers(fast)
+    assert "its steps took 1.2 s instead of 1 for 8 tokens" in ai3_ops.explain(fast).optimization.left[""]
+
+
+def test_a_model_captured_whole_says_that_it_does_not_generate():
+    fast = ai3_ops.optimize(decoder(), {"ids": ids(), "use_cache": False}, "default", progress=False)
+    assert any("`generate` is the original's" in note for note in ai3_ops.explain(fast).optimization.parts[0].notes)
+    with pytest.warns(UserWarning, match="`generate` is the original's"):
+        fast.generate(ids(), max_new_tokens=2)
+
+
+_SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2"])
+def test_transformers_decoders(kind):
+    t = pytest.importorskip("transformers")
+    words = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}
+    sizes = {"hidden_size": 32, "num_key_value_heads": 2, "head_dim": 8} | _SIZES | words
+    model = {
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **words)),
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes)),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes)),
+        "gemma2": lambda: t.Gemma2ForCausalLM(t.Gemma2Config(sliding_window=16, **sizes)),
+    }[kind]()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.eval().parameters():
+            parameter.normal_(0, 0.2)
+    given = torch.randint(2, 50, (1, 8))
+    fast = optimized(model, given, selectors="default", budget_seconds=60)
+    assert any(
+        isinstance(m, Optimized) and m.changed for name, m in fast.named_modules() if name.endswith((".0", ".1"))
+    )
+    if kind == "llama":
+        (layer,) = (m for name, m in fast.named_modules() if name == "model.layers.0")
+        graphs = [[node.target for node in plan.body.graph.nodes] for plan in layer._ai3_plans.values()]
+        assert sum(torch.ops.ai3.attention_flash.default in targets for targets in graphs) == 2  # keys are not repeated
+    seen = torch.ones(2, 8, dtype=torch.long)
+    seen[0, :3] = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch, options in (
+            (1, {}),
+            (1, {"cache_implementation": "static"}),
+            (1, {"num_beams": 3}),
+            (2, {"attention_mask": seen}),
+        ):
+            options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False} | options
+            got = fast.generate(given.expand(batch, -1), **options)
+            assert torch.equal(got, model.generate(given.expand(batch, -1), **options))
