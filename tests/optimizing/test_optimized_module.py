@@ -626,7 +626,7 @@ def test_parts_keep_what_the_model_around_them_reads():
     with pytest.raises(AttributeError, match="nothing"):
         fast.nothing  # noqa: B018
     child = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
-    fast = check(Branching(child, lambda child, x: child(x) * len(child)), x)
+    fast = check(Branching(child, lambda child, x: child(x) * len(child)), x, left=True)
     assert fast._ai3_report.parts == []
     assert "with 1 parts optimized the model fails: TypeError" in fast._ai3_report.left[""]
 
