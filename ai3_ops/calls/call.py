@@ -19,6 +19,7 @@ from ai3_ops import _library, _torch, registry
 from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import Spec, unfit
 from ai3_ops.calls.ways import LEFT, REMEMBERED, UNKNOWN, Ways
+from ai3_ops.selecting.choice import Algorithm
 
 # Looked up once: a call asks each of these.
 _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed
@@ -41,6 +42,8 @@ class Call(Ways):
     forwards: ClassVar[dict[type[nn.Module], Callable[..., Any]]] = {}
     # Functions of other packages that make it somewhere, by "module:name": what computes them, given the call and the arguments.
     wholes: ClassVar[dict[str, Callable[..., Any]]] = {}
+    # Modules of other packages, by "module:class", whose forward is this call and more.
+    elsewhere: ClassVar[dict[str, Any]] = {}
     inside: ClassVar[tuple[type[nn.Module], ...]] = ()  # other modules of PyTorch that make it somewhere
     reads_weights: ClassVar[bool] = False  # of the module
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
@@ -49,7 +52,7 @@ class Call(Ways):
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}
-    whole = ""  # which of `wholes` it is
+    whole = ""  # which of `wholes` or `elsewhere` it is
 
     def __init_subclass__(cls) -> None:
         if hasattr(cls, "operation"):
@@ -71,6 +74,19 @@ class Call(Ways):
     def seen_as(cls) -> tuple[Callable[..., Any], ...]:
         """All that a TorchFunctionMode may see when PyTorch computes this call."""
         return *cls.functions, cls.function, *(getattr(Tensor, name) for name in cls.methods)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is the forward of a module of another package, which is more than PyTorch's function."""
+        return self.whole in self.elsewhere
+
+    def unsuited(self, algorithm: Algorithm) -> str:
+        """Why an algorithm cannot compute this call, whatever its sizes; "" where that depends on them."""
+        return ""
+
+    def of_elsewhere(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The forward of such a module, whose own one is `forward`."""
+        raise NotImplementedError
 
     def note(self) -> dict[str, Any]:
         """What is known of a call that PyTorch computes, in plain values: the module that keeps it is unpickled without us."""

@@ -231,6 +231,8 @@ def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]
 class Leaf(Swapped):
     """What these classes add to PyTorch's; `_ai3` in an instance is its Call."""
 
+    _ai3_whole = ""  # of another package's: its name among `elsewhere`
+
     def extra_repr(self) -> str:
         """PyTorch's, and the algorithm."""
         call = self.__dict__.get("_ai3")
@@ -238,7 +240,7 @@ class Leaf(Swapped):
 
 
 def _leaf_class(
-    original: type[nn.Module], operation: str, arguments: Callable[..., Any], module: str
+    original: type[nn.Module], operation: str, arguments: Callable[..., Any], module: str, whole: str = ""
 ) -> type[nn.Module]:
     def forward(self: Any, input: Tensor) -> Tensor:
         call = self.__dict__.get("_ai3")
@@ -254,8 +256,14 @@ def _leaf_class(
         call = self.__dict__.get("_ai3")
         return original.forward(self, *args, **kwargs) if call is None else wholes[0](self, call, *args, **kwargs)
 
-    if wholes:
-        forward = forward_whole
+    def forward_elsewhere(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = self.__dict__.get("_ai3")
+        if call is None:
+            return original.forward(self, *args, **kwargs)
+        return call.of_elsewhere(self, original.forward, args, kwargs)
+
+    if wholes or whole:
+        forward = forward_whole if wholes else forward_elsewhere
     forward.__doc__, forward.__qualname__ = original.forward.__doc__, original.forward.__qualname__
     names: dict[str, Any] = {
         "__module__": module,
@@ -264,6 +272,7 @@ def _leaf_class(
         "forward": forward,
     }
     names |= {"_ai3_original": original, "_ai3_operation": operation, "_ai3_arguments": staticmethod(arguments)}
+    names["_ai3_whole"] = whole
     return type(original.__name__, (Leaf, original), names)
 
 
@@ -284,6 +293,10 @@ class TransformerEncoder(Dense, nn.TransformerEncoder):
     _ai3_original = nn.TransformerEncoder
 
 
+def _unknown(module: nn.Module, input: Tensor) -> tuple[Any, ...]:
+    raise LookupError("they are known at the call")
+
+
 def leaf_class(original: type[nn.Module]) -> type[Any] | None:
     """The class that makes the one call of `original`'s forward; None where the forward is something else.
 
@@ -293,6 +306,11 @@ def leaf_class(original: type[nn.Module]) -> type[Any] | None:
         return OF_KINDS[original]
     if original.__module__.startswith("torch."):
         return None
+    name = f"{original.__module__}:{original.__qualname__}"
+    for operation, call in Call.by_name.items():
+        if name in call.elsewhere:
+            known = [cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)]
+            return known[0] if known else _leaf_class(original, operation, _unknown, original.__module__, name)
     for base, operation, arguments in LEAVES:
         inherits = all(
             getattr(original, name, None) is getattr(base, name, None)

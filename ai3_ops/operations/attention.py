@@ -17,12 +17,13 @@ from ai3_ops._torch import OpOverload
 from ai3_ops.calls.call import Call
 from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import fast_in
-from ai3_ops.operations import base, multihead, patterns, windows
+from ai3_ops.operations import base, multihead, of_transformers, patterns, windows
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw
 from ai3_ops.operations.plain_attention import Sight, fitted, plain, reduced
 from ai3_ops.operations.step import Step, computed
 from ai3_ops.problem import Problem, check, check_dtype, check_same
+from ai3_ops.selecting.choice import Algorithm
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -602,6 +603,7 @@ class AttentionCall(Call):
     modules: ClassVar = {nn.MultiheadAttention: _unknown}
     forwards: ClassVar = {nn.MultiheadAttention: multihead.attend}
     wholes: ClassVar = {windows.NAME: windows.attend}
+    elsewhere: ClassVar = of_transformers.ENTRIES
 
     def arguments(
         self,
@@ -619,6 +621,8 @@ class AttentionCall(Call):
 
     def choose(self, algorithm: Any) -> None:
         """The operator takes the last two by name."""
+        if self.is_elsewhere and algorithm.name == "default":
+            algorithm = Algorithm(self.elsewhere[self.whole].algorithms[0])
         super().choose(algorithm)
         operator: Any = self.operator
 
@@ -634,6 +638,60 @@ class AttentionCall(Call):
         if self.whole:
             return self.wholes[self.whole](self, *args, **kwargs)
         return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def unsuited(self, algorithm: Algorithm) -> str:
+        """A module with a pattern of its own is computed by that alone."""
+        if not self.is_elsewhere or algorithm.name == "default":
+            return ""
+        name, known = self.whole.rpartition(":")[2], self.elsewhere[self.whole].algorithms
+        if algorithm.name not in known:
+            return f"is not what {name} computes, which {' or '.join(known)} does"
+        return f"takes its parameters from {name}" if algorithm.parameters else ""
+
+    def of_elsewhere(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """By the entry's algorithm, or by the class itself where that does more, which is counted with the reason."""
+        entry = self.elsewhere[self.whole]
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if self.operator is None:
+            self.revive()
+        if self.operator is None and self.watch:
+            self.watch(self)
+            self.example = self.example or self.specs(_like(entry, module, hidden))
+            return forward(module, *args, **kwargs)
+        reason = self.missing or entry.left(module, *args, **kwargs) or self._refused(entry, module, hidden)
+        if not reason:
+            return entry.forward(module, self, *args, **kwargs)
+        if self.strict:
+            raise RuntimeError(f"ai3_ops: {self.layer or 'the model itself'} ({self.operation}): {reason}")
+        self.count_left(reason)
+        return forward(module, *args, **kwargs)
+
+    def _refused(self, entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> str:
+        """Why the algorithm cannot compute such a module's call, which programs find out themselves."""
+        if torch.compiler.is_compiling() or not isinstance(hidden, Tensor):
+            return ""
+        key = self.key((hidden,))
+        if key not in self.refused:
+            self.refused[key] = self.refusal_now(_like(entry, module, hidden))
+        return self.refused[key]
+
+    def own(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        scale: float | None = None,
+        **own: Any,
+    ) -> Tensor:
+        """The algorithm's answer with tensors among its own parameters, which entries of modules give it."""
+        args = (query, key, value, mask, 0.0, False, scale, False)
+        if not torch.compiler.is_compiling():
+            if self.example is None or self.calls == 0:
+                self.example = self.specs(args)
+            self.calls += 1
+        operator: Any = self.operator
+        return operator(*args, **own)
 
     def gains(self, args: tuple[Any, ...]) -> bool:
         """Where there are several queries and enough to compute; not where PyTorch multiplies pairs of 16 bits."""
@@ -673,6 +731,12 @@ class AttentionCall(Call):
     def plan(self, args: tuple[Any, ...]) -> CallPlan | None:
         """None: beside what it computes, a call takes no time."""
         return None
+
+
+def _like(entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> tuple[Any, ...]:
+    """Arguments as a module's call has them, of hidden states."""
+    q = of_transformers.split(torch.empty_like(hidden), getattr(module, entry.heads))
+    return q, q, q, None, 0.0, False, None, False
 
 
 _QUERIES, _SCORES, _SCORES_IN_TRAINING = 4, 2**15, 2**20

@@ -56,6 +56,7 @@ def discover(model: nn.Module, marks: Mapping[int, Any]) -> tuple[list[Described
         elif leaf is not None:
             if leaf._ai3_operation in operations and not getattr(module, "return_indices", False):
                 call = Call.by_name[leaf._ai3_operation]()
+                call.whole = leaf._ai3_whole
                 calls.append(Described(call.operation, module, paths, call=call, earlier=earlier.get("")))
                 if beside := [o for o in _stands_for(module, operations) if o != call.operation]:
                     lost[module] = left_alone(module, beside)

@@ -33,13 +33,14 @@ Record = Callable[["Call | None", tuple[Any, ...], dict[str, Any], Any], None]
 def survey(model: nn.Module, example_inputs: Any, record: Record) -> list[Described]:
     """The calls of a model without swapped layers, in call order, each with the arguments of its first call.
 
-    The model runs once as PyTorch computes it; `record` is told every function of PyTorch's that it calls.
+    The model runs once as PyTorch computes it; `record` is told every function of PyTorch's that it calls. Not those that have a
+    pattern of their own, which one algorithm computes.
     """
     if any(map(is_lazy, model.modules())):
         run(model, example_inputs)
     calls, lost = discover(model, {})
     calls, _ = observe(model, calls, lost, example_inputs, record)
-    return [d for d in calls if d.call.example is not None]
+    return [d for d in calls if d.call.example is not None and not d.call.is_elsewhere]
 
 
 def observe(
@@ -93,7 +94,7 @@ class _Watch(TorchFunctionMode):
 
     def seen(self, call: Call) -> None:
         """Called by a call just before its function."""
-        self.expected = call
+        self.expected = None if call.is_elsewhere else call
         if call not in self.order:
             self.order.append(call)
 

@@ -118,7 +118,7 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
 
 
 def _refusal(described: Described, algorithm: Algorithm, approximate: bool) -> str:
-    if reason := described.unfit():
+    if reason := described.unfit() or described.call.unsuited(algorithm):
         return reason
     problem = described.problem()
     if isinstance(problem, str):

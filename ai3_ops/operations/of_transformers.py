@@ -1,0 +1,139 @@
+"""Attention modules of transformers that multiply matrices themselves: which calls of them one algorithm computes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Entry(NamedTuple):
+    """A module class whose forward, given hidden states first, is attention that some algorithms compute."""
+
+    algorithms: tuple[str, ...]  # the first is what `default` means there
+    heads: str  # the attribute that says how many
+    left: Callable[..., str]  # why its own forward computes a call, "" where it does not; of the forward's arguments
+    forward: Callable[..., Any]  # given the module, the call and the forward's arguments
+
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """(B, ..., C) as (B, heads, tokens, C / heads), without a copy."""
+    return x.flatten(1, -2).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def _weights_are_asked_for() -> bool:
+    """Whether the model that runs was called with output_attentions: hooks then look at what its layers return."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    return collector is not None and "attentions" in (collector.get() or ())
+
+
+_WEIGHTS = "the weights are asked for"
+
+
+# Longformer, and LED's encoder ----------------------------------------------------------------------------------------
+def _longformer_left(
+    m: Any,
+    hidden_states: Tensor,
+    attention_mask: Any = None,
+    is_index_masked: Any = None,
+    is_index_global_attn: Any = None,
+    is_global_attn: Any = None,
+    output_attentions: bool = False,
+) -> str:
+    if output_attentions:
+        return _WEIGHTS
+    if m.training and m.dropout > 0:
+        return "the algorithm has no dropout"
+    return "needs is_index_masked, as the model gives it" if is_index_masked is None else ""
+
+
+def _longformer(
+    m: Any,
+    call: Any,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    is_index_masked: Tensor | None = None,
+    is_index_global_attn: Tensor | None = None,
+    is_global_attn: bool | None = None,
+    output_attentions: bool = False,
+) -> tuple[Tensor]:
+    """Keys and values of all tokens, also for global ones; of the queries for these no others are projected."""
+    own: dict[str, Any] = {"window": 2 * m.one_sided_attn_window_size, "key_padding": is_index_masked}
+
+    def project(name: str) -> Tensor:
+        return split(getattr(m, name)(hidden_states), m.num_heads)
+
+    q, k, v = map(project, ("query", "key", "value"))
+    if is_global_attn:
+        assert is_index_global_attn is not None
+        own["global_mask"] = is_index_global_attn
+        own |= {"global_key": project("key_global"), "global_value": project("value_global")}
+        if torch.compiler.is_compiling():  # how many there are is not known
+            own["global_query"] = project("query_global")
+        else:
+            found = m.query_global(hidden_states[is_index_global_attn])
+            rows = found.new_zeros(hidden_states.shape).masked_scatter(is_index_global_attn[..., None], found)
+            own["global_query"] = split(rows, m.num_heads)
+    return (call.own(q, k, v, **own).transpose(1, 2).flatten(2),)
+
+
+# BigBird --------------------------------------------------------------------------------------------------------------
+def _bigbird_left(m: Any, hidden_states: Tensor, band_mask: Any = None, *_: Any, **options: Any) -> str:
+    if options.get("output_attentions") or _weights_are_asked_for():
+        return _WEIGHTS
+    if m.training:
+        return "blocks are drawn anew in training"
+    if hidden_states.shape[1] % m.block_size:
+        return "needs a length that blocks divide"
+    return "" if hidden_states.shape[1] // m.block_size > 5 + 2 * m.num_random_blocks else "needs more blocks"
+
+
+def _bigbird(
+    m: Any, call: Any, hidden_states: Tensor, band_mask: Any, from_mask: Tensor, to_mask: Tensor, *_: Any, **__: Any
+) -> tuple[Tensor, None]:
+    q, k, v = (split(f(hidden_states), m.num_attention_heads) for f in (m.query, m.key, m.value))
+    own = {"block_size": m.block_size, "random_blocks": m.num_random_blocks, "random": "hf_eval"}
+    y = call.own(q, k, v, to_mask > 0, **own) * from_mask
+    return y.transpose(1, 2).flatten(2), None
+
+
+# SAM ------------------------------------------------------------------------------------------------------------------
+def _sam_left(m: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> str:
+    if output_attentions or _weights_are_asked_for():
+        return _WEIGHTS
+    return "the class has dropout of its own" if m.training and m.dropout > 0 else ""
+
+
+def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, None]:
+    """With positions of rows and of columns as they are, never added to (B, heads, tokens, tokens)."""
+    batch, height, width, _ = hidden_states.shape
+    q, k, v = (split(t, m.num_attention_heads) for t in m.qkv(hidden_states).chunk(3, -1))
+    own = {}
+    if m.use_rel_pos:
+        by_h = m.get_rel_pos(height, height, m.rel_pos_h).to(q.dtype)
+        by_w = m.get_rel_pos(width, width, m.rel_pos_w).to(q.dtype)
+        grid = q.unflatten(2, (height, width))
+        own["rel_h"] = (grid @ by_h.mT).flatten(2, 3)
+        own["rel_w"] = (grid.transpose(2, 3) @ by_w.mT).transpose(2, 3).flatten(2, 3)
+    y = call.own(q, k, v, scale=m.scale, **own)
+    return m.proj(y.transpose(1, 2).reshape(batch, height, width, -1)), None
+
+
+_LONGFORMER = Entry(("longformer",), "num_heads", _longformer_left, _longformer)
+_SAM = Entry(("flash", "math"), "num_attention_heads", _sam_left, _sam)
+_MODELS = "transformers.models."
+ENTRIES = {
+    f"{_MODELS}longformer.modeling_longformer:LongformerSelfAttention": _LONGFORMER,
+    f"{_MODELS}led.modeling_led:LEDEncoderSelfAttention": _LONGFORMER,
+    f"{_MODELS}big_bird.modeling_big_bird:BigBirdBlockSparseAttention": Entry(
+        ("bigbird",), "num_attention_heads", _bigbird_left, _bigbird
+    ),
+    f"{_MODELS}sam.modeling_sam:SamVisionAttention": _SAM,
+    f"{_MODELS}sam.modeling_sam:SamVisionSdpaAttention": _SAM,
+    f"{_MODELS}sam_hq.modeling_sam_hq:SamHQVisionAttention": _SAM,
+    f"{_MODELS}sam_hq.modeling_sam_hq:SamHQVisionSdpaAttention": _SAM,
+}
