@@ -102,6 +102,15 @@ def test_a_name_under_a_module_reaches_its_other_calls_as_the_page_says():
     assert "asked for: direct: 2 conv2d" in alone
 
 
+def test_longformer_page(page, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    real = transformers.LongformerConfig
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    monkeypatch.setattr(transformers, "LongformerConfig", lambda **options: real(**options, **sizes))
+    names = page("docs/longformer.md")
+    assert [layer.calls for layer in names["rows"]] == [1]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_deploying_page(page, compiler):
     names = page("docs/deploying.md")
