@@ -69,9 +69,10 @@ def test_models_compute_what_eager_does(kind, padding):
             assert (got - expected)[shown].abs().max() <= 1e-4 * expected[shown].abs().max()
 
 
-@pytest.mark.parametrize("kind", [k for k in DECODERS if k != "GPT2"])
+@pytest.mark.parametrize("kind", DECODERS)
 def test_generate(kind):
-    eager, *others = models(kind, DECODERS[kind], "ForCausalLM")
+    more = {"bos_token_id": 1, "eos_token_id": 59, "pad_token_id": 0} if kind == "GPT2" else {}
+    eager, *others = models(kind, DECODERS[kind] | more, "LMHeadModel" if kind == "GPT2" else "ForCausalLM")
     ids, mask = batch("left", 9)
     expected = eager.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
     for model in others:
@@ -129,6 +130,19 @@ def test_clip_and_whisper():
             assert (got - expected)[mask.bool()].abs().max() <= 1e-4 * expected.abs().max()
             steps = [m.generate(sound, max_new_tokens=6, do_sample=False) for m in (eager, model)]
             assert torch.equal(*steps)
+
+
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+def test_clips_text_tower(padding):
+    config = SMALL | {"max_position_embeddings": 40, "bos_token_id": 1, "eos_token_id": 59, "pad_token_id": 0}
+    eager, *others = models("CLIPText", config, "Model")
+    ids, mask = batch(padding)
+    shown = mask.bool()
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask)[0]
+        for model in others:
+            got = model(ids, attention_mask=mask)[0]
+            assert (got - expected)[shown].abs().max() <= 1e-4 * expected[shown].abs().max()
 
 
 def test_names_that_mean_something_else():
