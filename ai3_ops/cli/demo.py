@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import ai3_ops
-from ai3_ops import _machine, registry
+from ai3_ops import _machine
 from ai3_ops.cli import doctor
 from ai3_ops.cli.digits import DIGITS_EPOCHS, Digits, photographs, train_digits
 from ai3_ops.cli.models import classifier
@@ -39,6 +39,7 @@ from ai3_ops.cli.runs import (
     layer_errors,
     measure,
     prepare,
+    singles,
 )
 
 SILENT_SECONDS = 5.0  # after so long a line says what is done, where there is no terminal for a bar
@@ -145,7 +146,7 @@ def main(arguments: argparse.Namespace, console: Console) -> int:
         },
         console,
     )
-    with _progress(3 + 2 * (device.type == "cpu") + len(registry.algorithms("conv2d", device))) as step:
+    with _progress(3 + 2 * (device.type == "cpu") + len(singles(net.model, device))) as step:
         runs = prepare(net, digits, arguments.selectors, x, step)
         step(f"{net.name}: the reference in float64")
         reference = in_float64(net.model, x)
@@ -242,7 +243,7 @@ def _print_runs(runs: list[Run], reference: Tensor, digits: Digits, tolerance: f
     console.print(
         "Latency: the median. PyTorch: its own eager kernels. selected: what --selectors says. "
         "optimized: ai3_ops.optimize. The others: that algorithm (default: the project's choice by rules) in the conv2d "
-        "layers that it can do, PyTorch in the rest. "
+        "layers that it can do, or in those of attention, PyTorch in the rest. "
         "Error: largest difference of the output from PyTorch's in float64, over its largest value. Digits right: the "
         f"share that the small network, computed likewise, names rightly of {len(digits.labels)} digits that it has not "
         "seen.",

@@ -119,13 +119,22 @@ def prepare(
         optimized = fast(net.model, x[:1])
         step("digits: ai3_ops.optimize")
         runs.append(Run(OPTIMIZED, optimized, fast(digits.model, digit), "all", channels_last=False))
-    for a in registry.algorithms("conv2d", device):
-        step(f"{net.name}: swapping, {a.name}")
-        model = swapped(net.model, {"conv2d": a.name}, example)
-        if share := _share(model, "conv2d"):
+    for a in singles(net.model, device):
+        label = a.name if a.operation == "conv2d" else f"{a.operation}: {a.name}"
+        step(f"{net.name}: swapping, {label}")
+        choice = {a.operation: a.name}
+        model = swapped(net.model, choice, example)
+        if share := _share(model, a.operation):
             approximate = a.accuracy == "approximate"
-            runs.append(Run(a.name, model, swapped(digits.model, {"conv2d": a.name}, digit), share, approximate))
+            runs.append(Run(label, model, swapped(digits.model, choice, digit), share, approximate))
     return runs
+
+
+def singles(model: nn.Module, device: torch.device) -> list[registry.AlgorithmInfo]:
+    """The algorithms that get a row of their own: conv2d's, and attention's exact ones in a network that has it."""
+    made = {layer.operation for layer in ai3_ops.explain(ai3_ops.swap(model, "torch")).layers}
+    of_attention = registry.algorithms("attention", device) if "attention" in made else []
+    return [*registry.algorithms("conv2d", device), *(a for a in of_attention if a.accuracy != "approximate")]
 
 
 def _share(model: nn.Module, operation: str | None) -> str:

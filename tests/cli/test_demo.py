@@ -24,7 +24,7 @@ from ai3_ops.cli import digits as digits_module  # noqa: E402
 from ai3_ops.cli.digits import Digits, train_digits  # noqa: E402
 from ai3_ops.cli.main import main  # noqa: E402
 from ai3_ops.cli.models import Classifier  # noqa: E402
-from ai3_ops.cli.runs import Run, for_digits, measure, prepare  # noqa: E402
+from ai3_ops.cli.runs import Run, for_digits, in_float64, measure, prepare  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("built_in_only")
 
@@ -72,6 +72,25 @@ def test_selectors_that_name_layers_speak_of_the_network_alone():
     assert used(run.digits) == ["torch", "torch", "gemm"]
     assert used(selected("direct").digits)[0] == "direct"
     assert used(selected({"*": "gemm"}).digits) == ["gemm", "torch", "gemm"]
+
+
+def test_attention_is_chosen_and_has_rows_of_its_own():
+    _, digits, _ = small()
+    torch.manual_seed(0)
+    model = models.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=4).eval()
+    torch.nn.init.normal_(model.heads.head.weight)
+    net, x = Classifier("vit", model, "random weights", 32, [0.0] * 3, [1.0] * 3, None), torch.rand(2, 3, 32, 32)
+    runs = prepare(net, digits, {"attention": "flash"}, x)
+    measure(runs, x, digits, 1, lambda _: None)
+    found = {run.label: run for run in runs}
+    rows = [layer for layer in ai3_ops.explain(found["selected"].model).layers if layer.operation == "attention"]
+    assert [layer.used for layer in rows] == ["flash", "flash"]
+    assert {"attention: flash", "attention: math", "attention: default"} <= found.keys()
+    assert not any("longformer" in label for label in found)  # what approximates computes another network
+    reference = in_float64(model, x)
+    for label in ("selected", "attention: flash"):
+        assert found[label].error(reference) <= 1e-5, label
+    assert not any("attention" in run.label for run in prepare(*small()[:2], "torch", small()[2]))
 
 
 def test_what_the_digits_do_not_take_is_said():
