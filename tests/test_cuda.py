@@ -232,7 +232,7 @@ def test_layers_that_no_batch_gives_to_default_keep_their_class(x, w, window, ma
 @pytest.mark.parametrize(
     "operation",
     [
-        "conv2d", "linear", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu",
+        "attention", "conv2d", "linear", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu",
         "batch_norm", "group_norm", "layer_norm", "rms_norm",
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ai3_ops import registry
 from ai3_ops._torch import OpOverload
-from ai3_ops.calls.call import Call
+from ai3_ops.calls.call import UNMEASURED, Call
 from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import fast_in
 from ai3_ops.operations import base, multihead, of_transformers, patterns, windows
@@ -564,7 +564,8 @@ class AttentionStep(Step):
         usual: Callable[..., Tensor] = _sdpa
         if softcap:
             own = torch.ops.ai3
-            usual = own.attention_math.default if input.dtype == torch.float64 else own.attention_flash.default
+            exact = input.dtype == torch.float64 or input.is_cuda  # where flash has no softcap
+            usual = own.attention_math.default if exact else own.attention_flash.default
         function, capped = computed("attention", usual, algorithm, input), {"softcap": softcap} if softcap else {}
         return function(input, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=grouped, **capped)
 
@@ -706,6 +707,12 @@ class AttentionCall(Call):
             and queries >= _QUERIES
             and heads * queries * keys >= _SCORES
         )
+
+    def why_sizes_left(self, like: Tensor, heads: int, queries: int, keys: int) -> str:
+        """Why PyTorch has the faster call, "" where it has not."""
+        if self.gains_sizes(like, heads, queries, keys):
+            return ""
+        return UNMEASURED if like.is_cuda else self.why_left
 
     @property
     def is_free(self) -> bool:

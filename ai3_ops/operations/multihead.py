@@ -114,4 +114,4 @@ def _left(m: Any, call: Any, query: Tensor, key: Tensor, value: Tensor, need_wei
         return "PyTorch is faster where the weights are asked for"
     length, keys = (t.shape[1 if m.batch_first and batched else 0] for t in (query, key))
     batch = query.shape[0 if m.batch_first else 1] if batched else 1
-    return "" if call.gains_sizes(query, batch * m.num_heads, length, keys) else call.why_left
+    return call.why_sizes_left(query, batch * m.num_heads, length, keys)

@@ -84,4 +84,4 @@ def _left(call: Any, input: Tensor, bias: Tensor, heads: int, window: int) -> st
     """Why torchvision's function computes a call of `default`, "" where that does not."""
     if torch.is_grad_enabled() and bias.requires_grad:
         return "PyTorch is faster where a bias is trained"
-    return "" if call.gains_sizes(input, heads, window, window) else call.why_left
+    return call.why_sizes_left(input, heads, window, window)

@@ -80,7 +80,7 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
     call = AttentionCall()
     call.choose(algorithm)  # ValueError where it does not exist
     call.strict = algorithm.name != "default"
-    own = "flash" if algorithm.name == "default" else algorithm.name  # computes what PyTorch's function does not
+    own = None if algorithm.name == "default" else algorithm.name
 
     def attention(
         module: Any,
@@ -117,7 +117,8 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
         if s_aux is not None:
             options["sinks"] = s_aux.to(query.dtype)
         if options:
-            operator: Any = operator_named(f"attention_{own}")
+            # Of `default`, what computes more than PyTorch's function does.
+            operator: Any = operator_named(f"attention_{own or ('math' if query.is_cuda else 'flash')}")
             output = operator(
                 query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped,
                 **(algorithm.parameters | options),

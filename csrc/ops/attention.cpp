@@ -48,8 +48,11 @@ int64_t size_at(const Tensor& t, int64_t d) { return d < t.dim() ? t.size(t.dim(
 int64_t stride_at(const Tensor& t, int64_t d) { return size_at(t, d) == 1 ? 0 : t.stride(t.dim() - 1 - d); }
 AttentionStrides strides_of(const Tensor& t) { return {stride_at(t, 4), stride_at(t, 3), stride_at(t, 2), stride_at(t, 1)}; }
 
-// t, or a copy whose rows are contiguous.
-Tensor with_rows(const Tensor& t) { return size_at(t, 0) <= 1 || t.stride(t.dim() - 1) == 1 ? t : as_contiguous(t); }
+// t, or a copy whose rows are contiguous and, as cuBLAS needs them, apart.
+Tensor with_rows(const Tensor& t) {
+  const bool apart = !t.is_cuda() || size_at(t, 1) <= 1 || stride_at(t, 1) >= size_at(t, 0);
+  return apart && (size_at(t, 0) <= 1 || t.stride(t.dim() - 1) == 1) ? t : as_contiguous(t);
+}
 
 // Those that an algorithm has, by their names.
 void read_parameters(const Entry& entry, AttentionProblem& p) {

@@ -9,15 +9,7 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-enum Own { key_projection, value_projection };
-
-bool linformer_supports(const AttentionProblem& p, Reason& reason) {
-  const Parameters& own = p.parameters;
-  if (!own.flag(key_projection) || !own.flag(value_projection))
-    return refuse(reason, "needs key_projection and value_projection");
-  if (p.causal || p.has_mask) return refuse(reason, "takes no attn_mask and no is_causal: projected keys have no places");
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
-}
+constexpr int key_projection = Linear::key_projection, value_projection = Linear::value_projection;
 
 // Attention itself is computed in the accumulator's type, in which the projected rows are.
 template <class T>
@@ -281,7 +273,7 @@ void linformer_backward(const AttentionProblem& p, const AttentionGradients& m, 
   });
 }
 
-AI3_ALGORITHM(attention, linformer, .accuracy = Accuracy::approximate, .supports = linformer_supports,
+AI3_ALGORITHM(attention, linformer, .accuracy = Accuracy::approximate, .supports = projections_fit,
               .workspace = linformer_workspace, .gradients = linformer_gradients, .backward = linformer_backward,
               .backward_workspace = linformer_backward_workspace, .parameters = "Tensor key_projection, Tensor value_projection")
 

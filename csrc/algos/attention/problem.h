@@ -71,6 +71,55 @@ AI3_INLINE auto value_of(const AttentionProblem& p) {
                     p.dropout, p.causal, p.has_mask, p.mask_dtype, p.rel_width, p.projected, p.parameters);
 }
 
+// Of algorithms with AI3_ATTENTION_PARAMETERS.
+AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
+  const Parameters& own = p.parameters;
+  const auto left = static_cast<long long>(own.whole(Dense::window_left)),
+             right = static_cast<long long>(own.whole(Dense::window_right));
+  const double softcap = own.real(Dense::softcap);
+  if (left < -1 || right < -1) return refuse(reason, "needs windows from -1 (open), got %lld and %lld", left, right);
+  if (!(softcap >= 0 && softcap < __builtin_inf())) return refuse(reason, "needs softcap from 0, got %g", softcap);
+  return own.flag(Dense::rel_h) == own.flag(Dense::rel_w) || refuse(reason, "needs both of rel_h and rel_w, or neither");
+}
+
+// Of linformer, and the places of its parameters.
+struct Linear {
+  enum Place { key_projection, value_projection };
+};
+AI3_INLINE bool projections_fit(const AttentionProblem& p, Reason& reason) {
+  const Parameters& own = p.parameters;
+  if (!own.flag(Linear::key_projection) || !own.flag(Linear::value_projection))
+    return refuse(reason, "needs key_projection and value_projection");
+  if (p.causal || p.has_mask) return refuse(reason, "takes no attn_mask and no is_causal: projected keys have no places");
+  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+}
+
+// How an operand of an algorithm's own lies, of so many dimensions after those of batches and heads.
+AI3_INLINE int64_t stride_of(const Operand& t, int64_t from_last) {
+  const int64_t d = t.rank - 1 - from_last;
+  return d < 0 || t.sizes[d] == 1 ? 0 : t.strides[d];
+}
+AI3_INLINE AttentionStrides strides_of(const Operand& t, int64_t after) {
+  return {stride_of(t, after + 2), stride_of(t, after + 1), stride_of(t, after), stride_of(t, after - 1)};
+}
+
+// The random numbers of docs/algorithms/attention/bigbird.md.
+AI3_INLINE constexpr uint64_t random_bits(uint64_t state, int64_t number) {
+  uint64_t x = state + 0x9e3779b97f4a7c15u * (static_cast<uint64_t>(number) + 1);
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+// What dropout keeps: weights whose 24 bits are no less than dropout_least (docs/attention.md). They depend on the seed and the
+// query, of which `low` and `high` are random_bits(seed, query), and on the key.
+AI3_INLINE constexpr uint32_t dropout_bits(uint32_t low, uint32_t high, uint32_t key) {
+  uint32_t x = low + key * 0x9e3779b9u;
+  x = (x ^ x >> 16) * 0x7feb352du ^ high;
+  x = (x ^ x >> 15) * 0x846ca68bu;
+  return (x ^ x >> 16) >> 8;
+}
+AI3_INLINE uint32_t dropout_least(double dropout) { return static_cast<uint32_t>(__builtin_ceil(dropout * (1 << 24))); }
+
 namespace problem_of {
 using attention = AttentionProblem;
 }  // namespace problem_of

@@ -7,17 +7,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-// Of algorithms with AI3_ATTENTION_PARAMETERS.
-AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
-  const Parameters& own = p.parameters;
-  const auto left = static_cast<long long>(own.whole(Dense::window_left)),
-             right = static_cast<long long>(own.whole(Dense::window_right));
-  const double softcap = own.real(Dense::softcap);
-  if (left < -1 || right < -1) return refuse(reason, "needs windows from -1 (open), got %lld and %lld", left, right);
-  if (!(softcap >= 0 && softcap < __builtin_inf())) return refuse(reason, "needs softcap from 0, got %g", softcap);
-  return own.flag(Dense::rel_h) == own.flag(Dense::rel_w) || refuse(reason, "needs both of rel_h and rel_w, or neither");
-}
-
 template <class A>
 inline constexpr A kHidden = static_cast<A>(-__builtin_inf());
 
@@ -32,15 +21,6 @@ struct HeadAt {
   AI3_INLINE int64_t of(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + head * s.head; }
   AI3_INLINE int64_t of_kv(const AttentionStrides& s) const { return outer * s.outer + batch * s.batch + kv_head * s.head; }
 };
-
-// How an operand of an algorithm's own lies, of so many dimensions after those of batches and heads.
-AI3_INLINE int64_t stride_of(const Operand& t, int64_t from_last) {
-  const int64_t d = t.rank - 1 - from_last;
-  return d < 0 || t.sizes[d] == 1 ? 0 : t.strides[d];
-}
-AI3_INLINE AttentionStrides strides_of(const Operand& t, int64_t after) {
-  return {stride_of(t, after + 2), stride_of(t, after + 1), stride_of(t, after), stride_of(t, after - 1)};
-}
 
 // The problem of one head, with as many keys as its batch has.
 AI3_INLINE AttentionProblem of_head(const AttentionProblem& p, const Operand* own, const HeadAt& at) {
@@ -216,13 +196,6 @@ struct Positions {
   }
 };
 
-// The random numbers of docs/algorithms/attention/bigbird.md.
-AI3_INLINE uint64_t random_bits(uint64_t state, int64_t number) {
-  uint64_t x = state + 0x9e3779b97f4a7c15u * (static_cast<uint64_t>(number) + 1);
-  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-  return x ^ x >> 31;
-}
 // Which weights dropout keeps, by 24 random bits for each that depend on the seed and its place alone (docs/attention.md), so
 // that every pass finds the same ones: what a weight is multiplied by, 0 or the factor.
 template <class A>
@@ -231,7 +204,7 @@ class Dropout {
   AI3_INLINE Dropout(const AttentionProblem& p, const Operand& seed)
       : used_(p.dropout > 0),
         seed_(used_ ? static_cast<uint64_t>(*seed.read<int64_t>()) : 0),
-        least_(static_cast<uint32_t>(__builtin_ceil(p.dropout * (1 << 24)))),
+        least_(dropout_least(p.dropout)),
         factor_(static_cast<A>(1 / (1 - p.dropout))) {}
   AI3_INLINE explicit operator bool() const { return used_; }
   // Of a query, counted over all heads and batches, and `keys` keys.
@@ -254,11 +227,7 @@ class Dropout {
 
  private:
   AI3_INLINE A multiplier(uint32_t low, uint32_t high, uint32_t key) const {
-    uint32_t x = low + key * 0x9e3779b9u;
-    x = (x ^ x >> 16) * 0x7feb352du ^ high;
-    x = (x ^ x >> 15) * 0x846ca68bu;
-    x ^= x >> 16;
-    return x >> 8 >= least_ ? factor_ : A(0);
+    return dropout_bits(low, high, key) >= least_ ? factor_ : A(0);
   }
   bool used_;
   uint64_t seed_;

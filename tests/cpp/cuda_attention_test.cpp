@@ -1,0 +1,413 @@
+// csrc/cuda/attention, with all that its operators take, forward and backward, against the CPU's kernels in float64: masks,
+// windows, what is added to scores, dropout, tensors that lie as models have them.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "cublas_v2.h"
+#include "run.h"
+
+namespace {
+using namespace ai3;
+
+const Algorithm<AttentionProblem>& named(const std::string& level, const char* name) {
+  const AlgorithmInfo* info = algorithm(level, "attention", name);
+  if (!info) throw std::runtime_error("no kernel attention_" + std::string(name) + " of level " + level);
+  return *reinterpret_cast<const Algorithm<AttentionProblem>*>(info);
+}
+const Algorithm<AttentionProblem>& on_cuda() { return named("cuda", "math"); }
+
+enum class Mask { none, boolean, of_query, of_float };
+struct Shape {
+  int64_t outer, batch, heads, kv_heads, queries, keys, size, value_size;
+};
+struct Case {
+  const char* name;
+  Shape shape;
+  bool causal = false, lower_right = false;
+  int64_t left = -1, right = -1;
+  double softcap = 0, dropout = 0;
+  bool sinks = false, slopes = false, lengths = false;
+  int64_t width = 0;      // of rel_w
+  int64_t projected = 0;  // rows that linformer makes of the keys, by projections that its heads share or not
+  bool shared = false;
+  Mask mask = Mask::none;
+  bool heads_inside = false;  // (N, L, H, E) in memory
+};
+// What an element of the mask hides: one in three, all of the second query, and the fourth key from all.
+bool hides(const Case& c, int64_t i) { return i % 3 == 0 || i / c.shape.keys % c.shape.queries == 1 || i % c.shape.keys == 3; }
+const Case cases[] = {
+    {.name = "plain", .shape = {1, 2, 2, 2, 3, 9, 8, 6}},
+    {.name = "grouped", .shape = {1, 1, 6, 2, 3, 33, 16, 16}},
+    {.name = "grouped heads inside", .shape = {1, 2, 4, 2, 3, 33, 16, 16}, .heads_inside = true},
+    {.name = "five dimensions", .shape = {2, 2, 2, 1, 3, 5, 4, 4}, .causal = true},
+    {.name = "causal, fewer keys", .shape = {1, 1, 2, 2, 7, 5, 8, 8}, .causal = true},
+    {.name = "lower right", .shape = {1, 1, 2, 2, 5, 19, 8, 8}, .lower_right = true},
+    {.name = "lower right, fewer keys", .shape = {1, 1, 2, 2, 7, 5, 8, 8}, .lower_right = true},
+    {.name = "window", .shape = {1, 1, 1, 1, 9, 150, 8, 8}, .left = 3, .right = 131},
+    {.name = "window behind alone", .shape = {1, 1, 2, 1, 9, 7, 8, 8}, .left = 0},
+    {.name = "boolean mask", .shape = {1, 2, 2, 2, 4, 35, 8, 8}, .mask = Mask::boolean},
+    {.name = "mask of the query's type", .shape = {1, 2, 2, 1, 4, 35, 8, 9}, .mask = Mask::of_query},
+    {.name = "mask of float32", .shape = {2, 2, 2, 2, 3, 7, 8, 9}, .mask = Mask::of_float, .heads_inside = true},
+    {.name = "softcap", .shape = {1, 1, 2, 2, 4, 13, 8, 8}, .softcap = 1.5},
+    {.name = "sinks", .shape = {1, 2, 2, 1, 3, 13, 8, 8}, .causal = true, .sinks = true},
+    {.name = "alibi", .shape = {1, 2, 2, 1, 3, 13, 8, 8}, .lower_right = true, .slopes = true},
+    {.name = "lengths", .shape = {1, 3, 2, 2, 3, 13, 8, 8}, .lower_right = true, .lengths = true},
+    {.name = "positions", .shape = {1, 2, 2, 2, 3, 12, 8, 8}, .width = 3},
+    {.name = "dropout", .shape = {1, 2, 2, 1, 4, 31, 8, 8}, .dropout = 0.3, .mask = Mask::boolean},
+    {.name = "all",
+     .shape = {1, 2, 4, 2, 4, 12, 8, 5},
+     .lower_right = true,
+     .left = 8,
+     .softcap = 2.0,
+     .dropout = 0.2,
+     .sinks = true,
+     .slopes = true,
+     .lengths = true,
+     .width = 4,
+     .mask = Mask::of_query,
+     .heads_inside = true},
+};
+
+// What the CPU's kernels compute in: float64, but where those were not built.
+constexpr DType kWide = AI3_KERNELS_OF_FLOAT32 ? DType::f32 : DType::f64;
+
+// A tensor of (outer, batch, heads, rows, size), or of some of those dimensions, in a storage type and in kWide.
+struct Tensor {
+  std::vector<int64_t> sizes = {}, strides = {};
+  DType dtype = DType::f32;
+  std::unique_ptr<Guarded> memory = nullptr, wide_memory = nullptr;
+  Operand operand(bool wide) const {
+    if (!memory) return {};
+    Operand o = (wide ? wide_memory : memory)->as<char>();
+    o.sizes = sizes.data(), o.strides = strides.data(), o.rank = static_cast<int32_t>(sizes.size());
+    o.dtype = wide ? kWide : dtype;
+    return o;
+  }
+};
+int64_t product(const std::vector<int64_t>& sizes) {
+  int64_t n = 1;
+  for (const int64_t size : sizes) n *= size;
+  return n;
+}
+Tensor made(DType dtype, std::vector<int64_t> sizes, const std::function<double(int64_t)>& value, bool heads_inside = false) {
+  Tensor t{.sizes = sizes, .strides = std::vector<int64_t>(sizes.size()), .dtype = dtype};
+  std::vector<size_t> order(sizes.size());
+  for (size_t d = 0; d < order.size(); d++) order[d] = d;
+  if (heads_inside) std::swap(order[order.size() - 2], order[order.size() - 3]);
+  int64_t next = 1;
+  for (size_t d = order.size(); d-- > 0; next *= sizes[order[d]]) t.strides[order[d]] = next;
+  const int64_t count = product(sizes);
+  t.memory = std::make_unique<Guarded>(count * size_of(dtype), Flush::end);
+  t.wide_memory = std::make_unique<Guarded>(count * size_of(kWide), Flush::end);
+  for (int64_t i = 0; i < count; i++) {
+    put(dtype, t.memory->as<char>(), i, value(i));
+    put(kWide, t.wide_memory->as<char>(), i, get(dtype, t.memory->as<char>(), i));
+  }
+  return t;
+}
+AttentionStrides strides_of(const Tensor& t) {
+  return {t.sizes[0] == 1 ? 0 : t.strides[0], t.sizes[1] == 1 ? 0 : t.strides[1], t.sizes[2] == 1 ? 0 : t.strides[2],
+          t.sizes[3] == 1 ? 0 : t.strides[3]};
+}
+
+// One call's tensors and problem; `wide`: in kWide.
+struct Call {
+  Case of;
+  DType dtype;
+  AttentionProblem p{};
+  Tensor query, key, value, gradient, mask, own[Parameters::kAtMost];
+  std::vector<uint8_t> booleans;
+  std::vector<int64_t> lengths, lengths_sizes, lengths_strides;
+  int64_t seed = 12345;
+
+  Call(const Case& c, DType type) : of(c), dtype(type) {
+    size_t next = 0;
+    auto drawn_value = [&, &all = drawn(Values::reals)](int64_t) { return all[next++ % all.size()]; };
+    auto tensor = [&](int64_t heads, int64_t rows, int64_t size) {
+      return made(dtype, {c.shape.outer, c.shape.batch, heads, rows, size}, drawn_value, c.heads_inside);
+    };
+    query = tensor(c.shape.heads, c.shape.queries, c.shape.size), key = tensor(c.shape.kv_heads, c.shape.keys, c.shape.size);
+    value = tensor(c.shape.kv_heads, c.shape.keys, c.shape.value_size),
+    gradient = tensor(c.shape.heads, c.shape.queries, c.shape.value_size);
+    p.threads = 1, p.outer = c.shape.outer, p.batch = c.shape.batch, p.heads = c.shape.heads, p.kv_heads = c.shape.kv_heads,
+    p.queries = c.shape.queries;
+    p.keys = c.shape.keys, p.size = c.shape.size, p.value_size = c.shape.value_size, p.scale = 0.4, p.dropout = c.dropout,
+    p.causal = c.causal;
+    p.lower_right = c.lower_right, p.window_left = c.left, p.window_right = c.right, p.softcap = c.softcap;
+    p.query_at = strides_of(query), p.key_at = strides_of(key), p.value_at = strides_of(value),
+    p.output_at = strides_of(gradient);
+    int64_t* const given = p.parameters.values;
+    given[Dense::window_left] = c.left, given[Dense::window_right] = c.right, given[Dense::causal_lower_right] = c.lower_right;
+    std::memcpy(given + Dense::softcap, &c.softcap, sizeof(c.softcap));
+    auto set = [&](Dense::Place place, std::vector<int64_t> sizes, double scale) {
+      own[place] = made(dtype, std::move(sizes), [&](int64_t i) { return scale * drawn_value(i); });
+      given[place] = 1;
+    };
+    if (c.sinks) set(Dense::sinks, {c.shape.heads}, 1);
+    if (c.slopes) set(Dense::alibi_slopes, {c.shape.heads}, 0.2);
+    if (c.width) {
+      set(Dense::rel_h, {c.shape.outer, c.shape.batch, c.shape.heads, c.shape.queries, c.shape.keys / c.width}, 1);
+      set(Dense::rel_w, {c.shape.outer, c.shape.batch, c.shape.heads, c.shape.queries, c.width}, 1);
+      p.rel_width = c.width;
+    }
+    if (c.projected) {
+      std::vector<int64_t> sizes{c.shape.kv_heads, c.projected, c.shape.keys};
+      if (c.shared) sizes.erase(sizes.begin());
+      std::fill(std::begin(p.parameters.values), std::end(p.parameters.values), 0), p.projected = c.projected;
+      for (const int place : {Linear::key_projection, Linear::value_projection})
+        set(static_cast<Dense::Place>(place), sizes, 0.3);
+    }
+    if (c.lengths) {
+      for (int64_t i = 0; i < c.shape.outer * c.shape.batch; i++)
+        lengths.push_back(i == 1 ? c.shape.keys : i == 0 ? c.shape.keys - 4 : 0);
+      lengths_sizes = {c.shape.outer, c.shape.batch}, lengths_strides = {c.shape.batch, 1}, given[Dense::key_lengths] = 1;
+    }
+    if (c.mask == Mask::none) return;
+    // One for all heads.
+    const std::vector<int64_t> sizes{c.shape.outer, c.shape.batch, 1, c.shape.queries, c.shape.keys};
+    p.has_mask = true;
+    if (c.mask == Mask::boolean) {
+      for (int64_t i = 0; i < product(sizes); i++) booleans.push_back(!hides(c, i));
+      mask = made(DType::f32, sizes, [](int64_t) { return 0; }), p.mask_dtype = DType::boolean;
+    } else {
+      p.mask_dtype = c.mask == Mask::of_query ? dtype : DType::f32;
+      mask = made(p.mask_dtype, sizes, [&](int64_t i) { return hides(c, i) ? -INFINITY : drawn_value(i); });
+    }
+    p.mask_at = strides_of(mask), p.mask_column = 1;
+  }
+  AttentionProblem problem(bool wide) const {
+    AttentionProblem q = p;
+    q.dtype = wide ? kWide : dtype;
+    if (wide && p.has_mask && p.mask_dtype != DType::boolean) q.mask_dtype = kWide;
+    return q;
+  }
+  template <class Operands>
+  void give(Operands& m, bool wide) const {
+    m.query = query.operand(wide), m.key = key.operand(wide), m.value = value.operand(wide);
+    m.mask = booleans.empty() ? mask.operand(wide) : Operand(booleans.data());
+    m.dropout_seed = &seed;
+    for (int i = 0; i < Parameters::kAtMost; i++) m.own[i] = own[i].operand(wide);
+    if (!lengths.empty()) {
+      m.own[Dense::key_lengths] = lengths.data();
+      m.own[Dense::key_lengths].sizes = lengths_sizes.data(), m.own[Dense::key_lengths].strides = lengths_strides.data();
+      m.own[Dense::key_lengths].rank = 2;
+    }
+  }
+};
+
+// What a call makes, as numbers: elements lie as they do in memory.
+using Numbers = std::vector<double>;
+Numbers numbers(DType dtype, const Guarded& memory, int64_t count) {
+  Numbers all(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; i++) all[static_cast<size_t>(i)] = get(dtype, memory.as<char>(), i);
+  return all;
+}
+struct Results {
+  Numbers output, logsumexp;
+  std::vector<std::pair<std::string, Numbers>> gradients;
+};
+Results results(const Algorithm<AttentionProblem>& a, const Call& call, bool wide, bool gradients = true) {
+  const AttentionProblem p = call.problem(wide);
+  std::snprintf(current_case, sizeof(current_case), "%s %s %s", a.info.level, call.of.name, name_of(p.dtype));
+  Reason reason{};
+  if (!a.traits.supports(p, reason)) throw std::runtime_error(reason.text);
+  const DType accumulator = p.dtype == DType::f64 ? DType::f64 : DType::f32;
+  const int64_t rows = p.outer * p.batch * p.heads * p.queries, outputs = rows * p.value_size;
+  const Guarded y(outputs * size_of(p.dtype), Flush::end), sums(rows * size_of(accumulator), Flush::end);
+  auto run = [&](int64_t bytes, const auto& body) {
+    EXPECT_EQ(bytes % piece_of(a), 0);
+    const Guarded scratch(bytes, Flush::end);
+    Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+    body(workspace);
+    EXPECT_LE(workspace.used, bytes);
+  };
+  AttentionOperands m;
+  call.give(m, wide);
+  m.output = y.as<char>(), m.logsumexp = sums.as<char>();
+  run(a.traits.workspace(p), [&](Workspace& workspace) { a.run(p, m, workspace); });
+  Results r{numbers(p.dtype, y, outputs), numbers(accumulator, sums, rows), {}};
+  if (!gradients) return r;
+  AttentionGradients g;
+  call.give(g, wide);
+  g.grad_output = call.gradient.operand(wide), g.output = y.as<char>(), g.logsumexp = sums.as<char>();
+  std::vector<std::unique_ptr<Guarded>> memory;
+  std::vector<std::pair<std::string, int64_t>> wanted;
+  auto want = [&](Operand& to, const std::string& name, const Tensor& like) {
+    if (!like.memory) return;
+    wanted.emplace_back(name, product(like.sizes));
+    to = memory.emplace_back(std::make_unique<Guarded>(wanted.back().second * size_of(p.dtype), Flush::end))->as<char>();
+  };
+  want(g.grad_query, "query", call.query), want(g.grad_key, "key", call.key), want(g.grad_value, "value", call.value);
+  for (int place = 0; place < Parameters::kAtMost; place++)
+    want(g.grad_own[place], "parameter " + std::to_string(place), call.own[place]);
+  run(a.traits.backward_workspace(p, g), [&](Workspace& workspace) { a.traits.backward(p, g, workspace); });
+  for (size_t i = 0; i < wanted.size(); i++)
+    r.gradients.emplace_back(wanted[i].first, numbers(p.dtype, *memory[i], wanted[i].second));
+  return r;
+}
+
+void expect_near(const Numbers& got, const Numbers& expected, double limit, const std::string& what) {
+  double largest = 0;
+  for (const double v : expected) largest = std::fmax(largest, std::isfinite(v) ? std::fabs(v) : 0);
+  ASSERT_EQ(got.size(), expected.size());
+  for (size_t i = 0; i < got.size(); i++) {
+    if (std::isfinite(expected[i]))
+      ASSERT_LE(std::fabs(got[i] - expected[i]), limit * largest) << what << " " << i << ": " << got[i] << ", " << expected[i];
+    else
+      ASSERT_TRUE(got[i] == expected[i] || (std::isnan(got[i]) && std::isnan(expected[i])))
+          << what << " " << i << ": " << got[i] << ", " << expected[i];
+  }
+}
+
+constexpr DType dtypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
+
+void compare(const Case& c, const char* by, const char* on_cpu) {
+  for (const DType dtype : dtypes) {
+    SCOPED_TRACE(std::string(c.name) + " " + name_of(dtype));
+    const Call call(c, dtype);
+    const Results got = results(named("cuda", by), call, false),
+                  expected = results(named(usable_levels().back(), on_cpu), call, true);
+    const double rounding = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0;
+    const double limit = dtype == DType::f64 && kWide == DType::f64 ? 1e-13 : 4e-6;
+    expect_near(got.output, expected.output, limit + rounding, "output");
+    expect_near(got.logsumexp, expected.logsumexp, limit, "logsumexp");
+    ASSERT_EQ(got.gradients.size(), expected.gradients.size());
+    for (size_t i = 0; i < got.gradients.size(); i++)  // of an output that was rounded
+      expect_near(got.gradients[i].second, expected.gradients[i].second, 10 * limit + 8 * rounding, got.gradients[i].first);
+  }
+}
+TEST(CudaAttention, MathIsTheCpusInEveryCase) {
+  for (const Case& c : cases) compare(c, "math", "flash");
+}
+TEST(CudaAttention, LinformerIsTheCpusInEveryCase) {
+  for (const Case& c : {Case{.name = "one projection", .shape = {1, 2, 2, 2, 3, 9, 8, 6}, .projected = 3, .shared = true},
+                        {.name = "one for each head", .shape = {2, 2, 2, 2, 2, 33, 8, 8}, .projected = 7},
+                        {.name = "heads inside", .shape = {1, 2, 4, 2, 2, 20, 8, 9}, .projected = 6, .heads_inside = true},
+                        {.name = "shared by heads inside",
+                        .shape = {1, 2, 4, 2, 2, 20, 8, 9},
+                        .projected = 2,
+                        .shared = true,
+                        .heads_inside = true}})
+    compare(c, "linformer", "linformer");
+}
+
+// Of what no query sees; and what some see comes out there alone.
+TEST(CudaAttention, HiddenKeysAndValuesMayBeAnything) {
+  for (const Case& c : cases)
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      if (c.mask == Mask::none && !c.lengths) continue;
+      SCOPED_TRACE(std::string(c.name) + " " + name_of(dtype));
+      Call call(c, dtype);
+      const Results before = results(on_cuda(), call, false);
+      const bool masked = c.mask != Mask::none;
+      for (Tensor* t : {&call.key, &call.value}) {
+        const bool of_keys = t == &call.key;
+        for (int64_t o = 0; o < c.shape.outer; o++)
+          for (int64_t b = 0; b < c.shape.batch; b++)
+            for (int64_t h = 0; h < c.shape.kv_heads; h++)
+              for (int64_t j = 0; j < c.shape.keys; j++) {
+                bool seen = false;
+                for (int64_t i = 0; i < c.shape.queries; i++) {
+                  const int64_t at = ((o * c.shape.batch + b) * c.shape.queries + i) * c.shape.keys + j;
+                  seen |= !(masked && hides(c, at)) && !(c.lengths && j >= call.lengths[o * c.shape.batch + b]);
+                }
+                if (seen) continue;
+                for (int64_t e = 0; e < t->sizes[4]; e++)
+                  put(dtype, t->memory->as<char>(),
+                      o * t->strides[0] + b * t->strides[1] + h * t->strides[2] + j * t->strides[3] + e,
+                      (e + of_keys) % 2 ? NAN : INFINITY);
+              }
+      }
+      const Results after = results(on_cuda(), call, false);
+      EXPECT_EQ(before.output, after.output);
+      EXPECT_EQ(before.logsumexp, after.logsumexp);
+      for (size_t i = 0; i < before.gradients.size(); i++)
+        EXPECT_EQ(before.gradients[i].second, after.gradients[i].second) << before.gradients[i].first;
+    }
+}
+TEST(CudaAttention, WhatIsSeenComesOut) {
+  for (const bool lower_right : {false, true})
+    for (const DType dtype : dtypes) {
+      const Case c{.name = "causal", .shape = {1, 1, 2, 1, 6, 6, 4, 4}, .causal = true, .lower_right = lower_right};
+      Call call(c, dtype);
+      put(dtype, call.value.memory->as<char>(), 4 * 4 + 1, NAN);       // key 4
+      put(dtype, call.value.memory->as<char>(), 2 * 4 + 3, INFINITY);  // key 2
+      put(dtype, call.key.memory->as<char>(), 5 * 4, NAN);             // key 5
+      const Results r = results(on_cuda(), call, false);
+      for (int64_t i = 0; i < 12; i++)
+        for (int64_t e = 0; e < 4; e++) {
+          const double v = r.output[static_cast<size_t>(i * 4 + e)];
+          if (i % 6 == 5 || (i % 6 == 4 && e == 1))
+            EXPECT_TRUE(std::isnan(v)) << i << " " << e;
+          else if (i % 6 >= 2 && e == 3)
+            EXPECT_EQ(v, INFINITY) << i << " " << e;
+          else
+            EXPECT_TRUE(std::isfinite(v)) << i << " " << e;
+        }
+      const Numbers& of_query = r.gradients[0].second;  // a gradient of values that are not finite is that from there on
+      for (int64_t i = 0; i < 12; i++)
+        for (int64_t e = 0; e < 4; e++)
+          EXPECT_EQ(std::isfinite(of_query[static_cast<size_t>(i * 4 + e)]), i % 6 < 2) << i << " " << e;
+    }
+}
+
+TEST(CudaAttention, NoResultDependsOnTheOrderOfThreads) {
+  for (const Case& c : {cases[0], *std::prev(std::end(cases))}) {
+    const Call call(c, DType::f32);
+    const Results first = results(on_cuda(), call, false);
+    for (const unsigned seed : {1u, 2u}) {
+      fake::seed = seed;
+      const Results other = results(on_cuda(), call, false);
+      fake::seed = 0;
+      EXPECT_EQ(first.output, other.output) << c.name;
+      EXPECT_EQ(first.logsumexp, other.logsumexp) << c.name;
+      for (size_t i = 0; i < first.gradients.size(); i++)
+        EXPECT_EQ(first.gradients[i].second, other.gradients[i].second) << c.name << " " << first.gradients[i].first;
+    }
+  }
+}
+
+// Scores of many keys do not fit at once (4096 bytes here): batches, or some queries of one, go through.
+TEST(CudaAttention, ScoresStayBounded) {
+  AttentionProblem p = Call({.name = "many", .shape = {1, 8, 2, 2, 64, 100, 4, 4}}, DType::f32).problem(false);
+  const int64_t fixed = 1024;  // of cuBLAS
+  EXPECT_EQ(on_cuda().traits.workspace(p), fixed + round_up(2 * 100 * 4 * 5, 256));
+  p.queries = 1;
+  EXPECT_EQ(on_cuda().traits.workspace(p), fixed + round_up(2 * 100 * 4 * 5, 256));
+  p.keys = int64_t{1} << 20;
+  EXPECT_EQ(on_cuda().traits.workspace(p), fixed + 2 * (int64_t{1} << 20) * 4) << "one row of scores of each head at least";
+  p.keys = INT32_MAX, p.heads = p.kv_heads = int64_t{1} << 40;
+  EXPECT_EQ(on_cuda().traits.workspace(p), kOverflow) << "a product that wraps";
+}
+
+TEST(CudaAttention, OneProductServesEveryBatchAndHeadThatOneStrideLeadsTo) {
+  auto products = [](Case c) {
+    const Call call(c, DType::f32);
+    const int64_t before = fake::blas.products;
+    results(on_cuda(), call, false, false);
+    return fake::blas.products - before;
+  };
+  EXPECT_EQ(products({.name = "contiguous", .shape = {1, 3, 4, 4, 5, 8, 4, 4}}), 2);
+  EXPECT_EQ(products({.name = "heads inside", .shape = {1, 3, 4, 4, 5, 8, 4, 4}, .heads_inside = true}), 2 * 3);
+  EXPECT_EQ(products({.name = "grouped", .shape = {1, 3, 6, 2, 5, 8, 4, 4}}), 2 * 3)
+      << "the three heads of a group, or the six of keys";
+}
+
+TEST(CudaAttention, WithoutKeysTheOutputIsZeros) {
+  for (const bool sinks : {false, true}) {
+    const Call call({.name = "none", .shape = {1, 2, 2, 2, 3, 0, 4, 4}, .sinks = sinks}, DType::f32);
+    const Results r = results(on_cuda(), call, false, false);
+    for (const double v : r.output) EXPECT_EQ(v, 0);
+    for (size_t i = 0; i < r.logsumexp.size(); i++)
+      EXPECT_EQ(r.logsumexp[i],
+                sinks ? get(DType::f32, call.own[Dense::sinks].memory->as<char>(), static_cast<int64_t>(i / 3 % 2)) : -INFINITY);
+  }
+}
+
+}  // namespace
