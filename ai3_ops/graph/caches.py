@@ -89,6 +89,8 @@ def as_examples(
     if len(places) != 1 or isinstance(leaves[places[0]], Past) or not on_cpu:
         return args, kwargs
     own = pytree.tree_leaves(examples.copied(Inputs(args, kwargs)))
+    if own[places[0]] is leaves[places[0]]:  # it cannot be copied
+        return args, kwargs
     own[places[0]] = watched = _Watched(own[places[0]])
     called = pytree.tree_unflatten(own, spec)
     try:

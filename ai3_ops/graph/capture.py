@@ -249,6 +249,24 @@ def _any_batch(program: ExportedProgram) -> bool:
     return False
 
 
+def _holds_for_longer(program: ExportedProgram, cache: dict[Any, int]) -> bool:
+    """Whether the branches that were taken for a cache are those of longer ones; of shorter ones comparisons say it."""
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    sizes: list[Any] = [n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt)]
+    env = sizes[-1].node.shape_env
+    for guard in env.guards:
+        asked = env.replace(guard.expr)
+        if cache.keys().isdisjoint(asked.free_symbols) or _holds_for_any_batch(guard):
+            continue
+        longer = ({symbol: times * n + more for symbol, n in cache.items()} for times, more in _LONGER)
+        if not asked.free_symbols <= cache.keys() or not all(bool(asked.subs(own)) for own in longer):
+            return False
+    return True
+
+
+_LONGER = (2, 1), (3, 1), (8, 5), (1000, 0), (1000, 7)  # as many times the example's, and some more
+
+
 def _holds_for_any_batch(guard: Any) -> bool:
     """Whether a condition says no more than that two sizes are one, or is an operator's own: of cuDNN, on CUDA, up to which size.
 
@@ -387,6 +405,11 @@ def _network(
     if not functionalize(graph):
         raise _NotPlain("it writes in place what is read elsewhere")
     own = {} if update is None else update.lengths(program)
+    if update is not None:
+        if any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(update.given)):
+            raise Uncapturable("it gives sizes to its cache")
+        if own and not _holds_for_longer(program, own):
+            raise Uncapturable("how long the cache is decides what is computed")
     sizes, out_spec = _Sizes(inputs, dynamic, graph, own), program.call_spec.out_spec
     if update is not None:
         out_spec = update.out_spec

@@ -34,14 +34,15 @@ class Lengths:
     inputs: tuple[tuple[Any, ...], ...]  # of each, its dimensions but the first: numbers, or lengths by their symbols
     conditions: tuple[Any, ...]  # of these
 
-    def hold(self, leaves: Sequence[Any]) -> bool:
-        """Whether inputs have such sizes."""
+    def of(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int] | None:
+        """The lengths of inputs of these sizes, () of what is no tensor; None where the graph does not hold for them."""
         found: dict[Any, int] = {}
-        for x, sizes in zip(leaves, self.inputs, strict=True):
-            for own, size in zip(x.shape[1:] if isinstance(x, Tensor) else (), sizes, strict=True):
+        for given, sizes in zip(shapes, self.inputs, strict=True):
+            for own, size in zip(given[1:], sizes, strict=True):
                 if own != (size if isinstance(size, int) else found.setdefault(size, own)):
-                    return False
-        return min(found.values(), default=0) > 1 and all(map(bool, (c.subs(found) for c in self.conditions)))
+                    return None
+        holds = min(found.values(), default=0) > 1 and all(map(bool, (c.subs(found) for c in self.conditions)))
+        return {str(symbol): length for symbol, length in found.items()} if holds else None
 
 
 class Mistake(RuntimeError):

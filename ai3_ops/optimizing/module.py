@@ -30,7 +30,7 @@ from ai3_ops._torch import (
     without_autocast,
 )
 from ai3_ops.explaining.report import OptimizeReport
-from ai3_ops.graph.caches import as_examples, as_long, is_cache
+from ai3_ops.graph.caches import Past, as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference, flat
 from ai3_ops.graph.state import copied, hooks_of, others
@@ -44,7 +44,7 @@ from ai3_ops.programs.program import Program
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be the first plan's
-COMPARED = 2  # other sizes, after which those that the capture left open are not compared any more
+COMPARED = 2  # other sizes of each length that the capture left open, after which they are not compared any more
 PLAN_SECONDS = (
     1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
 )
@@ -76,7 +76,7 @@ class Optimized(nn.Module):
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
-        self._ai3_compared = 0  # other sizes, with the original
+        self._ai3_compared: dict[str, int] = {}  # how many sizes of each open length were, with the original
         self._ai3_asked = False  # for plans, by further examples: they are made however long it takes
         self._ai3_first: Plan | None = None
         self._ai3_shown: list[Any] = []  # the first example's sizes,
@@ -160,7 +160,7 @@ class Optimized(nn.Module):
         return state | {
             "_ai3_first": None,
             "_ai3_plans": {key: number[id(plan)] for key, plan in by_key.items()},
-            "_ai3_container": ([replace(plan, body=None, lengths=None) for plan in plans], sealed),
+            "_ai3_container": ([replace(plan, body=None) for plan in plans], sealed),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -294,18 +294,31 @@ class Optimized(nn.Module):
             raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
         key = _key(leaves, self._ai3_first.dynamic)
         key = (form, key) if form else key
+        cached = any(map(is_cache, leaves))
+        unequal = self._ai3_first.dynamic and len({x.shape[:1] for x in leaves if isinstance(x, Tensor)}) > 1
+        if not form and not cached and not unequal and self._takes(leaves):
+            self._keep(key, self._ai3_first)
+            return self._ai3_first
         with _planning:
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
+            costly = self._ai3_first.seconds > self._ai3_patience and not self._ai3_asked
+            if cached and costly:  # prompts of any length come once each: nothing is kept of them
+                self._warn_of_sizes(what)
+                return None
             args, kwargs = as_examples(self._ai3_original[0], args, kwargs)  # a cache stays as it is
             leaves = pytree.tree_leaves((args, kwargs))
+            if any(
+                is_cache(x) and not isinstance(x, Past) for x in leaves
+            ):  # what is called more than once would change it
+                return None
             if not form and not self._ai3_asked and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
                 if self._tells("batch"):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
                 return None
-            if not form and (self._takes(leaves) or self._computes(args, kwargs)):
+            if not form and not unequal and self._computes(args, kwargs):
                 self._keep(key, self._ai3_first)
                 return self._ai3_first
             try:
@@ -315,15 +328,9 @@ class Optimized(nn.Module):
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise
             left = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
-            if self._ai3_first.seconds > self._ai3_patience and not self._ai3_asked:
+            if costly:
                 plan = left
-                if self._tells("sizes"):
-                    what = f"{self._ai3_report.parts[0].name or 'the model'} was {what}"
-                    warnings.warn(
-                        f"ai3_ops.optimize: {what}: its programs are for other sizes, and new ones would take longer than a call "
-                        "may: computed as by the original, not optimized; optimize for each that matters",
-                        stacklevel=5,
-                    )
+                self._warn_of_sizes(what)
             else:
                 try:
                     with torch.inference_mode(False), torch.no_grad(), without_autocast():
@@ -341,27 +348,48 @@ class Optimized(nn.Module):
             self._keep(key, plan)
             return plan
 
+    def _warn_of_sizes(self, what: str) -> None:
+        """Once."""
+        if self._tells("sizes"):
+            what = f"{self._ai3_report.parts[0].name or 'the model'} was {what}"
+            warnings.warn(
+                f"ai3_ops.optimize: {what}: its programs are for other sizes, and new ones would take longer than a call "
+                "may: computed as by the original, not optimized; optimize for each that matters",
+                stacklevel=6,
+            )
+
     def _keep(self, key: Any, plan: Plan) -> None:
-        """One more plan; the oldest of those that others take the place of goes, and the first stays."""
+        """One more plan; the oldest of those that others take the place of goes, one without a program first; the first stays."""
         first, plans = self._ai3_first, {**self._ai3_plans, key: plan}
         same = [k for k, other in plans.items() if other is first]
-        own = [k for k, other in plans.items() if other is not first]
+        own = sorted((k for k, other in plans.items() if other is not first), key=lambda k: plans[k].body is not None)
         for old in (*same[1 : len(same) - SIZES + 1], *own[: max(0, len(own) - self._ai3_most + 1)]):
             del plans[old]
         self._ai3_plans = plans
 
     def _takes(self, leaves: list[Any]) -> bool:
         """Whether they are of lengths that the first plan leaves open, after some of these were compared."""
-        lengths = None if self._ai3_first is None or self._ai3_compared < COMPARED else self._ai3_first.lengths
-        return lengths is not None and self._differs_in_sizes(leaves) and lengths.hold(leaves)
+        others = self._other_lengths(leaves) if self._differs_in_sizes(leaves) else {}
+        return bool(others) and all(self._ai3_compared.get(length, 0) >= COMPARED for length in others)
+
+    def _other_lengths(self, leaves: list[Any]) -> dict[str, bool]:
+        """Which open lengths differ from the example's, and whether by more than a factor; {} where the plan does not hold."""
+        lengths = self._ai3_first and self._ai3_first.lengths
+        if not lengths:
+            return {}
+        shown = lengths.of([x if isinstance(x, tuple) else () for x in self._ai3_shown])
+        found = lengths.of([tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves])
+        if shown is None or found is None:
+            return {}
+        return {name: n % shown[name] != 0 for name, n in found.items() if n != shown[name]}
 
     def _computes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the programs of the first plan compute other sizes, too: as a copy of the original does, on two inputs.
 
         Of a batch that is left open, on the first item.
         """
-        first = self._ai3_first
-        if first is None or first.body is None or not self._differs_in_sizes(pytree.tree_leaves((args, kwargs))):
+        first, leaves = self._ai3_first, pytree.tree_leaves((args, kwargs))
+        if first is None or first.body is None or not self._differs_in_sizes(leaves):
             return False
         worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (first.report.error or 0.0))
         copy, compared = copied(self._ai3_original[0], sharing=True), 0
@@ -386,7 +414,8 @@ class Optimized(nn.Module):
                 if not same:
                     return False
                 compared += 1
-        self._ai3_compared += compared > 0
+        for length, tells in self._other_lengths(leaves).items():  # a number left in may fit what is a multiple of it
+            self._ai3_compared[length] = self._ai3_compared.get(length, 0) + (compared > 0 and tells)
         return compared > 0
 
     def _differs_in_sizes(self, leaves: list[Any]) -> bool:
@@ -395,7 +424,7 @@ class Optimized(nn.Module):
         return len(leaves) == len(self._ai3_shown) and all(
             isinstance(shown, tuple) and len(x.shape) == len(shown) and x.dtype == next(types)
             if isinstance(x, Tensor)
-            else type(x) is type(shown) and repr(x) == repr(shown)
+            else (repr(x) == shown if is_cache(x) else type(x) is type(shown) and repr(x) == repr(shown))
             for x, shown in zip(leaves, self._ai3_shown, strict=True)
         )
 
@@ -427,7 +456,8 @@ class Optimized(nn.Module):
         if first is None:  # a model of which only submodules could be captured
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
-        if watched and first.body is not None and not isinstance(first.body, Swapped):
+        changes = first.body is not None or len(self._ai3_plans) > 1
+        if watched and changes and not isinstance(first.body, Swapped):
             if not self._ai3_original:
                 raise RuntimeError(f"ai3_ops.optimize: {watched} sees nothing of programs: {_FREED}")
             if self._tells(watched):
@@ -436,7 +466,6 @@ class Optimized(nn.Module):
                 warnings.warn(f"ai3_ops.optimize: {text}", stacklevel=level)
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
-        changes = first.body is not None or len(self._ai3_plans) > 1
         if changes and not torch.compiler.is_compiling() and (self._hooked() or self._replaced() or self._altered()):
             self._warn_of_changes()
             with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import time
 import warnings
@@ -328,8 +329,10 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens:
     """Text after the example, by transformers' `generate`."""
     given = examples.copied(Inputs(args, kwargs))
     options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    names = [*inspect.signature(model.forward).parameters]  # after the first, `generate` has other ones
+    further = dict(zip(names[1:], given.args[1:], strict=False))
     with torch.no_grad():
-        return model.generate(*given.args, **given.kwargs, **options)
+        return model.generate(*given.args[:1], **further, **given.kwargs, **options)
 
 
 def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -338,9 +341,10 @@ def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         return False
     try:
         _generate(model, args, kwargs, 2)
-        _generate(model, args, kwargs, 2, cache_implementation="static")  # of which all but the first tokens are masked
     except Exception:  # of a `generate` of another kind
         return False
+    with contextlib.suppress(Exception):  # of a model without one
+        _generate(model, args, kwargs, 2, cache_implementation="static")  # of which all but the first tokens are masked
     return True
 
 

@@ -51,6 +51,15 @@ class Encoder(nn.Module):
         return x * 2 if self.limit and length > self.limit else x
 
 
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x, y):
+        return self.down(F.gelu(self.up(x + y)))
+
+
 def seeded(model):
     torch.manual_seed(1)
     with torch.no_grad():
@@ -100,6 +109,23 @@ def test_the_first_ones_are_compared(monkeypatch):
     for length in (9, 10, 11, 12, 11, 9):
         agree(fast, model, *inputs(length))
     assert len(compared) == COMPARED
+    again = pickle.loads(pickle.dumps(fast))
+    agree(again, model, *inputs(13))
+    assert len(compared) == COMPARED
+    another = check(model, *inputs(8))
+    for length in (16, 24, 32):  # in which a number that was left in might be a factor
+        agree(another, model, *inputs(length))
+    assert len(compared) == COMPARED + 3
+
+
+def test_batches_that_differ_among_inputs_are_the_originals():
+    model = seeded(Adds())
+    fast = check(model, torch.randn(1, 8, 16), torch.randn(1, 8, 16))
+    for length in (9, 10, 11, 12):
+        agree(fast, model, torch.randn(1, length, 16), torch.randn(1, length, 16))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            agree(fast, model, torch.randn(4, length, 16), torch.randn(1, length, 16))
 
 
 def test_a_condition_on_the_length():

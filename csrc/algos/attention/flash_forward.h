@@ -20,11 +20,14 @@ template <class T>
 inline constexpr int64_t kTile = kPanels<T>* kPanel<Acc<T>>;
 
 // Queries that pass over the keys together: more where keys and values of a head are so many that they come from memory, or a
-// cache that cores share, each time (16,384 keys of 64, two Zen 3 cores: 1.0 s instead of 1.1).
+// cache that cores share, each time (16,384 keys of 64, two Zen 3 cores: 1.0 s instead of 1.1), and tiles enough for many
+// threads.
 template <class T>
 AI3_INLINE int64_t forward_tile(const AttentionProblem& p) {
   constexpr double kMany = 4 << 20;
-  return static_cast<double>(p.keys) * static_cast<double>(p.size + p.value_size) * sizeof(T) < kMany ? kTile<T> : 256;
+  constexpr int64_t kLong = 256, kTiles = 64;
+  const bool far = static_cast<double>(p.keys) * static_cast<double>(p.size + p.value_size) * sizeof(T) >= kMany;
+  return far && p.outer * p.batch * p.heads * ceil_div(p.queries, kLong) >= kTiles ? kLong : kTile<T>;
 }
 
 template <class T>

@@ -159,7 +159,8 @@ void cublaslt_product(DType dtype, DType sums, bool allow_tf32, const BiasedProd
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(g.b));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(g.a));
   set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(g.c));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(g.c));
+  const uint32_t of_c = alignment_of(g.c);  // a bias, which is read beside it, has none of its own
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, g.bias ? std::min(of_c, alignment_of(g.bias)) : of_c);
   cublasLtMatmulHeuristicResult_t found{};
   int count = 0;
   check(cublasLtMatmulAlgoGetHeuristic(handle, product, a, b, c, c, preference, 1, &found, &count),

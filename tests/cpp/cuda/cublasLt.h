@@ -142,7 +142,8 @@ inline cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, const cublasLtMatm
   auto is_aligned = [](const void* pointer, uint64_t to) { return reinterpret_cast<uintptr_t>(pointer) % to == 0; };
   if (handle != &fake::blas || bytes < algorithm->workspace || !is_aligned(workspace, 256) ||
       !is_aligned(a, algorithm->alignment[0]) || !is_aligned(b, algorithm->alignment[1]) ||
-      !is_aligned(c, algorithm->alignment[2]) || !is_aligned(d, algorithm->alignment[3]) || of_c->type != of_d->type)
+      !is_aligned(c, algorithm->alignment[2]) || !is_aligned(d, algorithm->alignment[3]) ||
+      !is_aligned(p->bias, algorithm->alignment[3]) || of_c->type != of_d->type)
     return CUBLAS_STATUS_INVALID_VALUE;
   char* const scratch = static_cast<char*>(workspace);
   if (algorithm->workspace) std::memset(scratch, 0xff, 1), std::memset(scratch + algorithm->workspace - 1, 0xff, 1);
