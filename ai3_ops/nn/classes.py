@@ -308,7 +308,7 @@ def leaf_class(original: type[nn.Module]) -> type[Any] | None:
         return None
     name = f"{original.__module__}:{original.__qualname__}"
     for operation, call in Call.by_name.items():
-        if name in call.elsewhere:
+        if name in call.elsewhere and call.elsewhere[name].knows(original):
             known = [cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)]
             return known[0] if known else _leaf_class(original, operation, _unknown, original.__module__, name)
     for base, operation, arguments in LEAVES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +18,13 @@ class Entry(NamedTuple):
     heads: str  # the attribute that says how many
     left: Callable[..., str]  # why its own forward computes a call, "" where it does not; of the forward's arguments
     forward: Callable[..., Any]  # given the module, the call and the forward's arguments
+
+    def knows(self, cls: type) -> bool:
+        """Whether the forward of a class has no other arguments, as it has in other versions of transformers."""
+        _, *theirs = inspect.signature(cls.forward).parameters.values()  # type: ignore[attr-defined]
+        _, _, *ours = inspect.signature(self.forward).parameters.values()
+        names = [parameter.name for parameter in ours if parameter.kind is not parameter.VAR_KEYWORD]
+        return [p.name for p in theirs if p.kind is not p.VAR_KEYWORD] == names
 
 
 def split(x: Tensor, heads: int) -> Tensor:
@@ -93,7 +101,15 @@ def _bigbird_left(m: Any, hidden_states: Tensor, band_mask: Any = None, *_: Any,
 
 
 def _bigbird(
-    m: Any, call: Any, hidden_states: Tensor, band_mask: Any, from_mask: Tensor, to_mask: Tensor, *_: Any, **__: Any
+    m: Any,
+    call: Any,
+    hidden_states: Tensor,
+    band_mask: Any,
+    from_mask: Tensor,
+    to_mask: Tensor,
+    from_blocked_mask: Any = None,
+    to_blocked_mask: Any = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     q, k, v = (split(f(hidden_states), m.num_attention_heads) for f in (m.query, m.key, m.value))
     own = {"block_size": m.block_size, "random_blocks": m.num_random_blocks, "random": "hf_eval"}
