@@ -71,8 +71,8 @@ AI3_INLINE auto value_of(const AttentionProblem& p) {
                     p.dropout, p.causal, p.has_mask, p.mask_dtype, p.rel_width, p.projected, p.parameters);
 }
 
-// Of algorithms with AI3_ATTENTION_PARAMETERS.
-AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
+// Of algorithms with AI3_ATTENTION_PARAMETERS. Static: records hold its address, and levels must not share one copy.
+AI3_INLINE static bool parameters_fit(const AttentionProblem& p, Reason& reason) {
   const Parameters& own = p.parameters;
   const auto left = static_cast<long long>(own.whole(Dense::window_left)),
              right = static_cast<long long>(own.whole(Dense::window_right));
@@ -86,7 +86,7 @@ AI3_INLINE bool parameters_fit(const AttentionProblem& p, Reason& reason) {
 struct Linear {
   enum Place { key_projection, value_projection };
 };
-AI3_INLINE bool projections_fit(const AttentionProblem& p, Reason& reason) {
+AI3_INLINE static bool projections_fit(const AttentionProblem& p, Reason& reason) {
   const Parameters& own = p.parameters;
   if (!own.flag(Linear::key_projection) || !own.flag(Linear::value_projection))
     return refuse(reason, "needs key_projection and value_projection");

@@ -31,7 +31,8 @@ struct BatchNormProblem {
   bool wide_weight;  // weight, bias, mean and variance are float32 beside an input of 16 bits; else they have its dtype
   Parameters parameters = {};
 };
-AI3_INLINE bool has_statistics(const BatchNormProblem& p, Reason& reason) {
+// Static: records hold its address, and levels must not share one copy.
+AI3_INLINE static bool has_statistics(const BatchNormProblem& p, Reason& reason) {
   return !p.training || refuse(reason, "computes with given statistics, and training=True changes running_mean and running_var");
 }
 AI3_INLINE bool sizes_known(const BatchNormProblem& p) { return sizes_known(p.of); }
