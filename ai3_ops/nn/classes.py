@@ -195,21 +195,17 @@ def _graph(found: Any, module: nn.Module, sites: Sites) -> nn.Module:
     return module
 
 
+SHORTCUTS = {nn.TransformerEncoderLayer: Slow, nn.TransformerEncoder: Dense}  # past the modules that they hold
+_BASES: dict[type[nn.Module], type[Swapped]] = {fx.GraphModule: _Graph, **SHORTCUTS}
+
+
 def sites_class(original: type[nn.Module], sites: tuple[Site, ...]) -> type[Any]:
     """The subclass of `original` in which these calls are replaced: one for each choice of sites, which goes with its modules."""
     for known in type.__subclasses__(original):
         if vars(known).get("_ai3_sites") == sites:
             return known
     owners = [cls for cls in original.__mro__ if cls is original or any(site.owner is cls for site in sites)]
-    bases: list[type] = [
-        _Graph
-        if issubclass(original, fx.GraphModule)
-        else Slow
-        if issubclass(original, nn.TransformerEncoderLayer)
-        else Dense
-        if issubclass(original, nn.TransformerEncoder)
-        else Swapped
-    ]
+    bases: list[type] = [next((base for kind, base in _BASES.items() if issubclass(original, kind)), Swapped)]
     for owner in owners:
         methods = {site.method for site in sites if site.owner is owner}
         made = {name: rewritten([s for s in sites if (s.owner, s.method) == (owner, name)]) for name in methods}

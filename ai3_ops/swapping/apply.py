@@ -12,13 +12,11 @@ from torch import nn
 
 from ai3_ops.calls.spec import Spec
 from ai3_ops.nn import layout
-from ai3_ops.nn.classes import Sites, Swapped, swapped_class
+from ai3_ops.nn.classes import SHORTCUTS, Sites, Swapped, swapped_class
 from ai3_ops.nn.kinds import original_class, set_class
 from ai3_ops.operations.conv2d import is_wrong_in_training, trains_astray
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost
-
-SHORTCUTS = (nn.TransformerEncoderLayer, nn.TransformerEncoder)  # past the modules that they hold
 
 
 def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost]) -> None:
@@ -38,8 +36,8 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
         else:
             vars(module)["_ai3"] = [call.note() for call in own.calls.values()]
     for module in model.modules():
-        inside = any(isinstance(child, Swapped) for child in module.modules())
-        if isinstance(module, SHORTCUTS) and inside and not isinstance(module, Swapped):
+        passes = isinstance(module, tuple(SHORTCUTS)) and not isinstance(module, Swapped)
+        if passes and any(isinstance(child, Swapped) for child in module.modules()):
             set_class(module, swapped_class(original_class(module)))
     for module, what in lost.items():
         if what.seen or what.source:

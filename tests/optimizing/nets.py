@@ -25,6 +25,15 @@ def optimized(model, *inputs, **kwargs):
     return ai3_ops.optimize(model, inputs, **kwargs)
 
 
+def seeded(model):
+    """Weights of the size that keeps values near 1, the same in every test."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
+    return model.eval()
+
+
 def check(model, *inputs, left=False, **kwargs):
     """The optimized module, which agrees with the model; something in it runs as a program, unless it may be `left` as it was."""
     fast = optimized(model, *inputs, **kwargs)

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import optimized
+from nets import optimized, seeded
 from torch import nn
 
 import ai3_ops
@@ -102,12 +102,7 @@ class Decoder(nn.Module):
 
 
 def decoder(**settings):
-    torch.manual_seed(1)
-    model = Decoder(**settings)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
-    return model.eval()
+    return seeded(Decoder(**settings))
 
 
 def ids(batch=1, length=6):

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import agree, check
+from nets import agree, check, seeded
 from torch import nn
 
 import ai3_ops
@@ -58,14 +58,6 @@ class Adds(nn.Module):
 
     def forward(self, x, y):
         return self.down(F.gelu(self.up(x + y)))
-
-
-def seeded(model):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
-    return model.eval()
 
 
 def inputs(length, batch=1, padded=False):

@@ -9,20 +9,12 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import check, exact, optimized
+from nets import check, exact, optimized, seeded
 from torch import nn
 
 import ai3_ops
 from ai3_ops.graph.network import difference
 from ai3_ops.programs.lower import Region
-
-
-def seeded(model):
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape) / max(1, parameter.shape[-1]) ** 0.5)
-    return model.eval()
 
 
 class Patches(nn.Module):
