@@ -2,6 +2,7 @@
 // differences corrects (Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983).
 #pragma once
 #include "lanes.h"
+#include "weight_type.h"
 
 namespace ai3::inline AI3_LEVEL {
 
@@ -47,15 +48,6 @@ AI3_INLINE void each_vector(int64_t features, const Body& body) {
   int64_t i = 0;
   for (; i + width <= features; i += width) body(i, width);
   if (i < features) body(i, features - i);
-}
-
-// body.operator()<W>() for the type of weight and bias: float32 beside 16 bits where they are `wide`.
-template <class T, class Body>
-AI3_INLINE void with_weight_type(bool wide, const Body& body) {
-  if constexpr (sizeof(T) == 2) {
-    if (wide) return body.template operator()<float>();
-  }
-  body.template operator()<T>();
 }
 
 // The normalized values are (x * unit - guess - rest) * scale, where 1 / unit is a power of two, and mean and scale are those of

@@ -9,10 +9,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-#ifndef AI3_PATCH_BYTES  // tests have a smaller one
-#define AI3_PATCH_BYTES (int64_t{256} << 20)
-#endif
-
 constexpr int kThreads = 128;
 constexpr const char* kWhat = "attention's scores";
 
@@ -25,12 +21,8 @@ struct Part {
 inline Part part_of(const AttentionProblem& p, int64_t buffers) {
   const int64_t accumulator = p.dtype == DType::f64 ? 8 : 4;
   const int64_t row = checked_product({buffers, accumulator, p.heads, row_of_scores(p)}), batch = checked_mul(row, p.queries);
-  auto fit = [](int64_t bytes, int64_t most) {
-    const int64_t count = bytes > 0 ? AI3_PATCH_BYTES / bytes : most;
-    return count < 1 ? 1 : count < most ? count : most;
-  };
-  if (batch <= AI3_PATCH_BYTES) return {fit(batch, p.batch), p.queries};
-  return {1, fit(row, p.queries)};
+  if (batch <= AI3_PATCH_BYTES) return {in_a_chunk(batch, p.batch), p.queries};
+  return {1, in_a_chunk(row, p.queries)};
 }
 template <class Body>
 void each_chunk(const AttentionProblem& p, const Part& part, const Body& body) {

@@ -9,11 +9,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-#ifndef AI3_PATCH_BYTES  // tests have a smaller one
-#define AI3_PATCH_BYTES (int64_t{256} << 20)
-#endif
-constexpr int64_t kPatchBytes = AI3_PATCH_BYTES;
-
 struct Chunk {
   int64_t images, rows;  // several images with all rows of the output, or some rows of one
 };
@@ -22,12 +17,8 @@ int64_t row_elements(const Conv2dProblem& p) {  // of the patches of one row of 
 }
 Chunk chunk_of(const Conv2dProblem& p) {
   const int64_t row = checked_mul(row_elements(p), size_of(p.dtype)), image = checked_mul(row, p.out_height);
-  auto fit = [](int64_t bytes, int64_t most) {
-    const int64_t count = bytes > 0 ? kPatchBytes / bytes : most;
-    return count < 1 ? 1 : count < most ? count : most;
-  };
-  if (image <= kPatchBytes) return {fit(image, p.batch), p.out_height};
-  return {1, fit(row, p.out_height)};
+  if (image <= AI3_PATCH_BYTES) return {in_a_chunk(image, p.batch), p.out_height};
+  return {1, in_a_chunk(row, p.out_height)};
 }
 // The matrices' sizes: of patches they are those of a chunk, but at least a row of the output.
 bool im2col_supports(const Conv2dProblem& p, Reason& reason) {

@@ -6,18 +6,13 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-#ifndef AI3_PATCH_BYTES  // tests have a smaller one
-#define AI3_PATCH_BYTES (int64_t{256} << 20)
-#endif
-
 // Elements for one image: the products of a tap at every input pixel, and the sums.
 int64_t product_elements(const Conv2dProblem& p) { return checked_product({p.out_channels, p.in_height, p.in_width}); }
 int64_t sum_elements(const Conv2dProblem& p) { return checked_product({p.out_channels, p.out_height, p.out_width}); }
 int64_t accumulator_size(const Conv2dProblem& p) { return p.dtype == DType::f64 ? 8 : 4; }
 int64_t images_of(const Conv2dProblem& p) {
   const int64_t image = checked_mul(checked_add(product_elements(p), sum_elements(p)), accumulator_size(p));
-  const int64_t images = image > 0 ? AI3_PATCH_BYTES / image : p.batch;
-  return images < 1 ? 1 : images < p.batch ? images : p.batch;
+  return in_a_chunk(image, p.batch);
 }
 bool kn2row_supports(const Conv2dProblem& p, Reason& reason) {
   if (!device_supports(p, reason)) return false;

@@ -7,10 +7,6 @@
 
 namespace ai3::inline AI3_LEVEL {
 
-#ifndef AI3_PATCH_BYTES  // tests have a smaller one
-#define AI3_PATCH_BYTES (int64_t{256} << 20)
-#endif
-
 // The transforms in one dimension; both are applied to columns, then to rows. A is float or double.
 template <int m>
 struct Transform;

@@ -39,6 +39,16 @@ T* take(Workspace& workspace, int64_t count) {
   return reinterpret_cast<T*>(workspace.take<char>(piece_bytes<T>(count)));
 }
 
+// What takes memory for each image or row goes through it in chunks of at most so many bytes.
+#ifndef AI3_PATCH_BYTES  // tests have a smaller one
+#define AI3_PATCH_BYTES (int64_t{256} << 20)
+#endif
+// How many of `most` that take so many bytes each are in a chunk: at least one.
+inline int64_t in_a_chunk(int64_t bytes, int64_t most) {
+  const int64_t count = bytes > 0 ? AI3_PATCH_BYTES / bytes : most;
+  return count < 1 ? 1 : count < most ? count : most;
+}
+
 inline void check_cuda(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // the runtime keeps it, and the next kernel's caller would take it for its own

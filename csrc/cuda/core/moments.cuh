@@ -1,18 +1,10 @@
 // Mean and variance of some values, as normalizations take them: what csrc/algos/core/moments.h is on the CPU, by the threads of
 // a block. Around a guess of the mean, whose error the sum of the differences corrects.
 #pragma once
+#include "../../algos/core/weight_type.h"
 #include "block.cuh"
 
 namespace ai3::inline AI3_LEVEL {
-
-// body.operator()<W>() for the type of weight and bias: float32 beside 16 bits where they are `wide`.
-template <class T, class Body>
-void with_weight_type(bool wide, const Body& body) {
-  if constexpr (sizeof(T) == 2) {
-    if (wide) return body.template operator()<float>();
-  }
-  body.template operator()<T>();
-}
 
 // The normalized values are (x * unit - guess - rest) * scale, where 1 / unit is a power of two, and mean and scale are those of
 // x * unit. It is 1 but for values whose squares are too large or too small to be summed. The mean is a sum of two, since rounded
