@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -338,6 +339,17 @@ def test_concatenations_are_no_steps() -> None:
     assert {s.row for s in program.report().steps if s.sizes[1] == 8} == {48}
 
 
+def test_parts_of_concatenations_whose_innermost_dimension_has_size_1() -> None:
+    """Rotary embeddings of one key head: what differs by channel is written with a channel of size 1 innermost."""
+    for sizes, dim in (((2, 1, 8, 8), 3), ((2, 1, 8, 8), 2), ((1, 1, 8, 8), 2), ((2, 8, 1, 1), 1), ((1, 8, 1, 1), 1)):
+        p = Pair(23)
+        x = p.input(*sizes)
+        left, right = p.slice(x, 0, 4, dim), p.slice(x, 4, 8, dim)
+        turned = p.concat(p.affine(right), left, dim=dim)
+        wide = p.concat(turned, p.affine(turned), dim=dim)
+        p.check(wide, p.concat(p.unary(left, "relu"), p.affine(left), dim=dim))
+
+
 def test_slices_are_read_in_place() -> None:
     p = Pair(4)
     x = p.input(2, 32, 9, 9, layout="channels_last")
@@ -393,6 +405,19 @@ def test_results_of_all_kinds() -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_images_change_their_layout(dtype: torch.dtype) -> None:
+    """Three channels, whose elements are put between each other by vectors, and other numbers of them; any width."""
+    for channels in (1, 2, 3, 4, 5, 9, 17):
+        for width in (1, 3, 7, 8, 16, 19, 35):
+            x = torch.randn(2, channels, 3, width).to(dtype)
+            for begin, end in ((False, True), (True, False)):
+                builder = Builder()
+                program = builder.build([builder.input(x.shape, dtype)], channels_last=end)
+                given = x.to(memory_format=torch.channels_last) if begin else x
+                assert torch.equal(program(given)[0], x), (channels, width, begin)
+
+
 def test_algorithms_by_name() -> None:
     for name in (
         "direct",
@@ -412,6 +437,11 @@ def test_algorithms_by_name() -> None:
 
 
 # Random programs ------------------------------------------------------------------------------------------------------
+def apart_from(sizes: Sequence[int], dim: int) -> list[int]:
+    """-1 in the dimension's place."""
+    return [-1 if d == dim else size for d, size in enumerate(sizes)]
+
+
 @st.composite
 def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
     p = Pair(draw(st.integers(0, 2**20)), draw(st.sampled_from([torch.float32, torch.float32, torch.float64])))
@@ -426,15 +456,25 @@ def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
     for _ in range(draw(st.integers(1, 14))):
         x = draw(st.sampled_from(values))
         same = [v for v in values if v.shape == x.shape]
-        beside = [
-            v
-            for v in values
-            if (v.shape[0], *v.shape[2:]) == (x.shape[0], *x.shape[2:]) and len(v.shape) == len(x.shape)
-        ]
+        dim = draw(st.one_of(st.just(1), st.integers(0, len(x.shape) - 1)))
+        beside = [v for v in values if apart_from(v.shape, dim) == apart_from(x.shape, dim)]
         image = len(x.shape) == 4
         kind = draw(
             st.sampled_from(
-                ["conv", "conv", "conv", "pool", "map", "concat", "concat", "slice", "binary", "flat", "gate"]
+                [
+                    "conv",
+                    "conv",
+                    "conv",
+                    "pool",
+                    "map",
+                    "concat",
+                    "concat",
+                    "slice",
+                    "binary",
+                    "flat",
+                    "gate",
+                    "permute",
+                ]
             )
         )
         if kind == "conv" and image:
@@ -473,11 +513,13 @@ def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
             values.append(draw(st.sampled_from([p.unary, p.affine]))(x, draw(activations)))
         elif kind == "concat":
             parts = draw(st.lists(st.sampled_from(beside), min_size=1, max_size=4))
-            if sum(v.shape[1] for v in parts) <= 200:
-                values.append(p.concat(*parts))
+            if sum(v.shape[dim] for v in parts) <= 200:
+                values.append(p.concat(*parts, dim=dim))
         elif kind == "slice":
-            start = draw(st.integers(0, x.shape[1] - 1))
-            values.append(p.slice(x, start, draw(st.integers(start + 1, x.shape[1]))))
+            start = draw(st.integers(0, x.shape[dim] - 1))
+            values.append(p.slice(x, start, draw(st.integers(start + 1, x.shape[dim])), dim))
+        elif kind == "permute":
+            values.append(p.view("permute", x, draw(st.permutations(range(len(x.shape))))))
         elif kind == "binary":
             values.append(
                 p.binary(x, draw(st.sampled_from(same)), draw(st.sampled_from(["add", "mul"])), draw(activations))

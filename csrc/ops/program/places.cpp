@@ -55,7 +55,8 @@ void Planner::place_concatenations() {
       Value& v = values.at(part);
       const bool writes =
           is_concat(part) || (steps[static_cast<size_t>(part)] && steps[static_cast<size_t>(part)]->writes_slices);
-      const bool fits = (innermost || pieces) && same_order(v.sizes, v.order, order);
+      // The same dimension is innermost in both, even one of size 1: steps write rows of it, apart from each other.
+      const bool fits = (innermost || pieces) && v.order.back() == order.back() && same_order(v.sizes, v.order, order);
       if (v.parent < 0 && v.home == Home::arena && writes && fits && !has_ancestor(c, part))
         v.parent = c, v.dim = dim, v.start = start;
       start += v.sizes[static_cast<size_t>(dim)];
