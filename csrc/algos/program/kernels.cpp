@@ -112,12 +112,30 @@ struct Bits16 {
 AI3_INLINE Vec<float> load(const Bits16* p) { return detail::bit_cast<Vec<float>::Raw>(detail::load_halves(p)); }
 AI3_INLINE void store(Bits16* p, Vec<float> v) { detail::store_halves(p, detail::bit_cast<detail::Words>(v.raw)); }
 
-// `rows` x `columns` elements, contiguous along columns in `from` and along rows in `to`: squares turn in registers.
+// Vector `part` of the three that the elements of three rows are, neighbours from the three beside each other.
+template <int part, class A, int... i>
+AI3_INLINE Vec<A> interleaved(Vec<A> first, Vec<A> second, Vec<A> third, std::integer_sequence<int, i...>) {
+  constexpr int width = Vec<A>::width, begin = part * width;
+  const Vec<A> two = __builtin_shufflevector(first.raw, second.raw, ((begin + i) / 3 + ((begin + i) % 3 == 1 ? width : 0))...);
+  return __builtin_shufflevector(two.raw, third.raw, ((begin + i) % 3 == 2 ? width + (begin + i) / 3 : i)...);
+}
+// `rows` x `columns` elements, contiguous along columns in `from` and along rows in `to`: squares turn in registers, or the three
+// rows of images in colour, which would fill three eighths of an AVX2 square.
 template <class T>
 void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to, int64_t to_column) {
   using V = Vec<Acc<T>>;
   constexpr int64_t width = V::width;
-  for (int64_t c = 0; c < columns; c += width)
+  int64_t c = 0;
+  if (rows == 3 && to_column == 3)
+    for (; c + width <= columns; c += width) {
+      auto row = [&](int64_t r) { return load_some(from + r * from_row + c, width); };
+      const V first = row(0), second = row(1), third = row(2);
+      constexpr std::make_integer_sequence<int, V::width> lanes;
+      store_some(to + 3 * c, interleaved<0>(first, second, third, lanes), width);
+      store_some(to + 3 * c + width, interleaved<1>(first, second, third, lanes), width);
+      store_some(to + 3 * c + 2 * width, interleaved<2>(first, second, third, lanes), width);
+    }
+  for (; c < columns; c += width)
     for (int64_t r = 0; r < rows; r += width) {
       const int64_t down = smaller(width, rows - r), across = smaller(width, columns - c);
       V square[width];
