@@ -609,7 +609,7 @@ class Conv2dCall(SwitchedCall):
         return problem.dtype == torch.float32 and not few and all(may_be(name, n) for name, n in window.items())
 
     def measured(self, args: tuple[Any, ...]) -> bool:
-        """Strict float32, 3x3 of many channels and pixels (csrc/cuda/conv2d/default.cu), without gradients."""
+        """Strict float32, 3x3 of many channels and pixels (csrc/cuda/conv2d/default.cpp), without gradients."""
         input, weight, _, stride, _, dilation, groups = args
         shapes = input.ndim == 4 and tuple(weight.shape[2:]) == (3, 3) and min(weight.shape[:2]) >= _CHANNELS_ON_CUDA
         if not shapes or input.dtype != torch.float32:

@@ -158,7 +158,7 @@ TEST(CudnnAsked, StrictFloat32HasEnginesForLayersOfNetworks) {
           << device << ": " << l.c << " channels, kernel " << l.kernel;
 }
 
-// Why filters are packed as KRSC beside channels_last images (csrc/cuda/core/cudnn.cu): tensor cores then read images and filter
+// Why filters are packed as KRSC beside channels_last images (csrc/cuda/core/cudnn.cpp): tensor cores then read images and filter
 // where they lie, and of any other order a copy is made in every call. In TF32 only Hopper's do.
 TEST(CudnnAsked, TensorCoresReadKrscFiltersWithoutACopy) {
   const int64_t elements = kMiddle.k * kMiddle.c * kMiddle.kernel * kMiddle.kernel;

@@ -39,13 +39,12 @@ AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
                       checked_mul(tile, padded<A>(p.value_size)), tile, tile, p.dropout > 0 ? kKeys * P : 0,
                       buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true)});
 }
-int64_t flash_workspace(const AttentionProblem& p) {
-  if (p.queries <= kFew)
-    return with_type(p.dtype, [&]<class T>() {
-      const FewRows<Acc<T>> of(p);
-      return checked_add(workspace_bytes<Acc<T>>(of.partials()), workspace_bytes<Acc<T>>(checked_mul(p.threads, of.own())));
-    });
-  return with_type(p.dtype, [&]<class T>() { return workspace_bytes<Acc<T>>(checked_mul(p.threads, forward_size<T>(p))); });
+template <class T>
+int64_t forward_bytes(const AttentionProblem& p) {
+  using A = Acc<T>;
+  if (p.queries > kFew) return workspace_bytes<A>(checked_mul(p.threads, forward_size<T>(p)));
+  const FewRows<A> of(p);
+  return checked_add(workspace_bytes<A>(of.partials()), workspace_bytes<A>(checked_mul(p.threads, of.own())));
 }
 
 template <class T>

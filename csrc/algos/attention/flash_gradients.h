@@ -46,14 +46,13 @@ template <class T>
 AI3_INLINE int64_t query_sums(const AttentionProblem& p) {
   return sums_in_place<T>(p) ? 0 : checked_product({parts_of_keys<T>(p), query_rows<T>(p), padded<Acc<T>>(p.size)});
 }
-int64_t flash_backward_workspace(const AttentionProblem& p, const AttentionGradients& m) {
-  return with_type(p.dtype, [&]<class T>() {
-    using A = Acc<T>;
-    int64_t bytes = workspace_bytes<A>(m.grad_query ? query_sums<T>(p) : 0);
-    for (int64_t count : {query_rows<T>(p), query_tiles<T>(p), checked_mul(p.threads, backward_size<T>(p))})
-      bytes = checked_add(bytes, workspace_bytes<A>(count));
-    return bytes;
-  });
+template <class T>
+int64_t backward_bytes(const AttentionProblem& p, const AttentionGradients& m) {
+  using A = Acc<T>;
+  int64_t bytes = workspace_bytes<A>(m.grad_query ? query_sums<T>(p) : 0);
+  for (int64_t count : {query_rows<T>(p), query_tiles<T>(p), checked_mul(p.threads, backward_size<T>(p))})
+    bytes = checked_add(bytes, workspace_bytes<A>(count));
+  return bytes;
 }
 
 template <class T>
@@ -320,24 +319,23 @@ struct Backward {
   }
 };
 
-void flash_backward(const AttentionProblem& p, const AttentionGradients& m, Workspace& workspace) {
-  with_type(p.dtype, [&]<class T>() {
-    using A = Acc<T>;
-    A* const delta = workspace.take<A>(query_rows<T>(p));
-    A* const of_slopes = m.grad_own[Dense::alibi_slopes] ? workspace.take<A>(query_tiles<T>(p)) : nullptr;
-    const int64_t own = backward_size<T>(p);
-    A* const places = workspace.take<A>(p.threads * own);
-    A* const of_queries = !m.grad_query         ? nullptr
-                          : sums_in_place<T>(p) ? reinterpret_cast<A*>(m.grad_query.write<T>())
-                                                : workspace.take<A>(query_sums<T>(p));
-    const Backward<T> of{p, m, places, delta, of_slopes, of_queries, own};
-    of.sum_outputs();
-    if (const Operand& to = m.grad_own[Dense::sinks]) of.of_sinks(to.write<T>());
-    if (of_slopes || m.grad_own[Dense::rel_h] || m.grad_own[Dense::rel_w]) of.of_positions();
-    if (of_slopes) of.sum_slopes(m.grad_own[Dense::alibi_slopes].write<T>());
-    if (m.grad_query || m.grad_key || m.grad_value) of.of_tensors();
-    if (m.grad_query) of.sum_queries();
-  });
+template <class T>
+void differentiate_in_tiles(const AttentionProblem& p, const AttentionGradients& m, Workspace& workspace) {
+  using A = Acc<T>;
+  A* const delta = workspace.take<A>(query_rows<T>(p));
+  A* const of_slopes = m.grad_own[Dense::alibi_slopes] ? workspace.take<A>(query_tiles<T>(p)) : nullptr;
+  const int64_t own = backward_size<T>(p);
+  A* const places = workspace.take<A>(p.threads * own);
+  A* const of_queries = !m.grad_query         ? nullptr
+                        : sums_in_place<T>(p) ? reinterpret_cast<A*>(m.grad_query.write<T>())
+                                              : workspace.take<A>(query_sums<T>(p));
+  const Backward<T> of{p, m, places, delta, of_slopes, of_queries, own};
+  of.sum_outputs();
+  if (const Operand& to = m.grad_own[Dense::sinks]) of.of_sinks(to.write<T>());
+  if (of_slopes || m.grad_own[Dense::rel_h] || m.grad_own[Dense::rel_w]) of.of_positions();
+  if (of_slopes) of.sum_slopes(m.grad_own[Dense::alibi_slopes].write<T>());
+  if (m.grad_query || m.grad_key || m.grad_value) of.of_tensors();
+  if (m.grad_query) of.sum_queries();
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 // Attention over projected keys and values (Wang et al., "Linformer", 2020): softmax(Q (E K)^T * scale) (F V), with E and F
 // (projected, keys), or that for each head of key and value. The two products shorten keys and values; what follows is attention
-// in tiles over the few rows that are left (flash_forward.h), so that time and memory are linear in the number of keys.
+// in tiles over the few rows that are left (flash.h), so that time and memory are linear in the number of keys.
 //
 // Rows of a product's result are the lanes of a panel of its left operand, as queries are of flash's scores: flash's second
 // product, of weights with values, is this one with E's elements as weights.
-#include "flash_gradients.h"
+#include "flash.h"
+#include "tiles.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -170,8 +171,7 @@ struct Linformer {
   }
 };
 
-// ---- Forward and backward
-// ------------------------------------------------------------------------------------------------------
+// ---- Forward and backward ----------------------------------------------------------------------------------------------------
 template <class T>
 int64_t projected_bytes(const AttentionProblem& p) {
   using A = Acc<T>;
@@ -207,10 +207,10 @@ void attention_linformer(const AttentionProblem& p, const AttentionOperands& m, 
                                                                                      p, p.heads, p.queries, p.value_size));
     of.convert(m.query.read<T>(), p.query_at, p.size, query, inner.query_at);
     projected.query = query, projected.output = output;
-    attend_in_tiles<A>(inner, projected, workspace);
+    attend_flash(inner, projected, workspace);
     of.convert(static_cast<const A*>(output), inner.output_at, p.value_size, m.output.write<T>(), p.output_at);
   } else {
-    attend_in_tiles<A>(inner, projected, workspace);
+    attend_flash(inner, projected, workspace);
   }
 }
 
@@ -257,11 +257,11 @@ void linformer_backward(const AttentionProblem& p, const AttentionGradients& m, 
       of.convert(m.query.read<T>(), p.query_at, p.size, query, inner.query_at);
       of.convert(m.grad_output.read<T>(), p.output_at, p.value_size, grad_output, inner.output_at);
       // Before it was rounded: of that one the scores' gradients, differences of sums near each other, would be too far off.
-      attend_in_tiles<A>(inner, {.query = query, .key = keys, .value = values, .output = output}, workspace);
+      attend_flash(inner, {.query = query, .key = keys, .value = values, .output = output}, workspace);
       g.query = query, g.output = output, g.grad_output = grad_output;
       if (m.grad_query) g.grad_query = grad_query;
     }
-    flash_backward(inner, g, workspace);
+    differentiate_flash(inner, g, workspace);
     if constexpr (kWidens<T>)
       if (m.grad_query)
         of.convert(static_cast<const A*>(grad_query), inner.query_at, p.size, m.grad_query.write<T>(), inner.query_at);

@@ -17,9 +17,14 @@ constexpr int kFewPixels = 4;  // of a tile for the rest of a row
 constexpr int kHeight = AI3_VECTOR_BYTES == 64 ? 2 : 1;  // its rows: 14 sums, 14 weights of a 7x7 kernel, one input
 constexpr int kVectors = 4;                              // NCHW: vectors of a row's segment
 constexpr int64_t kCached = 16 << 20;                    // bytes of input and output that caches may hold from call to call
-// Types with a form for each activation, and with tiles of kHeight rows; the others are rare.
+// Types with a form for each activation, and with tiles of kHeight rows; the others are rare, as are processors without AVX2 and
+// bfloat16 on those without AVX-512.
 template <class T>
-constexpr bool kIsCommon = std::is_same_v<T, float> || std::is_same_v<T, bfloat16>;
+constexpr bool kIsCommon = (std::is_same_v<T, float> && AI3_VECTOR_BYTES >= 32) ||
+                           (std::is_same_v<T, bfloat16> && AI3_VECTOR_BYTES == 64);
+// Types with forms of known columns: without AVX2 what unrolls is the conversion of each element of 16 bits.
+template <class T>
+constexpr bool kIsUnrolled = sizeof(T) > 2 || AI3_VECTOR_BYTES >= 32;
 template <class T>
 constexpr int kHeightOf = kIsCommon<T> ? kHeight : 1;
 
@@ -260,6 +265,7 @@ using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0, Fused::any>);
 // many taps.
 template <class T, int height, int pixels, Fused fused>
 RowsOf<T> form_for(const Conv2dProblem& p) {
+  if constexpr (!kIsUnrolled<T>) return nullptr;
   auto of_stride = [&]<int stride>() -> RowsOf<T> {
     if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride, fused>;
     if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride, fused>;
@@ -349,9 +355,10 @@ struct RowForms {
 
   explicit RowForms(const Call<T>& call) {
     const Conv2dProblem& p = call.p;
-    const Fused fused = p.in_channels < Vec<Acc<T>>::width ? Fused::any : fused_of(call);
+    const Fused fused = !kIsCommon<T> || p.in_channels < Vec<Acc<T>>::width ? Fused::any : fused_of(call);
     auto form = [&]<int rows, int pixels>() {
-      if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
+      if constexpr (kIsCommon<T>)
+        if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
       // Few pixels have no code of their own for activations.
       if constexpr (pixels == kPixels && kIsCommon<T>) {
         if (fused == Fused::bounded) return form_for<T, rows, pixels, Fused::bounded>(p);
@@ -368,12 +375,8 @@ struct RowForms {
     const bool apart = call.residual == call.y;
     const bool reach_back = band && !apart && p.out_width > kPixels && over > kFewPixels;
     columns = reach_back ? p.out_width : p.out_width - over;
-    const bool nothing = fused == Fused::nothing;
-    if (!band) {
-      band = nothing ? rows_of<T, 1, kPixels, 0, 0, Fused::nothing> : rows_of<T, 1, kPixels, 0, 0, Fused::any>;
-      rest = nullptr;
-    }
-    if (!rest || apart) rest = nothing ? rows_of<T, 1, 1, 0, 0, Fused::nothing> : rows_of<T, 1, 1, 0, 0, Fused::any>;
+    if (!band) band = rows_of<T, 1, kPixels, 0, 0, Fused::any>, rest = nullptr;
+    if (!rest || apart) rest = rows_of<T, 1, 1, 0, 0, Fused::any>;
   }
   // At most `height` rows from `first` on, for channels [begin, end) of an image.
   AI3_INLINE void operator()(const Call<T>& call, int64_t image, int64_t begin, int64_t end, int64_t first, int64_t last) const {

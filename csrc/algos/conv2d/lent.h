@@ -1,4 +1,4 @@
-// Algorithms of conv2d that another operation runs on images of height 1, as conv1d does.
+// Algorithms of conv2d that another one runs: conv1d's, on images of height 1.
 #pragma once
 #include "problem.h"
 
@@ -6,10 +6,12 @@ namespace ai3::inline AI3_LEVEL {
 
 const Algorithm<Conv2dProblem>& conv2d_direct_record();
 const Algorithm<Conv2dProblem>& conv2d_im2col_record();
+const Algorithm<Conv2dProblem>& conv2d_winograd_f4_record();  // on CUDA
 
 // The functions of such a record. A record of another file is no constant, the address of these is.
 template <const Algorithm<Conv2dProblem>& (*record)()>
 struct Lent {
+  static bool supports(const Conv2dProblem& p, Reason& reason) { return record().traits.supports(p, reason); }
   static void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) { record().run(p, m, workspace); }
   static int64_t workspace(const Conv2dProblem& p) {
     const auto bytes = record().traits.workspace;

@@ -192,7 +192,7 @@ AI3_INLINE auto with_type([[maybe_unused]] DType dtype, const Body& body) {
 #endif
 }
 
-#ifdef __CUDACC__
+#if defined(__CUDACC__) || defined(AI3_ON_CUDA)  // the latter in what the host's compiler reads of a library for CUDA
 inline constexpr Device kDevice = Device::cuda;
 #else
 inline constexpr Device kDevice = Device::cpu;

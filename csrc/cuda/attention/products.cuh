@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "../core/cublas.cuh"
+#include "../core/device.cuh"
 #include "scores.cuh"
 
 namespace ai3::inline AI3_LEVEL {

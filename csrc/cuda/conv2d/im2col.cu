@@ -4,6 +4,7 @@
 // product already, and its input is multiplied where it lies.
 #include "../../algos/conv2d/lent.h"
 #include "../core/cublas.cuh"
+#include "../core/device.cuh"
 #include "gradients.cuh"
 
 namespace ai3::inline AI3_LEVEL {

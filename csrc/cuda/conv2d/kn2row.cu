@@ -1,6 +1,7 @@
 // kn2row (Vasudevan, Anderson & Gregg 2017): every tap is a 1x1 convolution, which cuBLAS multiplies on the input as it lies; the
 // products are added up at shifted places. Images go through the workspace in chunks, so that it stays bounded.
 #include "../core/cublas.cuh"
+#include "../core/device.cuh"
 #include "gradients.cuh"
 
 namespace ai3::inline AI3_LEVEL {

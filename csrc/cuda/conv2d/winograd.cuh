@@ -3,6 +3,7 @@
 // the type of sums; tiles go through the workspace in chunks, so that it stays bounded.
 #pragma once
 #include "../core/cublas.cuh"
+#include "../core/device.cuh"
 #include "gradients.cuh"
 
 namespace ai3::inline AI3_LEVEL {

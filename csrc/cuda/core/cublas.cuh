@@ -1,6 +1,6 @@
 // Products through cuBLAS and cublasLt, with PyTorch's handle, in the precision that the problem asks for.
 #pragma once
-#include "device.cuh"
+#include "host.h"
 
 namespace ai3::inline AI3_LEVEL {
 

@@ -1,10 +1,10 @@
-// Convolutions by cuDNN, the method named: handles, and plans that are kept. One .cu of conv2d for each method calls this.
+// Convolutions by cuDNN, the method named: handles, and plans that are kept. One file of conv2d for each method calls this;
+// none of them has code for the device, so that the host's compiler reads them, in a tenth of nvcc's time.
 #pragma once
 #include <cudnn.h>
 
 #include "../../algos/conv2d/problem.h"
 #include "../conv2d/gradients.cuh"
-#include "device.cuh"
 
 namespace ai3::inline AI3_LEVEL {
 
@@ -16,6 +16,8 @@ int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method
 // Bytes of the weight as KRSC, 0 where the method reads it as it is; and what writes it.
 int64_t cudnn_packed_bytes(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method);
 void cudnn_pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace);
+// y = b everywhere.
+void cudnn_spread_bias(const Conv2dProblem& p, const Conv2dOperands& operands, Workspace& workspace);
 // y = x * w + b, b null for none, on the workspace's stream. Where cuDNN does not add the bias itself, the products are added
 // onto it, so that half types round once. Throws std::runtime_error.
 void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const Conv2dOperands& operands,

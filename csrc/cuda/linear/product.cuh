@@ -2,6 +2,7 @@
 #pragma once
 #include "../../algos/linear/problem.h"
 #include "../core/cublas.cuh"
+#include "../core/device.cuh"
 
 namespace ai3::inline AI3_LEVEL {
 

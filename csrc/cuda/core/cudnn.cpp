@@ -1,3 +1,5 @@
+#include "cudnn.cuh"
+
 #include <algorithm>
 #include <array>
 #include <map>
@@ -6,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "cudnn.cuh"
+#include "host.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -154,15 +156,6 @@ bool reads_krsc(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
   return implicit && tensor_cores && channels_last;
 }
 
-template <class T>
-void write_krsc(const Conv2dProblem& p, const T* from, T* to, const Workspace& workspace) {
-  const int64_t channels = p.in_channels / p.groups, taps = p.kernel_height * p.kernel_width;
-  for_each(p.out_channels * channels * taps, workspace, "KRSC weights", [=] __device__(int64_t i) {
-    const int64_t c = i % channels, tap = i / channels % taps, k = i / channels / taps;
-    to[i] = from[(k * channels + c) * taps + tap];
-  });
-}
-
 // Sets the descriptors and asks for the workspace.
 cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudnnHandle_t handle, Plan& plan) {
   const cudnnDataType_t type = p.dtype == DType::f64    ? CUDNN_DATA_DOUBLE
@@ -262,9 +255,6 @@ int64_t cudnn_packed_bytes(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t met
   return piece_bytes<char>(
       checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width, size_of(p.dtype)}));
 }
-void cudnn_pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace) {
-  with_type(p.dtype, [&]<class T>() { write_krsc(p, weight.read<T>(), packed.write<T>(), workspace); });
-}
 
 void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const Conv2dOperands& operands,
                        Workspace& workspace) {
@@ -285,9 +275,7 @@ void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method,
                                               plan->workspace, zero, plan->y, y, plan->b, b, plan->identity, plan->y, y);
     if (!is_refusal(status)) return check(status, "cudnnConvolutionBiasActivationForward");
   }
-  if (b)
-    with_type(p.dtype,
-              [&]<class T>() { spread_bias(p, operands.bias.read<T>(), operands.output.write<T>(), workspace, "cuDNN's bias"); });
+  if (b) cudnn_spread_bias(p, operands, workspace);
   check(cudnnConvolutionForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch, plan->workspace,
                                 b ? one : zero, plan->y, y),
         "cudnnConvolutionForward");

@@ -1,13 +1,14 @@
 // Winograd's convolution (Lavin & Gray 2015): cuDNN's, in one kernel, on GPUs for which it has one; on those of compute
 // capability 9.0 and later, for which it has none, F(4x4, 3x3) by our transforms and cuBLAS (winograd_f4).
+#include "../../algos/conv2d/lent.h"
 #include "../core/cudnn.cuh"
-#include "winograd.cuh"
+#include "../core/host.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD>;
-using Own = Winograd<4>;
+using Own = Lent<conv2d_winograd_f4_record>;
 
 bool is_own() { return current_capability() >= 90; }
 
@@ -21,7 +22,7 @@ void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) 
   Conv2dOperands packed = m;
   packed.weight = take<char>(workspace, Own::packed_bytes(p));
   Own::pack(p, m.weight, packed.weight, workspace);
-  with_type(p.dtype, [&]<class T>() { Own::run<T>(p, packed, workspace); });
+  Own::run(p, packed, workspace);
 }
 
 AI3_REGISTER_(conv2d, winograd, run, .accuracy = Accuracy::bounded, .error_bound = 4e-5, .supports = supports,

@@ -1,3 +1,5 @@
+#include "cublas.cuh"
+
 #include <cublasLt.h>
 #include <cublas_v2.h>
 
@@ -5,7 +7,6 @@
 #include <cstdlib>
 #include <type_traits>
 
-#include "cublas.cuh"
 #include "pytorch.h"
 
 namespace ai3::inline AI3_LEVEL {
