@@ -173,13 +173,6 @@ def test_lengths_that_differ_are_an_error_that_names_both():
             operator(name)(q, k, v)
 
 
-def test_dropout_is_refused_by_reason():
-    q, k, v = made((1, 2, 6, 4), (1, 2, 6, 4), (1, 2, 6, 4))
-    for context in (torch.enable_grad, torch.inference_mode):
-        with context(), pytest.raises(RuntimeError, match="draws no dropout"):
-            torch.ops.ai3.attention_longformer(q, k, v, None, 0.1)
-
-
 @pytest.mark.parametrize("options", [{}, {"enable_gqa": True}])
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_and_their_gradients(name, options):
@@ -264,9 +257,9 @@ def test_swap_reaches_every_call():
     torch.manual_seed(2)
     assert torch.equal(dropped(x), expected)
     with pytest.warns(UserWarning, match="keep PyTorch's implementation"):
-        refused = ai3_ops.swap(Attends(dropout_p=0.5), {"attention": "bigbird"}, x)
+        refused = ai3_ops.swap(Attends(is_causal=True), {"attention": "bigbird"}, x)
     refused(x)
-    assert "draws no dropout" in str(ai3_ops.explain(refused))
+    assert "takes no is_causal" in str(ai3_ops.explain(refused))
 
 
 def test_default_leaves_decoding_to_pytorch():

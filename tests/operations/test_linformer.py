@@ -195,7 +195,6 @@ def test_refusals():
     for words, more in (
         ("takes no attn_mask", (mask,)),
         ("no is_causal", (None, 0.0, True)),
-        ("no dropout", (None, 0.5)),
     ):
         with pytest.raises(RuntimeError, match=f"ai3::attention_linformer: .*{words}"):
             linformer(query, key, value, *more, **own)

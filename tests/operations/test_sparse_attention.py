@@ -406,6 +406,65 @@ def test_every_algorithm_is_traced_compiled_and_exported(name):
         torch.library.opcheck(operator.default, tuple(leaves), options)
 
 
+@pytest.mark.parametrize("name", ["block_sparse", "longformer", "bigbird", "linformer"])
+def test_dropout_drops_what_it_drops_from_the_dense_weights(name):
+    """The same numbers from the same seed: of a query and a key, wherever that is computed."""
+    q, k, v = made((2, 4, 170, 8), (2, 2, 170, 8), (2, 2, 170, 6))
+    options = Attention().own_operands(name, (q, k, v))
+    if name == "longformer":
+        options = {"window": 30, "global_tokens": 5}
+    if name == "block_sparse":
+        rows = torch.arange(6)
+        lists = {"kv_num_blocks": rows % 3, "kv_indices": torch.stack([rows, (rows + 3) % 6], -1)}
+        options = lists | {"block_size": 32}
+    if name == "linformer":
+        e, f = made((3, 170), (2, 3, 170), seed=4)
+        options = {"key_projection": e, "value_projection": f}
+        mask, projected = None, (lambda k, v: (e @ k, f @ v))
+    else:
+        mask, projected = (
+            ai3_ops.attention_mask(name, 170, 170, **options, **({"heads": 4} if name == "bigbird" else {})),
+            None,
+        )
+    operator = getattr(OPS, f"attention_{name}")
+
+    def seeded(function, *arguments, **more):
+        torch.manual_seed(11)
+        return function(*arguments, 0.4, enable_gqa=True, **more)
+
+    def dense(q, k, v):
+        return seeded(OPS.attention_math, q, *(projected(k, v) if projected else (k, v)), mask)
+
+    def ours(q, k, v):
+        return seeded(operator, q, k, v, None, **options)
+
+    compare(ours, dense, q, k, v)
+    assert (operator(q, k, v, None, 1.0, enable_gqa=True, **options) == 0).all()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = ours(q, k, v)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, ours(q, k, v))
+
+
+@pytest.mark.parametrize("name", ["block_sparse", "longformer", "bigbird", "linformer"])
+def test_dropout_has_derivatives(name):
+    q, k, v = made((1, 2, 7, 3), (1, 2, 7, 3), (1, 2, 7, 2))
+    options = Attention().own_operands(name, (q, k, v))
+    own = made((1, 2, 7, 3), (1, 2, 7, 3), (1, 2, 7, 2), seed=9) if name == "longformer" else []
+    if name == "longformer":
+        options = {"window": 2, "global_tokens": 2}
+
+    def function(q, k, v, *own):
+        torch.manual_seed(11)
+        given = dict(zip(("global_query", "global_key", "global_value"), own, strict=False))
+        return getattr(OPS, f"attention_{name}")(q, k, v, None, 0.4, **options, **given)
+
+    check_gradients(function, q, k, v, *own)
+
+
 def test_lists_are_those_of_flex_attention():
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 

@@ -18,8 +18,7 @@ bool bigbird_supports(const AttentionProblem& p, Reason& reason) {
   if (p.queries >= 0 && p.keys >= 0 && p.queries != p.keys)
     return refuse(reason, "needs as many queries as keys, got %lld and %lld", static_cast<long long>(p.queries),
                   static_cast<long long>(p.keys));
-  if (p.causal) return refuse(reason, "takes no is_causal");
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+  return !p.causal || refuse(reason, "takes no is_causal");
 }
 
 int64_t blocks_of(const AttentionProblem& p) { return ceil_div(larger(p.keys, 1), p.parameters.whole(block_size)); }

@@ -14,8 +14,7 @@ bool block_sparse_supports(const AttentionProblem& p, Reason& reason) {
     return refuse(reason, "needs both of full_kv_num_blocks and full_kv_indices, or neither");
   if (own.whole(block_size) < 1)
     return refuse(reason, "needs block_size from 1, got %lld", static_cast<long long>(own.whole(block_size)));
-  if (p.causal) return refuse(reason, "takes no is_causal: lists and attn_mask say what is seen");
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+  return !p.causal || refuse(reason, "takes no is_causal: lists and attn_mask say what is seen");
 }
 BlockLists lists_of(const Operand& counts, const Operand& indices) {
   if (!counts) return {};

@@ -201,7 +201,12 @@ void attention_linformer(const AttentionProblem& p, const AttentionOperands& m, 
   const Linformer<T> of{p, workspace.take<A>(p.threads * Linformer<T>::own_size(p))};
   of.project(m.own[key_projection], m.key.read<T>(), p.key_at, p.size, keys);
   of.project(m.own[value_projection], m.value.read<T>(), p.value_at, p.value_size, values);
-  AttentionOperands projected{.query = m.query, .key = keys, .value = values, .output = m.output, .logsumexp = m.logsumexp};
+  AttentionOperands projected{.query = m.query,
+                              .key = keys,
+                              .value = values,
+                              .output = m.output,
+                              .logsumexp = m.logsumexp,
+                              .dropout_seed = m.dropout_seed};
   if constexpr (kWidens<T>) {
     A *const query = workspace.take<A>(elements(p, p.heads, p.queries, p.size)), *const output = workspace.take<A>(elements(
                                                                                      p, p.heads, p.queries, p.value_size));
@@ -244,6 +249,7 @@ void linformer_backward(const AttentionProblem& p, const AttentionGradients& m, 
                          .value = values,
                          .output = m.output,
                          .logsumexp = m.logsumexp,
+                         .dropout_seed = m.dropout_seed,
                          .grad_query = m.grad_query};
     if (needs_keys) g.grad_key = grad_keys;
     if (needs_values) g.grad_value = grad_values;
@@ -257,7 +263,8 @@ void linformer_backward(const AttentionProblem& p, const AttentionGradients& m, 
       of.convert(m.query.read<T>(), p.query_at, p.size, query, inner.query_at);
       of.convert(m.grad_output.read<T>(), p.output_at, p.value_size, grad_output, inner.output_at);
       // Before it was rounded: of that one the scores' gradients, differences of sums near each other, would be too far off.
-      attend_flash(inner, {.query = query, .key = keys, .value = values, .output = output}, workspace);
+      attend_flash(inner, {.query = query, .key = keys, .value = values, .output = output, .dropout_seed = m.dropout_seed},
+                   workspace);
       g.query = query, g.output = output, g.grad_output = grad_output;
       if (m.grad_query) g.grad_query = grad_query;
     }

@@ -17,8 +17,7 @@ bool longformer_supports(const AttentionProblem& p, Reason& reason) {
     return refuse(reason, "needs as many queries as keys, got %lld and %lld", static_cast<long long>(p.queries),
                   static_cast<long long>(p.keys));
   if (p.keys >= int64_t{1} << 31) return refuse(reason, "needs fewer than 2^31 keys");
-  if (p.causal || p.has_mask) return refuse(reason, "takes no attn_mask and no is_causal, but key_padding");
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+  return (!p.causal && !p.has_mask) || refuse(reason, "takes no attn_mask and no is_causal, but key_padding");
 }
 
 // Memory for what each token is, and the lists of global ones.

@@ -90,8 +90,7 @@ AI3_INLINE static bool projections_fit(const AttentionProblem& p, Reason& reason
   const Parameters& own = p.parameters;
   if (!own.flag(Linear::key_projection) || !own.flag(Linear::value_projection))
     return refuse(reason, "needs key_projection and value_projection");
-  if (p.causal || p.has_mask) return refuse(reason, "takes no attn_mask and no is_causal: projected keys have no places");
-  return p.dropout <= 0 || refuse(reason, "draws no dropout, got dropout_p %g", p.dropout);
+  return (!p.causal && !p.has_mask) || refuse(reason, "takes no attn_mask and no is_causal: projected keys have no places");
 }
 
 // How an operand of an algorithm's own lies, of so many dimensions after those of batches and heads.

@@ -161,6 +161,15 @@ struct SparseTile {
     const Range lanes = sight.diagonal ? lanes_near(keys.begin + c, rows.begin + row) : Range{0, P};
     return r >= lanes.begin && r < lanes.end;
   }
+  // What dropout multiplies the weights of a panel of queries by; of lanes beyond it, anything.
+  void kept_of(const Dropout<A>& dropout, const KeyPiece& piece, Range keys, int64_t head, int64_t row, A* to) const {
+    const int64_t first = head * p.queries;
+    if (!piece.listed && !listed_rows())
+      return dropout.template of_lanes<P>(first + rows.begin + row, keys.begin, keys.size(), to);
+    for (int64_t c = 0; c < keys.size(); c++)
+      for (int64_t l = 0; l < smaller(P, rows.size() - row); l++)
+        dropout.of_row(first + query(row + l), key(piece, keys.begin + c), 1, to + c * P + l);
+  }
   // Those of a piece that one of a panel's queries may see.
   AI3_INLINE Range keys_of(const KeyPiece& piece, Range keys, int64_t row, int64_t queries) const {
     if (piece.band != KeyPiece::Band::inside) return keys;
@@ -191,18 +200,20 @@ template <class T>
 struct SparseForward {
   using A = Acc<T>;
   static constexpr int64_t P = kPanel<A>;
-  A *packed, *scores, *added, *sums, *most, *total, *of_keys, *of_values;
+  A *packed, *scores, *added, *kept, *sums, *most, *total, *of_keys, *of_values;
   T *listed_keys, *listed_values, *listed_queries;
 
   AI3_INLINE static int64_t own(const AttentionProblem& p, bool lists) {
-    return cut_size<A>({checked_mul(kSparseRows, p.size), kKeys * P, kKeys * P, checked_mul(kSparseRows, padded<A>(p.value_size)),
-                        kSparseRows, kSparseRows, buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true),
+    return cut_size<A>({checked_mul(kSparseRows, p.size), kKeys * P, kKeys * P, p.dropout > 0 ? kKeys * P : 0,
+                        checked_mul(kSparseRows, padded<A>(p.value_size)), kSparseRows, kSparseRows,
+                        buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true),
                         lists ? checked_mul(kKeys, p.size) : 0, lists ? checked_mul(kKeys, p.value_size) : 0,
                         lists ? checked_mul(kSparseRows, p.size) : 0});
   }
   AI3_INLINE SparseForward(const AttentionProblem& p, bool lists, A* from) {
     Cut<A> cut{from};
     packed = cut.take(kSparseRows * p.size), scores = cut.take(kKeys * P), added = cut.take(kKeys * P);
+    kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
     sums = cut.take(kSparseRows * padded<A>(p.value_size)), most = cut.take(kSparseRows), total = cut.take(kSparseRows);
     of_keys = cut.take(buffer_of<T>(kKeys, p.size, false)), of_values = cut.take(buffer_of<T>(kKeys, p.value_size, true));
     auto of_type = [&](int64_t count) { return reinterpret_cast<T*>(cut.take(lists ? count : 0)); };
@@ -224,6 +235,7 @@ void attend_tile(const SparseTile<T>& t, const AttentionOperands& m, int64_t hea
               w.packed + b * P * p.size);
   for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
   for (int64_t i = 0; i < panels * P; i++) w.most[i] = kHidden<A>, w.total[i] = 0;
+  const Dropout<A> dropout(p, m.dropout_seed);
   over_keys(
       t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), false, w,
       [&](const KeyPiece& piece, Range all, const RowsAt<A>& k, const RowsAt<A>& v) {
@@ -240,6 +252,10 @@ void attend_tile(const SparseTile<T>& t, const AttentionOperands& m, int64_t hea
           t.apply(sight, keys, row, w.added, w.scores);
           alignas(64) A scale[P];
           soften(w.scores, keys.size(), w.most + row, w.total + row, scale);
+          if (dropout) {
+            t.kept_of(dropout, piece, keys, head, row, w.kept);
+            drop(w.kept, keys.size(), w.scores);
+          }
           A* const to = w.sums + row * ld;
           scale_rows(to, queries, p.value_size, scale);
           if (sight.some() && finite < 0) finite = all_finite(v, all.size(), p.value_size);
@@ -307,7 +323,8 @@ template <class T>
 struct SparseBackward {
   using A = Acc<T>;
   static constexpr int64_t P = kPanel<A>;
-  A *packed, *packed_grad, *scores, *products, *added, *sums, *logsumexp, *delta, *of_queries, *of_grads, *of_keys, *of_values;
+  A *packed, *packed_grad, *scores, *products, *added, *kept, *sums, *logsumexp, *delta, *of_queries, *of_grads, *of_keys,
+      *of_values;
   A *grad_keys, *grad_values, *some_keys, *some_values;
   T *listed_keys, *listed_values, *listed_queries, *listed_grads;
 
@@ -316,7 +333,8 @@ struct SparseBackward {
     const int64_t ld = padded<A>(p.size), value_ld = padded<A>(p.value_size);
     auto if_lists = [&](int64_t rows, int64_t size) { return lists ? checked_mul(rows, size) : 0; };
     take(packed, checked_mul(kSparseRows, p.size)), take(packed_grad, checked_mul(kSparseRows, p.value_size));
-    take(scores, kKeys * P), take(products, kKeys * P), take(added, kKeys * P), take(sums, checked_mul(kSparseRows, ld));
+    take(scores, kKeys * P), take(products, kKeys * P), take(added, kKeys * P), take(kept, p.dropout > 0 ? kKeys * P : 0);
+    take(sums, checked_mul(kSparseRows, ld));
     take(logsumexp, kSparseRows), take(delta, kSparseRows);
     take(of_queries, checked_mul(kSparseRows, ld)), take(of_grads, checked_mul(kSparseRows, value_ld));
     take(of_keys, buffer_of<T>(kKeys, p.size, true)), take(of_values, buffer_of<T>(kKeys, p.value_size, true));
@@ -379,6 +397,7 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
     q = only_ordinary(q, p.size, w.of_queries), g = only_ordinary(g, p.value_size, w.of_grads);
   }
   for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
+  const Dropout<A> dropout(p, m.dropout_seed);
   over_keys(t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), true, w,
             [&](const KeyPiece& piece, Range whole, const RowsAt<A>& k, const RowsAt<A>& v) {
               int finite = -1;  // not known
@@ -404,7 +423,12 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
                   for (int64_t l = 0; l < queries; l++)
                     if (t.token(row + l) != Token::ordinary)
                       for (int64_t c = 0; c < keys.size(); c++) w.scores[c * P + l] = kHidden<A>;
+                if (dropout) {
+                  t.kept_of(dropout, piece, keys, head, row, w.kept);
+                  drop(w.kept, keys.size(), w.products);
+                }
                 differentiate<A, true>(w.scores, w.products, keys.size(), w.logsumexp + row, w.delta + row);
+                if (dropout) drop(w.kept, keys.size(), w.scores);
                 if (m.grad_query) {
                   if (sight.some() && finite < 0) finite = all_finite(k, whole.size(), p.size);
                   A* const to = w.sums + row * ld;

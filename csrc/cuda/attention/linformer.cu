@@ -65,7 +65,12 @@ void attention_linformer(const AttentionProblem& p, const AttentionOperands& m, 
                                                                                        key_heads(p) * p.projected * p.value_size);
   project(p, m.own[Linear::key_projection], m.key.read<T>(), p.key_at, p.size, keys, scratch, workspace);
   project(p, m.own[Linear::value_projection], m.value.read<T>(), p.value_at, p.value_size, values, scratch, workspace);
-  AttentionOperands over{.query = m.query, .key = keys, .value = values, .output = m.output, .logsumexp = m.logsumexp};
+  AttentionOperands over{.query = m.query,
+                         .key = keys,
+                         .value = values,
+                         .output = m.output,
+                         .logsumexp = m.logsumexp,
+                         .dropout_seed = m.dropout_seed};
   if constexpr (kWidens<T>) {
     over.query = widened_rows(rows_of(p, m.query.read<T>(), p.query_at, p.heads, p.queries, p.size), p.batch, workspace);
     over.output = take<A>(workspace, query_rows(p) * p.value_size);
@@ -120,6 +125,7 @@ void differentiate_linformer(const AttentionProblem& p, const AttentionGradients
                           .value = values,
                           .output = m.output,
                           .logsumexp = m.logsumexp,
+                          .dropout_seed = m.dropout_seed,
                           .grad_query = m.grad_query,
                           .grad_key = grad_keys,
                           .grad_value = grad_values};
@@ -130,7 +136,8 @@ void differentiate_linformer(const AttentionProblem& p, const AttentionGradients
     over.query = widened(m.query, p.query_at, p.size), over.grad_output = widened(m.grad_output, p.output_at, p.value_size);
     // Before it was rounded: scores' gradients are differences of sums that are near each other.
     over.output = take<A>(workspace, query_rows(p) * p.value_size);
-    attend<A>(inner, {.query = over.query, .key = keys, .value = values, .output = over.output}, workspace);
+    attend<A>(inner, {.query = over.query, .key = keys, .value = values, .output = over.output, .dropout_seed = m.dropout_seed},
+              workspace);
     if (m.grad_query) over.grad_query = take<A>(workspace, query_rows(p) * p.size);
   }
   differentiate<A>(inner, over, workspace);
