@@ -6,6 +6,7 @@
 Every cell runs both models the same way (dtype, memory format of the input, inference or a training step, batch), in turns that
 alternate in a process of its own, and shows how many times as long PyTorch's takes. `--forms` compares compiled, frozen and
 AOTInductor forms of the swapped model, and models swapped or made under `inference_mode`, with the swapped model run eagerly.
+BERT, GPT-2, Whisper and CLIP are transformers' own classes, with random weights; texts have no memory format.
 Cells that were measured before stay in the table (docs/benchmarks/ways.json) until they are measured again. A call of PyTorch's
 that takes more than `LIMIT` seconds (float16, mostly), and no less than ours, is ended; the cell shows what the ratio is above.
 """
@@ -43,7 +44,12 @@ MODELS = (
     "vit_b_16",
     "swin_t",
     "fcn_resnet50",
+    "bert",
+    "gpt2",
+    "whisper_tiny",
+    "clip",
 )
+TOKENS = {"bert": 128, "gpt2": 128, "whisper_tiny": 16, "clip": 77}  # of those of transformers; for each, one text an item
 DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast")
 LAYOUTS = ("nchw", "channels_last")
 MODES = ("inference", "training")
@@ -55,10 +61,12 @@ REACHED = 0.97  # a ratio within 3 % of its target counts as reached
 
 
 def build(name: str) -> nn.Module:
-    """A torchvision network with random weights, the same every time."""
+    """A network with random weights, the same every time: torchvision's, or of transformers as its configuration has it."""
+    torch.manual_seed(0)
+    if name in TOKENS:
+        return _of_transformers(name).eval()
     import torchvision
 
-    torch.manual_seed(0)
     options: dict[str, Any] = {"weights_backbone": None} if name.startswith("fcn") else {}
     if name == "googlenet":
         options = {"init_weights": True, "aux_logits": False}
@@ -66,28 +74,59 @@ def build(name: str) -> nn.Module:
     return model.eval()
 
 
-def image(batch: int, dtype: torch.dtype, layout: str) -> Tensor:
-    """Normal numbers of 224x224 pixels."""
-    x = torch.randn(batch, 3, 224, 224, generator=torch.Generator().manual_seed(1)).to(dtype)
-    return x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
+def _of_transformers(name: str) -> nn.Module:
+    import transformers
+
+    match name:
+        case "bert":
+            return transformers.BertModel(transformers.BertConfig())
+        case "gpt2":
+            return transformers.GPT2Model(transformers.GPT2Config())
+        case "whisper_tiny":
+            sizes = {"d_model": 384, "encoder_layers": 4, "decoder_layers": 4, "encoder_ffn_dim": 1536}
+            sizes |= {"decoder_ffn_dim": 1536, "encoder_attention_heads": 6, "decoder_attention_heads": 6}
+            return transformers.WhisperModel(transformers.WhisperConfig(**sizes))
+    return transformers.CLIPModel(transformers.CLIPConfig())  # ViT-B/32
+
+
+def inputs(name: str, batch: int, dtype: torch.dtype, layout: str) -> Any:
+    """Normal numbers: images of 224x224 pixels, 30 s of sound; and tokens by chance."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(batch, 3, 224, 224, generator=generator).to(dtype)
+    x = x.to(memory_format=torch.channels_last) if layout == "channels_last" else x
+    if name not in TOKENS:
+        return x
+    ids = torch.randint(3, 30000, (batch, TOKENS[name]), generator=generator)
+    match name:
+        case "clip":
+            return {"input_ids": ids, "pixel_values": x}
+        case "whisper_tiny":
+            sound = torch.randn(batch, 80, 3000, generator=generator).to(dtype)
+            return {"input_features": sound, "decoder_input_ids": ids}
+    return {"input_ids": ids}
+
+
+def call(model: Any, x: Any) -> Any:
+    """With a tensor, or keyword arguments."""
+    return model(**x) if isinstance(x, dict) else model(x)
 
 
 def tensor_of(output: Any) -> Tensor:
-    """The main output of a torchvision network."""
-    return output["out"] if isinstance(output, dict) else output
+    """The main output of a network."""
+    return output.get("out", next(iter(output.values()))) if isinstance(output, dict) else output
 
 
-def inference(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
+def inference(model: nn.Module, x: Any, autocast: bool) -> Callable[[], Any]:
     """One call under inference_mode."""
 
     def run() -> Any:
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return model(x)
+            return call(model, x)
 
     return run
 
 
-def training(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
+def training(model: nn.Module, x: Any, autocast: bool) -> Callable[[], Any]:
     """One step: forward, backward, and a change of every weight, as an optimizer makes it."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
@@ -95,7 +134,7 @@ def training(model: nn.Module, x: Tensor, autocast: bool) -> Callable[[], Any]:
     def step() -> Any:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            loss = tensor_of(model(x)).float().mean()
+            loss = tensor_of(call(model, x)).float().mean()
         loss.backward()
         optimizer.step()
         return loss
@@ -136,7 +175,7 @@ def _measure(to: Connection, name: str, dtype: str, layout: str, mode: str, batc
     model = build(name).to(kind)
     if layout == "channels_last":
         model = model.to(memory_format=torch.channels_last)
-    x = image(batch, kind, layout)
+    x = inputs(name, batch, kind, layout)
     warnings.simplefilter("ignore")
     swapped = ai3_ops.swap(model, "default")
     run = inference if mode == "inference" else training
@@ -149,21 +188,21 @@ def _measure(to: Connection, name: str, dtype: str, layout: str, mode: str, batc
 
 def form(name: str, which: str, seconds: float) -> dict[str, Any]:
     """A form of the swapped model beside the swapped model run eagerly: float32, NCHW, batch 1."""
-    x = image(1, torch.float32, "nchw")
+    x = inputs(name, 1, torch.float32, "nchw")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         swapped = ai3_ops.swap(build(name), "default")
         other = _in_form(swapped, name, which, x)
     calls = [inference(swapped, x, False), inference(other, x, False)]
-    for call in calls:
-        call()
-        call()
+    for run in calls:
+        run()
+        run()
     times = measure.turns(calls, seconds)
     eager, ours = (statistics.median(t) for t in times)
     return {"eager_ms": eager * 1e3, "form_ms": ours * 1e3, "ratio": eager / ours, "turns": len(times[0])}
 
 
-def _in_form(swapped: nn.Module, name: str, which: str, x: Tensor) -> Any:
+def _in_form(swapped: nn.Module, name: str, which: str, x: Any) -> Any:
     match which:
         case "compile":
             torch._dynamo.reset()
@@ -172,11 +211,12 @@ def _in_form(swapped: nn.Module, name: str, which: str, x: Tensor) -> Any:
             torch._dynamo.reset()
             compiled = torch.compile(copy.deepcopy(swapped), options={"freezing": True})
             with torch.inference_mode():
-                compiled(x)
+                call(compiled, x)
             return compiled
         case "AOTInductor":
             with torch.no_grad():
-                exported = torch.export.export(swapped, (x,))
+                args, kwargs = ((), x) if isinstance(x, dict) else ((x,), {})
+                exported = torch.export.export(swapped, args, kwargs)
             with tempfile.TemporaryDirectory() as folder:
                 path = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "model.pt2"))
                 return torch._inductor.aoti_load_package(path)
@@ -197,6 +237,9 @@ def page(data: dict[str, Any]) -> Iterator[str]:
     yield 'Written by `python -m benchmarks.ways`. How many times as long PyTorch\'s own model takes as `swap(model, "default")`,'
     yield "run the same way (dtype, memory format of the input, mode, batch), 224x224 images, medians of turns that alternate;"
     yield 'below 0.97 in bold. "autocast" is to bfloat16. Empty: not measured on this machine.'
+    yield "BERT-base and GPT-2 read 128 tokens, Whisper-tiny 30 s of sound and 16 tokens, CLIP (ViT-B/32) an image and 77 tokens."
+    yield "Their attention stays PyTorch's in a swapped model, since transformers calls it in a function of its own, unless the"
+    yield 'model is made with `attn_implementation="ai3"` ([attention](../attention.md)).'
     yield f'">": the call of the model from which it came was ended after {LIMIT:.0f} s, or when it had taken as long as ours.'
     yield ""
     yield from measure.table(("machine", ""), data.get("machine", {}).items())
@@ -270,7 +313,7 @@ def main() -> int:
             continue
         for dtype in a.dtypes.split(","):
             for mode in a.modes.split(","):
-                for layout in a.layouts.split(","):
+                for layout in ("nchw",) if name in TOKENS else a.layouts.split(","):
                     wanted += [(name, dtype, layout, mode, batch) for batch in a.batches.split(",")]
     data = measure.stored(a.output, {"cells": {}, "forms": {}})
     if "machine" not in data:

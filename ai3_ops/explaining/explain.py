@@ -412,7 +412,8 @@ def _listed(
         lost = vars(module).get("_ai3_lost")
         if lost is not None:
             kind = module.original_name if isinstance(module, torch.jit.ScriptModule) else type(module).__name__
-            unreached.append(Unreached(name, kind, lost["reason"], lost["seen"], lost["source"]))
+            seen_calls = lost["seen"] | lost["composed"]
+            unreached.append(Unreached(name, kind, lost["reason"], seen_calls, lost["source"]))
         if isinstance(mark, Call):
             layers.append(_layer(name, mark, ""))
         elif isinstance(mark, list):

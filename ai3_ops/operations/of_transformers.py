@@ -133,8 +133,8 @@ def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | Non
         by_h = m.get_rel_pos(height, height, m.rel_pos_h).to(q.dtype)
         by_w = m.get_rel_pos(width, width, m.rel_pos_w).to(q.dtype)
         grid = q.unflatten(2, (height, width))
-        own["rel_h"] = (grid @ by_h.mT).flatten(2, 3)
-        own["rel_w"] = (grid.transpose(2, 3) @ by_w.mT).transpose(2, 3).flatten(2, 3)
+        own["rel_h"] = torch.einsum("bnhwc,hkc->bnhwk", grid, by_h).flatten(2, 3)
+        own["rel_w"] = torch.einsum("bnhwc,wkc->bnhwk", grid, by_w).flatten(2, 3)
     y = call.own(q, k, v, scale=m.scale, **own)
     return m.proj(y.transpose(1, 2).reshape(batch, height, width, -1)), None
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ai3_ops import registry
+from ai3_ops._torch import pytree
 from ai3_ops.operations.attention import AttentionCall
-from ai3_ops.registry import operator_named
+from ai3_ops.operations.plain_attention import Sight
 from ai3_ops.selecting.choice import Algorithm
 
 
@@ -21,8 +23,8 @@ def register_transformers(algorithm: str | Algorithm = "default", name: str = "a
     in it means something else to transformers and is a ValueError, as is an algorithm that does not exist. It may be called
     again, for other names.
 
-    Masks are boolean, and are not made where causality says all; a sliding window without padding never becomes one, so that it
-    saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed, and their gradients. Attention
+    Masks are boolean, and are not made where causality says all; a sliding window never becomes one, with padding or without, so
+    that it saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed, and their gradients. Attention
     weights are not returned. ImportError without transformers.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -32,6 +34,32 @@ def register_transformers(algorithm: str | Algorithm = "default", name: str = "a
     chosen = Algorithm(algorithm) if isinstance(algorithm, str) else algorithm
     AttentionInterface.register(name, _implementation(chosen))
     AttentionMaskInterface.register(name, _mask)
+
+
+class _Window(Tensor):
+    """A mask of padding, and of a sliding window, that attention reads as these; all else that is done makes a whole one of it."""
+
+    seen: Tensor  # (B, 1, 1, keys), False where padded
+    padded: bool
+    sight: Sight
+
+    @staticmethod
+    def of(seen: Tensor, sight: Sight) -> _Window:
+        """Without elements of its own."""
+        made = seen.new_empty(0).as_subclass(_Window)
+        made.seen, made.padded, made.sight = seen, not bool(seen.all()), sight
+        return made
+
+    def whole(self) -> Tensor:
+        """(B, 1, keys, keys)."""
+        keys = self.seen.shape[-1]
+        hidden = self.sight.hidden(keys, keys, self.seen.device)
+        return self.seen.expand(-1, 1, keys, keys) if hidden is None else self.seen & ~hidden
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _mask(
@@ -45,35 +73,42 @@ def _mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    device: Any = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """As transformers' own for PyTorch's function; None also for what `sliding_window` says alone, as the layers are told it."""
+    """As transformers' own for PyTorch's function; of padding that all see alike, and of sliding windows, a `_Window`."""
     from transformers.masking_utils import sdpa_mask
 
     whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
-    may = allow_is_causal_skip or allow_is_bidirectional_skip
-    if may and local_size and whole and not torch.compiler.is_compiling():
-        padded = attention_mask is not None and not bool(attention_mask[:, :kv_length].all())
-        if not padded and _slides(mask_function, local_size, kv_length, allow_is_causal_skip):
-            return None
+    whole = whole and (attention_mask is None or attention_mask.shape[-1] == kv_length)
+    causal, window = allow_is_causal_skip, local_size or 0
+    may = whole and (causal or allow_is_bidirectional_skip) and not torch.compiler.is_compiling()
+    if may and (window or not causal) and kv_length > window and _slides(mask_function, window, kv_length, causal):
+        if attention_mask is None:
+            attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        sight = Sight() if not window else Sight(False, window - 1, 0) if causal else Sight(False, window, window)
+        made = _Window.of(attention_mask[:, None, None].bool(), sight)
+        if window or made.padded:
+            return made
     return sdpa_mask(
         batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip, **options,
+        allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+        device=device, **options,
     )  # fmt: skip
 
 
 def _slides(mask_function: Any, window: int, length: int, causal: bool) -> bool:
     """Whether a mask of a local size is a window, not one of chunks: those differ in one of two neighbouring rows.
 
-    A causal one has `window` keys, one to both sides as many before and as many behind.
+    A causal one has `window` keys, one to both sides as many before and as many behind; 0: it hides nothing.
     """
     rows = torch.tensor([length // 2, max(length - 2, 0), length - 1])[:, None]
     keys = torch.arange(length)[None]
     zero = torch.zeros(1, 1, dtype=torch.long)
     behind = rows - keys
-    wanted = (behind >= 0) & (behind < window) if causal else behind.abs() <= window
-    return bool(torch.equal(mask_function(zero, zero, rows, keys), wanted))
+    wanted = (behind >= 0) & (behind < window) if causal else behind.abs() <= (window or length)
+    return bool(torch.equal(mask_function(zero, zero, rows, keys).expand_as(wanted), wanted))
 
 
 def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
@@ -81,6 +116,7 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
     call.choose(algorithm)  # ValueError where it does not exist
     call.strict = algorithm.name != "default"
     own = None if algorithm.name == "default" else algorithm.name
+    slides = own is None or any(p.name == "window_left" for p in registry.parameters("attention", own))
 
     def attention(
         module: Any,
@@ -94,31 +130,30 @@ def _implementation(algorithm: Algorithm) -> Callable[..., tuple[Tensor, None]]:
         position_bias: Tensor | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-        sliding_window: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         queries, keys = query.shape[2], key.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        around = not causal and attention_mask is None and queries == keys
         causal = queries > 1 and attention_mask is None and causal
+        options: dict[str, Any] = {"softcap": softcap} if softcap else {}
         mask = attention_mask
+        if isinstance(attention_mask, _Window):
+            sight = attention_mask.sight
+            mask = attention_mask.seen if attention_mask.padded else None
+            mask = mask if slides or sight.window_left < 0 else attention_mask.whole()
+            if slides and sight.window_left >= 0:
+                options |= {"window_left": sight.window_left, "window_right": sight.window_right}
         if causal and keys > queries:  # a cache that is empty yet
             key, value = key[:, :, :queries], value[:, :, :queries]
             position_bias = None if position_bias is None else position_bias[..., :queries]
         if position_bias is not None:
             mask, causal = _biased(position_bias, mask, causal), False
-        options: dict[str, Any] = {"softcap": softcap} if softcap else {}
-        if (
-            (causal or around) and sliding_window and sliding_window <= queries
-        ):  # one key more than a layer sees to a side
-            options["window_left"] = sliding_window - 1
-            options |= {"window_right": sliding_window - 1} if around else {}
         grouped = query.shape[1] != key.shape[1]
         if s_aux is not None:
             options["sinks"] = s_aux.to(query.dtype)
         if options:
             # Of `default`, what computes more than PyTorch's function does.
-            operator: Any = operator_named(f"attention_{own or ('math' if query.is_cuda else 'flash')}")
+            operator: Any = registry.operator_named(f"attention_{own or ('math' if query.is_cuda else 'flash')}")
             output = operator(
                 query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=grouped,
                 **(algorithm.parameters | options),

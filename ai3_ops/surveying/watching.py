@@ -21,6 +21,7 @@ from ai3_ops.nn.classes import Sites, leaf_class, swapped_class
 from ai3_ops.nn.kinds import original_class, set_class
 from ai3_ops.nn.unswap import unswap
 from ai3_ops.operations import windows
+from ai3_ops.surveying.composed import REASON, Composed
 from ai3_ops.surveying.describe import Described
 from ai3_ops.surveying.discover import Lost, discover, left_alone, opaque
 from ai3_ops.surveying.modules import is_lazy, is_of_torch, is_optimized, reachable
@@ -90,11 +91,14 @@ class _Watch(TorchFunctionMode):
         self.functions: set[str] = set()  # the names of those that depend on how tensors lie
         self.stack: list[nn.Module] = []
         self.expected: Call | None = None  # the call whose own function comes next
+        self.composed, self.attending = Composed(), set[nn.Module]()  # modules that made a call of attention
         self.kinds = {f: o for o in registry.operations() if o in Call.by_name for f in Call.by_name[o].seen_as()}
 
     def seen(self, call: Call) -> None:
         """Called by a call just before its function."""
         self.expected = None if call.is_elsewhere else call
+        if call.operation == "attention" and self.stack:
+            self.attending.add(self.stack[-1])
         if call not in self.order:
             self.order.append(call)
 
@@ -109,9 +113,19 @@ class _Watch(TorchFunctionMode):
             elif self.stack and (self.stack[-1] in self.lost or leaf_class(original_class(self.stack[-1])) is None):
                 self.note(self.stack[-1], operation, func)
         result = func(*args, **(kwargs or {}))
+        if self.composed.ends(name, args, result) and self.stack and not is_of_torch(self.stack[-1]):
+            self.note_composed(self.stack[-1])
         if self.record is not None:
             self.record(call, args, kwargs or {}, result)
         return result
+
+    def note_composed(self, module: nn.Module) -> None:
+        """Attention out of reach; not what a call of it computes."""
+        if module in self.attending or any(map(is_optimized, self.stack)):
+            return
+        found = self.lost.setdefault(module, Lost(""))
+        found.add(REASON)
+        found.composed["attention"] = found.composed.get("attention", 0) + 1
 
     def note(self, module: nn.Module, operation: str, function: Any) -> None:
         """A call out of reach; those of optimized modules are theirs."""

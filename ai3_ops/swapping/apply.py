@@ -40,7 +40,7 @@ def apply(model: nn.Module, calls: list[Described], lost: dict[nn.Module, Lost])
         if passes and any(isinstance(child, Swapped) for child in module.modules()):
             set_class(module, swapped_class(original_class(module)))
     for module, what in lost.items():
-        if what.seen or what.source:
+        if what.seen or what.source or what.composed:
             vars(module)["_ai3_lost"] = asdict(what)
 
 

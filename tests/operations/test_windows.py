@@ -95,21 +95,52 @@ def test_explain_says_what_stays():
         assert (swapped(x) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "xcit_nano_12_p16_224"])
-def test_timms_composed_attention_is_named(name):
+COMPOSED = {  # timm's models, small, and whether fused attention may be asked for
+    "swin_tiny_patch4_window7_224": ({"img_size": 56, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}, True),
+    "swinv2_tiny_window8_256": ({"img_size": 64, "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4)}, False),
+    "xcit_nano_12_p16_224": ({"img_size": 32, "embed_dim": 16, "depth": 1, "num_heads": 2, "cls_attn_layers": 1}, True),
+    "levit_128s": ({"img_size": 64, "embed_dim": (32, 48, 64), "depth": (1, 1, 1), "num_heads": (2, 3, 4)}, False),
+    "tnt_s_patch16_224": ({"img_size": 32, "embed_dim": 32, "inner_dim": 12, "depth": 1, "num_heads_outer": 2}, False),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", COMPOSED)
+def test_timms_attention_is_reached_or_explained(name, fused):
     timm = pytest.importorskip("timm")
+    options, may = COMPOSED[name]
     before = timm.layers.use_fused_attn(), timm.layers.use_fused_attn(experimental=True)
-    x = torch.randn(1, 3, 224, 224)
     try:
-        for experimental in (False, True):
-            timm.layers.set_fused_attn(True, experimental)
-            model = timm.create_model(name).eval()
-            swapped = ai3_ops.swap(model, {"attention": "flash"}, x)
-            reasons = {layer["reason"] for layer in calls(swapped)}
-            composed = "not called by the run with example inputs" in reasons
-            assert composed != experimental
-            with torch.inference_mode():
-                expected = model(x)
-                assert (swapped(x) - expected).abs().max() <= 1e-4 * expected.abs().max()
+        timm.layers.set_fused_attn(fused, fused)
+        model = timm.create_model(name, **options).eval()
     finally:
         timm.layers.set_fused_attn(*before)
+    x = torch.randn(1, 3, options["img_size"], options["img_size"])
+    swapped = ai3_ops.swap(model, {"attention": "flash"}, x)
+    with torch.inference_mode():
+        expected = model(x)
+        assert (swapped(x) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    computed = [layer for layer in calls(swapped) if layer["calls"]]
+    composed = [m for m in ai3_ops.explain(swapped).unreached if m.seen.get("attention")]
+    assert bool(computed) == (fused and may)
+    assert {layer["used"] for layer in computed} <= {"flash"}
+    assert bool(composed) != (fused and may)
+    assert all("composes attention of products and a softmax" in m.reason for m in composed)
+
+
+def test_composed_attention_is_no_call_that_strict_wants():
+    class Attends(torch.nn.Module):
+        def forward(self, x):
+            weights = (x @ x.mT / 4).softmax(-1)
+            return torch.einsum("bij,bjc->bic", torch.dropout(weights, 0.1, False).to(x.dtype), x)
+
+    class Gates(torch.nn.Module):  # no product before the softmax, none behind it
+        def forward(self, x):
+            return (x * x.softmax(-1)) @ x.mT + (x @ x.mT).softmax(-1).sum(-1, keepdim=True)
+
+    model, x = torch.nn.Sequential(Attends(), Gates()), torch.randn(2, 5, 5)
+    swapped = ai3_ops.swap(model, "default", x, strict=True)
+    torch.testing.assert_close(swapped(x), model(x))
+    (found,) = ai3_ops.explain(swapped).unreached
+    assert (found.name, found.seen) == ("0", {"attention": 1})
+    assert ai3_ops.explain(swapped).to_dict()["unreached"][0]["reason"].startswith("composes attention")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ai3_ops
 
@@ -11,13 +14,21 @@ transformers = pytest.importorskip("transformers")
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
 DECODER = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0}
+LARGE = {"initializer_range": 0.3}  # weights for which the scores of a row differ, so that their scale and caps count
+SOME_SLIDE = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
 DECODERS = {
     "Llama": DECODER,
     "Mistral": DECODER | {"sliding_window": 6},
-    "Qwen2": DECODER | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "Qwen2": DECODER | SOME_SLIDE,
+    "Qwen2Moe": DECODER | SOME_SLIDE | EXPERTS,  # whose layers do not say what their window is
+    "Qwen3": DECODER,
     "Gemma2": DECODER | {"sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "GptOss": DECODER | {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60, "n_positions": 128},
+    "GPTNeoX": SMALL | {"max_position_embeddings": 128, "pad_token_id": 0},
+    "Olmo2": DECODER,
+    "Phi": SMALL | {"max_position_embeddings": 128, "pad_token_id": 0},
 }
 ENCODERS = {
     "Bert": SMALL | {"max_position_embeddings": 128},
@@ -37,7 +48,7 @@ def models(kind, config, head):
     found = []
     for implementation in ("eager", "ai3", "ai3_default"):
         torch.manual_seed(0)
-        made = getattr(transformers, f"{kind}Config")(**config)
+        made = getattr(transformers, f"{kind}Config")(**(LARGE | config))
         found.append(
             getattr(transformers, f"{kind}{head}")._from_config(made, attn_implementation=implementation).eval()
         )
@@ -90,22 +101,73 @@ def test_sinks_are_trained():
         assert (got - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
+class Masks(TorchDispatchMode):
+    """Finds what is made that has an element for each pair of so many tokens."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.length, self.found = length, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.shape[-2:] == (self.length, self.length):
+            self.found.append(str(func))
+        return made
+
+
+@pytest.mark.parametrize("padding", ["", "left", "right"])
 @pytest.mark.parametrize("kind", ["Mistral", "ModernBert"])
-def test_a_window_without_padding_makes_no_mask(kind, monkeypatch):
-    eager, model, _ = models(kind, DECODERS.get(kind) or ENCODERS[kind], "Model")
-    seen = []
-    attend = transformers.AttentionInterface._global_mapping["ai3"]
+def test_windows_and_padding_become_no_mask(kind, padding):
+    config = DECODERS.get(kind) or (ENCODERS[kind] | {"layer_types": ["sliding_attention"] * 2})
+    eager, *others = models(kind, config, "Model")
+    ids, mask = batch(padding, 70)
+    shown = mask.bool()
+    with torch.no_grad(), Masks(70) as of_eager:
+        expected = eager(ids, attention_mask=mask)[0]
+    assert of_eager.found
+    for model in others:
+        with torch.no_grad(), Masks(70) as made:
+            got = model(ids, attention_mask=mask)[0]
+        assert (got - expected)[shown].abs().max() <= 1e-4 * expected[shown].abs().max()
+        assert made.found == []
 
-    def watched(*args, **options):
-        seen.append(args[4])
-        return attend(*args, **options)
 
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "ai3", watched)
-    ids, mask = batch("", 50)
+def test_a_window_is_a_whole_mask_for_whoever_reads_it():
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    ids, mask = batch("left", 20)
+    made = []
+    for implementation in ("ai3", "sdpa"):
+        config = transformers.MistralConfig(**DECODERS["Mistral"], attn_implementation=implementation)
+        made.append(create_sliding_window_causal_mask(config, torch.zeros(*ids.shape, 32), mask, None))
+    ours, theirs = made
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours & True, theirs)
+    assert torch.equal(ours[:, :, 3:], theirs[:, :, 3:])
+    assert torch.equal(copy.deepcopy(ours), theirs)
+
+
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+def test_an_encoders_window_is_what_its_mask_says(padding):
+    """T5Gemma's layers are told one key fewer to a side than ModernBERT's are, for the same mask."""
+    part = {name: DECODER[name] for name in DECODER.keys() - {"pad_token_id"}}
+    part |= LARGE | {"sliding_window": 6, "layer_types": ["sliding_attention"] * 2, "query_pre_attn_scalar": 8}
+    found = []
+    for implementation in ("eager", "ai3", "ai3_default"):
+        torch.manual_seed(0)
+        sides = [transformers.T5GemmaModuleConfig(**part) for _ in range(2)]
+        config = transformers.T5GemmaConfig(encoder=sides[0], decoder=sides[1], vocab_size=60, pad_token_id=0)
+        found.append(transformers.T5GemmaModel._from_config(config, attn_implementation=implementation).eval())
+    ids, mask = batch(padding)
+    given = {"attention_mask": mask, "decoder_input_ids": ids[:, :9]}
+    shown = mask.bool()
     with torch.no_grad():
-        expected, got = (each(ids, attention_mask=mask)[0] for each in (eager, model))
-    assert (got - expected).abs().max() <= 1e-4 * expected.abs().max()
-    assert seen == [None, None]
+        expected = found[0](ids, **given)
+        for model in found[1:]:
+            got = model(ids, **given)
+            a, b = (each.encoder_last_hidden_state[shown] for each in (got, expected))
+            assert (a - b).abs().max() <= 1e-4 * b.abs().max()
+            assert (got[0] - expected[0]).abs().max() <= 1e-4 * expected[0].abs().max()
 
 
 def test_clip_and_whisper():
