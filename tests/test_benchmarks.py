@@ -187,6 +187,16 @@ def test_ways_of_running():
     assert text.count(f"| {name} |") == 4
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ways.TOKENS)
+def test_ways_of_transformers_models(name):
+    pytest.importorskip("transformers")
+    one = ways.cell(name, "float32", "nchw", "inference", 1, 0.01)
+    assert one["ratio"] == one["torch_ms"] / one["ai3_ms"] > 0
+    step = ways.training(ways.build(name), ways.inputs(name, 1, torch.float32, "nchw"), autocast=False)
+    assert step().isfinite()
+
+
 def _never_ends(to, *_):
     """In place of `ways._measure`: our call's seconds, and no more."""
     to.send(0.25)

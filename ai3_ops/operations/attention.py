@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ai3_ops import registry
-from ai3_ops._torch import OpOverload
+from ai3_ops._torch import OpOverload, has_constant_sizes, is_exporting
 from ai3_ops.calls.call import UNMEASURED, Call
 from ai3_ops.calls.plan import CallPlan
 from ai3_ops.calls.spec import fast_in
@@ -660,12 +660,23 @@ class AttentionCall(Call):
             self.example = self.example or self.specs(_like(entry, module, hidden))
             return forward(module, *args, **kwargs)
         reason = self.missing or entry.left(module, *args, **kwargs) or self._refused(entry, module, hidden)
+        reason = reason or self._slower(entry, module, hidden)
         if not reason:
             return entry.forward(module, self, *args, **kwargs)
         if self.strict:
             raise RuntimeError(f"ai3_ops: {self.layer or 'the model itself'} ({self.operation}): {reason}")
         self.count_left(reason)
         return forward(module, *args, **kwargs)
+
+    def _slower(self, entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> str:
+        """Why `default` leaves a call to the module's class, "" where it does not, or the sizes may change."""
+        if self.requested != "default" or self.strict or not isinstance(hidden, Tensor):
+            return ""
+        if torch.compiler.is_compiling() and not has_constant_sizes((hidden,)):
+            return ""
+        trains = torch.is_grad_enabled() and not is_exporting()
+        trains = trains and any(t.requires_grad for t in (hidden, *module.parameters()))
+        return entry.slower(module, hidden, trains)
 
     def _refused(self, entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> str:
         """Why the algorithm cannot compute such a module's call, which programs find out themselves."""
@@ -695,17 +706,20 @@ class AttentionCall(Call):
         return operator(*args, **own)
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """Where there are several queries and enough to compute; not where PyTorch multiplies pairs of 16 bits."""
+        """Where there is enough to compute; not where PyTorch multiplies pairs of 16 bits."""
         query, key = args[:2]
-        return self.gains_sizes(query, query.shape[:-2].numel(), query.shape[-2], key.shape[-2])
+        heads, queries, keys = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
+        grouped = args[7] and query.shape[:-2] != key.shape[:-2]
+        return self.gains_sizes(query, heads, queries, keys, grouped)
 
-    def gains_sizes(self, like: Tensor, heads: int, queries: int, keys: int) -> bool:
+    def gains_sizes(self, like: Tensor, heads: int, queries: int, keys: int, grouped: bool = False) -> bool:
         """As `gains`, of so many heads in all batches, of a tensor's dtype and device."""
+        few = queries <= _FEW
         return (
             like.device.type == "cpu"
             and not (like.dtype.itemsize == 2 and fast_in(like.dtype))
-            and queries >= _QUERIES
-            and heads * queries * keys >= _SCORES
+            and heads * queries * keys >= (_SCORES_OF_FEW if few else _SCORES)
+            and not (grouped and queries == _FEW and keys < _KEYS_OF_GROUPS)
         )
 
     def why_sizes_left(self, like: Tensor, heads: int, queries: int, keys: int) -> str:
@@ -729,7 +743,8 @@ class AttentionCall(Call):
         mask, dropout = args[3:5]
         needed, many = mask is not None and mask.requires_grad, args[0].shape[:-2].numel() >= _MANY_HEADS
         least = _SCORES_DROPPED if dropout else _SCORES_OF_MANY if many else _SCORES_IN_TRAINING
-        return self.gains(args) and not needed and scores_of(args[0], args[1]) >= least
+        several = args[0].shape[-2] > _FEW
+        return several and self.gains(args) and not needed and scores_of(args[0], args[1]) >= least
 
     def resolved(self, rule: str, args: tuple[Any, ...]) -> str:
         """With the last two by name."""
@@ -746,7 +761,9 @@ def _like(entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> tu
     return q, q, q, None, 0.0, False, None, False
 
 
-_QUERIES, _SCORES, _SCORES_IN_TRAINING = 4, 2**15, 2**20
+_SCORES, _SCORES_IN_TRAINING = 2**15, 2**20
+_FEW, _SCORES_OF_FEW = 4, 2**14  # queries that pass once over the keys (decoding)
+_KEYS_OF_GROUPS = 2**12  # from where on four queries of heads in groups are faster, whose product suits PyTorch's library
 _MANY_HEADS, _SCORES_OF_MANY = 32, 2**18  # of all batches: short sequences, of which few are not faster in training
 _SCORES_DROPPED = 2**17  # PyTorch computes dropout step by step
 

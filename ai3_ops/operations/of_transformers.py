@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ai3_ops._torch import is_cast
+from ai3_ops.calls.spec import fast_in
+
 
 class Entry(NamedTuple):
     """A module class whose forward, given hidden states first, is attention that some algorithms compute."""
@@ -18,6 +21,8 @@ class Entry(NamedTuple):
     heads: str  # the attribute that says how many
     left: Callable[..., str]  # why its own forward computes a call, "" where it does not; of the forward's arguments
     forward: Callable[..., Any]  # given the module, the call and the forward's arguments
+    # Why `default` leaves hidden states to the class, given whether it trains.
+    slower: Callable[[Any, Tensor, bool], str] = lambda module, hidden, trains: ""
 
     def knows(self, cls: type) -> bool:
         """Whether the forward of a class has no other arguments, as it has in other versions of transformers."""
@@ -37,6 +42,13 @@ def _weights_are_asked_for() -> bool:
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     return collector is not None and "attentions" in (collector.get() or ())
+
+
+def _fast_in(hidden: Tensor) -> bool:
+    """Whether PyTorch multiplies pairs of 16 bits there."""
+    cast = torch.is_autocast_enabled("cpu") and is_cast(hidden.dtype)
+    dtype = torch.get_autocast_dtype("cpu") if cast else hidden.dtype
+    return dtype.itemsize == 2 and fast_in(dtype)
 
 
 _WEIGHTS = "the weights are asked for"
@@ -139,8 +151,18 @@ def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | Non
     return m.proj(y.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
+def _sam_slower(m: Any, hidden: Tensor, trains: bool) -> str:
+    """Both passes gain over long sequences alone, of which the class makes all scores more than once."""
+    batch, height, width, _ = hidden.shape
+    tokens, scores = height * width, batch * m.num_attention_heads * (height * width) ** 2
+    if trains:
+        return "" if tokens >= 1600 and scores >= 2**23 else f"{_FASTER}, in training"
+    return "" if scores >= 2**18 and not _fast_in(hidden) else _FASTER
+
+
+_FASTER = "the class is faster for such sizes"
 _LONGFORMER = Entry(("longformer",), "num_heads", _longformer_left, _longformer)
-_SAM = Entry(("flash", "math"), "num_attention_heads", _sam_left, _sam)
+_SAM = Entry(("flash", "math"), "num_attention_heads", _sam_left, _sam, _sam_slower)
 _MODELS = "transformers.models."
 ENTRIES = {
     f"{_MODELS}longformer.modeling_longformer:LongformerSelfAttention": _LONGFORMER,

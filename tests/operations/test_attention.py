@@ -262,15 +262,29 @@ def test_swap_reaches_every_call():
     assert "takes no is_causal" in str(ai3_ops.explain(refused))
 
 
-def test_default_leaves_decoding_to_pytorch():
-    class Decodes(nn.Module):
-        def forward(self, q, k):
-            return F.scaled_dot_product_attention(q, k, k)
+class Decodes(nn.Module):
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
 
-    q, k = torch.randn(1, 8, 1, 64), torch.randn(1, 8, 4096, 64)
-    swapped = ai3_ops.swap(Decodes(), "default", (q, k))
-    torch.testing.assert_close(swapped(q, k), Decodes()(q, k), rtol=0, atol=0)
-    assert "PyTorch is faster" in str(ai3_ops.explain(swapped))
+
+# Heads, those of keys, queries, keys, and whether flash gains by the measurements (docs/algorithms/attention/default.md)
+DECODING = [
+    (8, 8, 1, 2048, True), (8, 8, 1, 2047, False), (8, 8, 3, 683, True), (32, 4, 1, 512, True), (32, 4, 2, 512, True),
+    (32, 32, 1, 128, False), (32, 32, 4, 128, True), (32, 8, 4, 2048, False), (32, 8, 4, 4096, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "queries", "keys", "gains"), DECODING)
+def test_default_leaves_short_decoding_to_pytorch(heads, kv_heads, queries, keys, gains):
+    q, k, v = made((1, heads, queries, 16), (1, kv_heads, keys, 16), (1, kv_heads, keys, 16))
+    swapped = ai3_ops.swap(Decodes(), "default", (q, k, v))
+    with torch.no_grad():
+        near(swapped(q, k, v), Decodes()(q.double(), k.double(), v.double()))
+    (layer,) = ai3_ops.explain(swapped).layers
+    assert (layer.calls, layer.torch_calls) == (1, 0 if gains else 1)
+    assert ("PyTorch is faster" in layer.reason) != gains
+    q.requires_grad_()  # training steps of few queries are PyTorch's
+    assert torch.equal(swapped(q, k, v), Decodes()(q, k, v))
 
 
 # Parameters of flash's and math's own ----------------------------------------------------------------------------------

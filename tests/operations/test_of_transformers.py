@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ai3_ops
+from ai3_ops.operations.of_transformers import ENTRIES
 
 transformers = pytest.importorskip("transformers")
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 60}
@@ -187,14 +188,13 @@ def sam(implementation, image_size=48, kind="Sam", **options):
 @pytest.mark.parametrize("positions", [True, False])
 def test_sam(implementation, kind, positions):
     model, image = sam(implementation, kind=kind, use_rel_pos=positions), torch.randn(2, 3, 48, 48)
-    for algorithm in ("flash", "math", "default"):
+    for algorithm in ("flash", "math"):
         swapped = ai3_ops.swap(model, {"attention": algorithm}, image)
         with torch.no_grad():
             expected, got = (each(image)[0] for each in (model, swapped))
         assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
-        used = "flash" if algorithm == "default" else algorithm
         assert [(r["name"], r["used"], r["torch_calls"]) for r in rows(swapped)] == [
-            (f"vision_encoder.layers.{i}.attn", used, 0) for i in range(2)
+            (f"vision_encoder.layers.{i}.attn", algorithm, 0) for i in range(2)
         ]
     grads = []
     for each in (model, ai3_ops.swap(model, {"attention": "flash"}, image)):
@@ -202,6 +202,44 @@ def test_sam(implementation, kind, positions):
         grads.append({n: p.grad for n, p in each.named_parameters() if ".attn." in n})
     for name, expected in grads[0].items():
         assert (grads[1][name] - expected).abs().max() <= 1e-4 * expected.abs().max(), name
+
+
+SIZES = [  # of a batch and a grid of tokens of two heads, in training or not, and whether `flash` gains (docs/attention.md)
+    ((2, 14, 14), False, False), ((3, 14, 14), False, False), ((4, 14, 14), False, True), ((1, 20, 20), False, True),
+    ((4, 14, 14), True, False), ((1, 40, 40), True, False), ((2, 40, 40), True, True), ((9, 39, 40), True, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "trains", "gains"), SIZES)
+def test_default_leaves_sams_small_windows_and_training_to_the_class(sizes, trains, gains):
+    layer = sam("eager").vision_encoder.layers[0].attn
+    entry = ENTRIES["transformers.models.sam.modeling_sam:SamVisionAttention"]
+    assert ("the class is faster" in entry.slower(layer, torch.empty(*sizes, 32, device="meta"), trains)) != gains
+    if sizes[1] > 20:  # which would take a second
+        return
+    x = torch.randn(*sizes, 32)
+    swapped = ai3_ops.swap(layer, "default", x)
+    with torch.set_grad_enabled(trains):
+        assert (swapped(x)[0] - layer(x)[0]).abs().max() <= 1e-5 * layer(x)[0].abs().max()
+    left = [r["torch_calls"] for r in rows(swapped)]
+    assert left == [0 if gains else 1]
+    if not gains:
+        again = ai3_ops.swap(pickle.loads(pickle.dumps(swapped)), {"linear": "torch"})  # keeps what was decided
+        with torch.set_grad_enabled(trains):
+            again(x)
+        assert "the class is faster for such sizes" in rows(again)[0]["reason"]
+    named = ai3_ops.swap(layer, {"attention": "flash"}, x)
+    named(x)
+    assert [r["torch_calls"] for r in rows(named)] == [0]
+
+
+def test_default_takes_every_longformer_and_bigbird():
+    for model, inputs in ((longformer(), batch()), (bigbird(), batch(104))):
+        if "BigBird" in type(model).__name__:
+            del inputs["global_attention_mask"]
+        swapped = ai3_ops.swap(model, "default", inputs)
+        swapped(**inputs)[0].sum().backward()
+        assert [(r["calls"], r["torch_calls"]) for r in rows(swapped)] == [(1, 0)] * 2
 
 
 class Largest(TorchDispatchMode):
