@@ -49,7 +49,7 @@ MODELS = (
     "whisper_tiny",
     "clip",
 )
-TOKENS = {"bert": 128, "gpt2": 128, "whisper_tiny": 16, "clip": 77}  # of those of transformers; for each, one text an item
+TOKENS = {"bert": 128, "gpt2": 128, "whisper_tiny": 16, "clip": 77}  # of transformers' networks, for each item
 DTYPES = ("float32", "bfloat16", "float16", "float64", "autocast")
 LAYOUTS = ("nchw", "channels_last")
 MODES = ("inference", "training")

@@ -763,7 +763,7 @@ def _like(entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> tu
 
 _SCORES, _SCORES_IN_TRAINING = 2**15, 2**20
 _FEW, _SCORES_OF_FEW = 4, 2**14  # queries that pass once over the keys (decoding)
-_KEYS_OF_GROUPS = 2**12  # from where on four queries of heads in groups are faster, whose product suits PyTorch's library
+_KEYS_OF_GROUPS = 2**12  # from so many on four queries of grouped heads gain, whose product PyTorch's library does well
 _MANY_HEADS, _SCORES_OF_MANY = 32, 2**18  # of all batches: short sequences, of which few are not faster in training
 _SCORES_DROPPED = 2**17  # PyTorch computes dropout step by step
 

@@ -37,7 +37,7 @@ def register_transformers(algorithm: str | Algorithm = "default", name: str = "a
 
 
 class _Window(Tensor):
-    """A mask of padding, and of a sliding window, that attention reads as these; all else that is done makes a whole one of it."""
+    """A mask of padding, and of a sliding window, that attention reads as these; whatever else reads it gets a whole one."""
 
     seen: Tensor  # (B, 1, 1, keys), False where padded
     padded: bool

@@ -27,7 +27,7 @@ class Lost:
     seen: dict[str, int] = field(default_factory=dict)
     source: list[str] = field(default_factory=list)
     of_torch: bool = False  # a module of PyTorch's own that is left to it, as docs/swap.md says
-    composed: dict[str, int] = field(default_factory=dict)  # seen as products and a softmax: no call that could be replaced
+    composed: dict[str, int] = field(default_factory=dict)  # as `seen`, but made of several calls, none of which it is
 
     def add(self, reason: str) -> None:
         """A further reason."""

@@ -16,12 +16,15 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 DECODER = SMALL | {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0}
 LARGE = {"initializer_range": 0.3}  # weights for which the scores of a row differ, so that their scale and caps count
 SOME_SLIDE = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
 DECODERS = {
     "Llama": DECODER,
     "Mistral": DECODER | {"sliding_window": 6},
     "Qwen2": DECODER | SOME_SLIDE,
-    "Qwen2Moe": DECODER | SOME_SLIDE | EXPERTS,  # whose layers do not say what their window is
+    "Qwen2Moe": DECODER
+    | SOME_SLIDE
+    | EXPERTS
+    | {"shared_expert_intermediate_size": 16},  # whose layers do not say what their window is
     "Qwen3": DECODER,
     "Gemma2": DECODER | {"sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
     "GptOss": DECODER | {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
