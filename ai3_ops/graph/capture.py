@@ -22,9 +22,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from ai3_ops._torch import TorchDispatchMode, pytree
 from ai3_ops.graph import caches
+from ai3_ops.graph.alike import Graphs, Made, Places, handed_on
 from ai3_ops.graph.caches import Past, Update
 from ai3_ops.graph.functional import functionalize
-from ai3_ops.graph.network import Lengths, Network, batch_of, difference, flat
+from ai3_ops.graph.network import SAYS, Lengths, Network, Returned, agree, batch_of, flat
 from ai3_ops.graph.state import changes, copied, hooks_of, others
 from ai3_ops.nn.computed import constant
 from ai3_ops.selecting.selectors import listed
@@ -55,16 +56,21 @@ def capture(
     *,
     functional: bool = False,
     first: Calls | None = None,
+    graphs: Graphs | None = None,
 ) -> Network:
     """The graph of a module, checked against it on the example and on other inputs; Uncapturable where there is none.
 
     The graph holds for every batch size where the inputs that are tensors have their first dimension in common and the
     module treats it as a batch, else for the sizes of the example only. Copies of the module run, so that it stays as it is.
     `functional`: of a module that is a graph already, whose calls change nothing that the graph does not show.
-    `first`: the first call of a copy of the module with these inputs, if it was made.
+    `first`: the first call of a copy of the module with these inputs, if it was made. `graphs`: of other parts of the model, and
+    then of this one.
     """
     if functional:
-        return _captured(Calls(module, args, kwargs))
+        network = _captured(Calls(module, args, kwargs))
+        if network.returned and network.returned.fixed:
+            raise Uncapturable("it returns values that are no tensors")
+        return network
     if isinstance(module, torch.jit.ScriptModule):
         raise Uncapturable("torch.jit compiled it: give the model as it was before")
     fresh = copied(module, sharing=True) if first is None else first.module
@@ -76,9 +82,12 @@ def capture(
             )
         calls = first or _alone(fresh, args, kwargs)
         calls.in_turn()
+        kinds = {type(x).__name__ for x in calls.made[0][1] if not isinstance(x, (Tensor, int, float, str, type(None)))}
+        if kinds:  # which an export, too, finds out at its end
+            raise Uncapturable(f"it returns what is no tensor ({listed(sorted(kinds))})")
         if calls.sized_by:  # an export would end there, too, but after a trace of minutes
             raise Uncapturable(f"sizes inside of it depend on values ({calls.sized_by})")
-        return _captured(calls)
+        return _captured(calls, graphs)
 
 
 class _Sizing(TorchDispatchMode):
@@ -137,7 +146,7 @@ class Calls:
         own = examples.copied(Inputs(args, kwargs))
         with torch.no_grad():
             returned = self.module(*own.args, **own.kwargs)
-        outputs = [x.clone() if isinstance(x, Tensor) else x for x in pytree.tree_leaves(returned) if x is not None]
+        outputs = [x.clone() if isinstance(x, Tensor) else x for x in pytree.tree_leaves(returned)]
         self.made.append((flat(args, kwargs), outputs))
 
     def compare(self, network: Network) -> None:
@@ -148,9 +157,9 @@ class Calls:
             if outputs is None:
                 outputs = network.run(inputs, sized=True)
                 ran.append((inputs, outputs))
-            for one, other in zip(outputs, expected, strict=True):
-                worst = TOLERANCES.get(one.dtype, 1e-4)
-                if not isinstance(other, Tensor) or one.dtype != other.dtype or difference(one, other) > worst:
+            leaves = outputs if network.returned is None else network.returned.leaves(outputs)
+            for one, other in zip(leaves, expected, strict=True):
+                if not agree(one, other, TOLERANCES.get(getattr(one, "dtype", None), 1e-4)):
                     raise Uncapturable(
                         "its graph computes something else than the module, in which what a call returns may depend on the calls "
                         "before it"
@@ -166,12 +175,28 @@ def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise Uncapturable(f"it does not run by itself: {type(error).__name__}: {text}") from error
 
 
-def _captured(calls: Calls) -> Network:
-    """By torch.export, or by torch.fx."""
+def _captured(calls: Calls, graphs: Graphs | None = None) -> Network:
+    """As another module's that is alike, by torch.export, or by torch.fx."""
+    module = calls.module
+    if graphs is not None:
+        network, numbers = graphs.of(module, (calls.args, calls.kwargs))
+        try:
+            if network is not None:
+                return _compared(network, module, calls)
+            if numbers:
+                graphs.add(made := _exported(module, calls, numbers))
+                return made.of(module)
+        except Exception:  # it is not, after all, or its numbers say more
+            graphs.refuse(module, numbers)
     reasons = []
     for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
         try:
-            return make(calls.module, calls)
+            made = make(module, calls)
+            if (
+                graphs is not None and made.module is module
+            ):  # a symbolic trace may hold what the module's own weights decided
+                graphs.add(made)
+            return made.of(made.module)
         except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
             reasons.append(f"{name}: {error}")
             break
@@ -183,27 +208,41 @@ def _captured(calls: Calls) -> Network:
     raise Uncapturable("; ".join(reasons))
 
 
-def _exported(module: nn.Module, calls: Calls) -> Network:
+def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) -> Made:
     """With the batch left open where that works, and lengths. A batch of 1 would be taken for a constant, so that two are shown.
 
     What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
+    `numbers`: attributes of the module in whose places the graph has objects.
     """
+
     args, kwargs = calls.args, calls.kwargs
-    tensors = [x for x in flat(args, kwargs) if isinstance(x, Tensor)]
+    inputs = flat(args, kwargs)
+
+    def made(lengths: frozenset[int] | None) -> Made | None:
+        with handed_on(module, numbers):
+            program, update = _export(module, args, kwargs, lengths)
+        dynamic = lengths is not None
+        if dynamic and not _any_batch(program):
+            return None
+        made = Made(module, (args, kwargs), _plain_network(program, update, module, inputs, dynamic), numbers)
+        _compared(made.of(module), module, calls)
+        nodes = made.network.graph.nodes
+        return made if not lengths or all(n.meta["scales"] is not None for n in nodes if n.meta["shape"]) else None
+
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
     if len(batches) == 1 and 0 not in batches:
         alone = module is not calls.module or calls.cold is None  # a second try, or of a graph
-        alone = alone or any(isinstance(x, Past) for x in flat(args, kwargs))  # whose length is the open one
+        alone = alone or any(isinstance(x, Past) for x in inputs)  # whose length is the open one
         for lengths in dict.fromkeys((frozenset[int]() if alone else _lengths(tensors), frozenset[int]())):
-            try:
-                program, update = _export(module, args, kwargs, lengths)
-                if _any_batch(program):
-                    network = _checked(program, update, module, calls, dynamic=True)
-                    if not lengths or all(n.meta["scales"] is not None for n in network.graph.nodes if n.meta["shape"]):
-                        return network
-            except Exception:  # it needs these sizes, or something else is amiss, which the last try says
-                pass
-    return _checked(*_export(module, args, kwargs, None), module, calls, dynamic=False)
+            with contextlib.suppress(
+                Exception
+            ):  # it needs these sizes, or something else is amiss, which the last try says
+                if (found := made(lengths)) is not None:
+                    return found
+    found = made(None)
+    assert found is not None
+    return found
 
 
 def _lengths(tensors: list[Tensor]) -> frozenset[int]:
@@ -216,20 +255,23 @@ def _lengths(tensors: list[Tensor]) -> frozenset[int]:
     return frozenset(n for x in tensors if x.ndim in (2, 3) for n in x.shape[1:] if n > 1)
 
 
-def _checked(
-    program: ExportedProgram, update: Update | None, module: nn.Module, calls: Calls, dynamic: bool
+def _plain_network(
+    program: ExportedProgram, update: Update | None, module: nn.Module, inputs: list[Any], dynamic: bool
 ) -> Network:
-    """The network of a program, compared with the module; where it updates a cache, with a longer one, too."""
-    inputs = flat(calls.args, calls.kwargs)
+    """The network of a program, which may have to be taken apart further."""
     try:
-        network = _network(program, update, module, inputs, dynamic)
+        return _network(program, update, module, inputs, dynamic)
     except _NotPlain:
         with warnings.catch_warnings(), quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
-            network = _network(program.run_decompositions({}), update, module, inputs, dynamic)
-    if update is not None:
+            return _network(program.run_decompositions({}), update, module, inputs, dynamic)
+
+
+def _compared(network: Network, module: nn.Module, calls: Calls) -> Network:
+    """The network, which does what the module does; where it updates a cache, a longer one, too."""
+    if any(node.target is caches.update for node in network.graph.nodes):
         Calls(module, *caches.longer(calls.args, calls.kwargs)).compare(network)
-    if dynamic and batch_of(inputs) > 1:
+    if network.dynamic and batch_of(flat(calls.args, calls.kwargs)) > 1:
         one = pytree.tree_map_only(Tensor, lambda x: x[:1], (calls.args, calls.kwargs))
         Calls(module, *one).compare(network)
     calls.compare(network)
@@ -357,7 +399,7 @@ def _names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _traced(module: nn.Module, calls: Calls) -> Network:
+def _traced(module: nn.Module, calls: Calls) -> Made:
     """Where export refuses the source: the graph that symbolic values leave, exported."""
     return _exported(fx.symbolic_trace(module), calls)
 
@@ -400,8 +442,11 @@ def _network(
         meta = names[node].meta if node.op == "call_function" else {"layers": ()}
         names[node].meta = meta | {"val": node.meta.get("val")}
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
-    if any(not isinstance(a, fx.Node) for a in output.args[0]):
-        raise Uncapturable("it returns values that are no tensors")
+    returned: Any = output.args[0]
+    fixed = tuple((place, value) for place, value in enumerate(returned) if not isinstance(value, fx.Node))
+    output.args = (tuple(value for value in returned if isinstance(value, fx.Node)),)
+    if not output.args[0]:
+        raise Uncapturable("it returns no tensor")
     if not functionalize(graph):
         raise _NotPlain("it writes in place what is read elsewhere")
     own = {} if update is None else update.lengths(program)
@@ -417,7 +462,7 @@ def _network(
         caches.group(graph)
     for node in graph.nodes:
         node.meta |= sizes.of(node.meta.pop("val"))
-    network = Network(graph, constants, dynamic, out_spec, lengths=sizes.conditions())
+    network = Network(graph, constants, dynamic, Returned(out_spec, fixed), lengths=sizes.conditions())
     network.tidy()
     random = [node for node in network.graph.nodes if _is_random(node)]
     if random:
@@ -436,6 +481,24 @@ def _plain(size: Any) -> Any:
     """A size as a number, or what export knows of it as an expression."""
     expression = size.node.expr if isinstance(size, torch.SymInt) else size
     return expression if isinstance(size, torch.SymInt) and not expression.is_Integer else int(expression)
+
+
+def _said(value: Any) -> Any:
+    """A size, or a condition on sizes, as `Lengths` has it; Uncapturable where that has no word for it."""
+    if isinstance(value, (int, torch.SymInt)):
+        value = _plain(value)
+    kind = type(value).__name__
+    if isinstance(value, int) or value.is_Integer:
+        return int(value)
+    if value.is_Symbol:
+        return str(value)
+    if value.is_Rational:
+        return "Div", int(value.p), int(value.q)
+    if value.is_Pow and value.exp.is_Integer and value.exp > 0:
+        return "Mul", *[_said(value.base)] * int(value.exp)
+    if kind not in SAYS:
+        raise Uncapturable(f"its lengths have to hold {value}")
+    return kind, *map(_said, value.args)
 
 
 class _Sizes:
@@ -479,7 +542,7 @@ class _Sizes:
         env = next(n for shape in shapes for n in shape if self._is_length(n)).node.shape_env
         guards = {env.replace(guard.expr) for guard in env.guards}
         own = [g for g in guards if self._batches.isdisjoint(g.free_symbols) and g != True]  # noqa: E712
-        return Lengths(tuple(tuple(map(_plain, shape)) for shape in shapes), tuple(own))
+        return Lengths(tuple(tuple(map(_said, shape)) for shape in shapes), tuple(map(_said, own)))
 
     def _of_batch(self, size: Any) -> Any:
         """What a size is with the example's lengths."""

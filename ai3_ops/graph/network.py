@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,22 +29,95 @@ class Rewrite:
     error: float | None = None  # of the value that it replaced, in float64 on the example, where that was computed
 
 
+# What conditions on lengths are made of: a list that files may name, and nothing else.
+SAYS: dict[str, Callable[..., Any]] = {
+    "Add": lambda *x: sum(x),
+    "Mul": lambda *x: math.prod(x),
+    "Div": operator.truediv,
+    "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": max,
+    "Min": min,
+    "Equality": operator.eq,
+    "Unequality": operator.ne,
+    "StrictLessThan": operator.lt,
+    "LessThan": operator.le,
+    "StrictGreaterThan": operator.gt,
+    "GreaterThan": operator.ge,
+    "And": lambda *x: all(x),
+    "Or": lambda *x: any(x),
+    "Not": operator.not_,
+}
+
+
 @dataclass(frozen=True)
 class Lengths:
     """The sizes for which a graph holds whose lengths are open: what its capture took for granted of them."""
 
-    inputs: tuple[tuple[Any, ...], ...]  # of each, its dimensions but the first: numbers, or lengths by their symbols
-    conditions: tuple[Any, ...]  # of these
+    inputs: tuple[
+        tuple[int | str, ...], ...
+    ]  # of each, its dimensions but the first: numbers, or lengths by their names
+    conditions: tuple[Any, ...]  # of these: each a word of SAYS, and what it is said of: names, numbers and others such
 
     def of(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int] | None:
         """The lengths of inputs of these sizes, () of what is no tensor; None where the graph does not hold for them."""
-        found: dict[Any, int] = {}
+        found: dict[str, int] = {}
         for given, sizes in zip(shapes, self.inputs, strict=True):
             for own, size in zip(given[1:], sizes, strict=True):
                 if own != (size if isinstance(size, int) else found.setdefault(size, own)):
                     return None
-        holds = min(found.values(), default=0) > 1 and all(map(bool, (c.subs(found) for c in self.conditions)))
-        return {str(symbol): length for symbol, length in found.items()} if holds else None
+        return found if self._hold(found) else None
+
+    def others(self, own: Mapping[str, int]) -> Iterator[dict[str, int]]:
+        """Lengths other than these, for which the graph holds, too: none is the same or a multiple; a shorter set first."""
+        tried = set[tuple[int, ...]]()
+        for turn in range(len(_OTHERS)):
+            found = {name: _OTHERS[(turn + i) % len(_OTHERS)](n) for i, (name, n) in enumerate(own.items())}
+            new = (*found.values(),) not in tried and all(found[name] % n for name, n in own.items())
+            if new and self._hold(found):
+                tried.add((*found.values(),))
+                yield found
+
+    def _hold(self, lengths: Mapping[str, int]) -> bool:
+        def said(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return SAYS[value[0]](*map(said, value[1:]))
+            return lengths[value] if isinstance(value, str) else value
+
+        return min(lengths.values(), default=0) > 1 and all(map(said, self.conditions))
+
+
+# Of a length, those that are tried: of half of it and one more, so that tables are, too; else of what windows and strides divide.
+_OTHERS: tuple[Callable[[int], int], ...] = (
+    lambda n: n // 2 + 1,
+    lambda n: n + 1,
+    lambda n: n - 1,
+    lambda n: n // 2,
+    lambda n: n + n // 2,
+    *(functools.partial(operator.add, k) for k in (-8, 8, -16, 16, -2, 2, -3, 3)),
+)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a module returns: its structure, and those of its leaves that no input decides, None and numbers, by their places."""
+
+    spec: Any
+    fixed: tuple[tuple[int, Any], ...] = ()
+
+    def leaves(self, computed: Sequence[Any]) -> list[Any]:
+        """All of them, with those that a graph computes."""
+        leaves = list(computed)
+        for place, value in self.fixed:
+            leaves.insert(place, value)
+        return leaves
+
+    def of(self, computed: Any) -> Any:
+        """The output, of what a body returns."""
+        leaves = self.leaves(computed if isinstance(computed, (tuple, list)) else [computed])
+        return leaves[0] if self.spec.is_leaf() else pytree.tree_unflatten(leaves, self.spec)
 
 
 class Mistake(RuntimeError):
@@ -63,7 +138,7 @@ class Network:
     graph: fx.Graph
     constants: dict[str, Tensor]
     dynamic: bool = False  # whether the graph holds for other batch sizes than the example's
-    out_spec: Any = None
+    returned: Returned | None = None
     log: list[Rewrite] = field(default_factory=list)
     checker: Checker | None = None
     lengths: Lengths | None = None  # where some are open
@@ -184,7 +259,7 @@ class Network:
         result = graph.graph_copy(self.graph, names)
         graph.output(result)
         constants = {k: v if device is None else v.to(device) for k, v in self.constants.items()}
-        return Network(graph, constants, self.dynamic, self.out_spec, list(self.log), lengths=self.lengths)
+        return Network(graph, constants, self.dynamic, self.returned, list(self.log), lengths=self.lengths)
 
     def tidy(self) -> None:
         """Forgets what nothing reads."""
@@ -244,6 +319,13 @@ def difference(got: Tensor, expected: Tensor) -> float:
     size = torch.where(finite, expected, zero).abs().max().item()
     error = torch.where(finite, got - expected, zero).abs().max().item()
     return error / size if size else error
+
+
+def agree(got: Any, expected: Any, worst: float) -> bool:
+    """Whether an output is what a module returns: a tensor of its type within a `difference`, anything else equal."""
+    if isinstance(got, Tensor) and isinstance(expected, Tensor):
+        return got.dtype == expected.dtype and difference(got, expected) <= worst
+    return type(got) is type(expected) and bool(got == expected)
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

@@ -70,7 +70,7 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 # What differs ---------------------------------------------------------------------------------------------------------
 # What every nn.Module has: modules are compared one by one, parameters are shared by copies.
-_OF_MODULES = frozenset(vars(nn.Module()).keys() - {"training"})
+OF_MODULES = frozenset(vars(nn.Module()).keys() - {"training"})
 
 
 def changes(before: nn.Module, after: nn.Module) -> list[str]:
@@ -83,14 +83,14 @@ def changes(before: nn.Module, after: nn.Module) -> list[str]:
         if isinstance(a, torch.jit.ScriptModule):
             pairs = [({k: v for k, v in m.named_buffers(recurse=False)}) for m in (a, b)]
         else:
-            pairs = [{k: v for k, v in vars(m).items() if k not in _OF_MODULES} | m._buffers for m in (a, b)]
+            pairs = [{k: v for k, v in vars(m).items() if k not in OF_MODULES} | m._buffers for m in (a, b)]
         for key in {**pairs[0], **pairs[1]}:
             if not (key in pairs[0] and key in pairs[1] and _equal(pairs[0][key], pairs[1][key], seen)):
                 found.append(f"{name}.{key}" if name else key)
     return sorted(found)
 
 
-_ATOMS = (
+ATOMS = (
     int, float, complex, str, bytes, bool, type(None), type, torch.dtype, torch.device, torch.Size, slice, range,
     types.ModuleType,
 )  # fmt: skip
@@ -105,7 +105,7 @@ def _equal(a: Any, b: Any, seen: set[tuple[int, int]]) -> bool:
     seen.add((id(a), id(b)))
     if isinstance(a, Tensor):
         return _same_values(a, b)
-    if isinstance(a, _ATOMS):
+    if isinstance(a, ATOMS):
         return bool(a == b or (a != a and b != b))
     if isinstance(a, Mapping):
         return len(a) == len(b) and all(_equal([*x], [*y], seen) for x, y in zip(a.items(), b.items(), strict=True))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import operator
 import reprlib
 import threading
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -30,9 +31,10 @@ from ai3_ops._torch import (
     without_autocast,
 )
 from ai3_ops.explaining.report import OptimizeReport
+from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.caches import Past, as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
-from ai3_ops.graph.network import difference, flat
+from ai3_ops.graph.network import agree, flat
 from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.nn.layout import names_in
 from ai3_ops.optimizing import pipeline
@@ -41,6 +43,8 @@ from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_pl
 from ai3_ops.programs import container
 from ai3_ops.programs.lower import Region
 from ai3_ops.programs.program import Program
+from ai3_ops.selecting.selectors import listed
+from ai3_ops.surveying.examples import cycled
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be the first plan's
@@ -112,6 +116,7 @@ class Optimized(nn.Module):
         *,
         first: Plan,
         plans: dict[Any, Plan],
+        compared: dict[str, int],
         shown: list[Any],
         types: list[torch.dtype],
         spec: Any,
@@ -121,7 +126,7 @@ class Optimized(nn.Module):
     ) -> Optimized:
         """One without an original, from what a file has; the arguments are the attributes of these names."""
         module = cls(nn.Module(), settings)
-        module._ai3_first, module._ai3_plans = first, plans
+        module._ai3_first, module._ai3_plans, module._ai3_compared = first, plans, compared
         module._ai3_shown, module._ai3_types, module._ai3_spec, module._ai3_plain = shown, types, spec, plain
         module._ai3_signature, module._ai3_report = signature, report
         module.forget_original()
@@ -196,17 +201,19 @@ class Optimized(nn.Module):
         budget: Budget | None = None,
         rehearsal: nn.Module | None = None,
         first: Calls | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """Makes the first plan, from example inputs; `name` is the module's within the whole model, if it is a part.
 
-        `rehearsal` is a copy that may run meanwhile, as are those of `first`, the first call.
+        `rehearsal` is a copy that may run meanwhile, as are those of `first`, the first call. `graphs` are those of other parts.
         """
         original = self._ai3_original[0]
         runs = rehearsal or (first and first.cold) or original
         args, kwargs = as_examples(runs, args, kwargs)
-        plan = make_plan(runs, args, kwargs, self._ai3_settings, name, progress, whole, budget=budget, first=first)
+        settings = self._ai3_settings
+        plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
         # The choices stay, not the selectors, which may be functions that no file holds.
-        self._ai3_settings = unthorough(self._ai3_settings, plan.resolved)
+        self._ai3_settings = unthorough(settings, plan.resolved)
         self._ai3_signature = _bare(inspect.signature(original.forward))
         leaves = pytree.tree_leaves((args, kwargs))
         shown = [tuple(x.shape) if isinstance(x, Tensor) else repr(x) if is_cache(x) else x for x in leaves]
@@ -217,6 +224,8 @@ class Optimized(nn.Module):
             self._ai3_plain = len(args)
         self._ai3_plans[_key(leaves, plan.dynamic)] = plan
         self._ai3_report.parts.append(plan.report)
+        if settings.verify != "off" and not (budget and budget.over):
+            self._compare_lengths(args, kwargs)
 
     def plan_call(
         self,
@@ -227,6 +236,7 @@ class Optimized(nn.Module):
         whole: nn.Module,
         budget: Budget,
         rehearsal: nn.Module,
+        graphs: Graphs | None = None,
     ) -> None:
         """Makes a plan for another call of this part, as one step of decoding is; packs are shared."""
         assert self._ai3_first is not None
@@ -237,7 +247,7 @@ class Optimized(nn.Module):
         if key in self._ai3_plans:
             return
         try:
-            plan = make_plan(rehearsal, args, kwargs, settings, name, progress, whole, budget=budget)
+            plan = make_plan(rehearsal, args, kwargs, settings, name, progress, whole, budget=budget, graphs=graphs)
         except Uncapturable as reason:
             self._ai3_report.parts[0].notes.append(f"called with {_listed(map(_shown, leaves))}: {reason}")
             return
@@ -290,8 +300,6 @@ class Optimized(nn.Module):
         if form:
             names = f" and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
             what += f" in the form of {len(args)} arguments{names}"
-        if not self._ai3_original:
-            raise ValueError(f"ai3_ops.optimize: {what}: optimize again, or with keep_original=True, which plans anew")
         key = _key(leaves, self._ai3_first.dynamic)
         key = (form, key) if form else key
         cached = any(map(is_cache, leaves))
@@ -299,6 +307,11 @@ class Optimized(nn.Module):
         if not form and not cached and not unequal and self._takes(leaves):
             self._keep(key, self._ai3_first)
             return self._ai3_first
+        if not self._ai3_original:
+            raise ValueError(
+                f"ai3_ops.optimize: {what}: optimize again, with inputs of these sizes in a list of example_inputs, or with "
+                "keep_original=True, which plans anew"
+            )
         with _planning:
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
@@ -318,7 +331,7 @@ class Optimized(nn.Module):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
                 return None
-            if not form and not unequal and self._computes(args, kwargs):
+            if not form and not unequal and self._computes((args, kwargs), others(args, kwargs)):
                 self._keep(key, self._ai3_first)
                 return self._ai3_first
             try:
@@ -378,26 +391,46 @@ class Optimized(nn.Module):
         if not lengths:
             return {}
         shown = lengths.of([x if isinstance(x, tuple) else () for x in self._ai3_shown])
-        found = lengths.of([tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves])
+        found = lengths.of(_sizes(leaves))
         if shown is None or found is None:
             return {}
         return {name: n % shown[name] != 0 for name, n in found.items() if n != shown[name]}
 
-    def _computes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the programs of the first plan compute other sizes, too: as a copy of the original does, on two inputs.
+    def _compare_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compares other lengths, made of the example's, with the original, so that no call has to."""
+        first, compared = self._ai3_first, list[dict[str, int]]()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if first is None or first.body is None or first.lengths is None:
+            return
+        own = first.lengths.of(_sizes(leaves)) or {}
+        with warnings.catch_warnings():  # a model may have something to say about long ones
+            warnings.simplefilter("ignore")
+            for lengths in islice(first.lengths.others(own), 2 * COMPARED):
+                given = pytree.tree_unflatten(list(map(_resized, leaves, first.lengths.inputs, repeat(lengths))), spec)
+                if self._computes(others(*given) if compared else given):
+                    compared.append(lengths)
+                if len(compared) == COMPARED:
+                    break
+        if len(compared) == COMPARED:
+            shown = listed([" and ".join(map(str, lengths.values())) for lengths in compared])
+            first.report.notes.append(f"other lengths run by the same programs: compared with the module at {shown}")
+
+    def _computes(self, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
+        """Whether the programs of the first plan compute other sizes, too: as a copy of the original does, on these inputs.
 
         Of a batch that is left open, on the first item.
         """
-        first, leaves = self._ai3_first, pytree.tree_leaves((args, kwargs))
+        (args, kwargs), first = inputs[0], self._ai3_first
+        leaves = pytree.tree_leaves(inputs[0])
         if first is None or first.body is None or not self._differs_in_sizes(leaves):
             return False
         worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (first.report.error or 0.0))
         copy, compared = copied(self._ai3_original[0], sharing=True), 0
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(args, kwargs), enabled=False):
-            args, kwargs = pytree.tree_map_only(
-                Tensor, lambda x: (x[:1] if first.dynamic else x).detach().clone(), (args, kwargs)
+            item = functools.partial(
+                pytree.tree_map_only, Tensor, lambda x: (x[:1] if first.dynamic else x).detach().clone()
             )
-            for given in ((args, kwargs), others(args, kwargs)):
+            for given in map(item, inputs):
                 try:
                     calls = Calls(copy, *given)
                 except Exception:  # of sizes, or of values, that the original refuses
@@ -405,10 +438,8 @@ class Optimized(nn.Module):
                 _, expected = calls.made[0]
                 try:
                     outputs = pipeline.flat_outputs(first.body(*flat(*given)))
-                    same = all(
-                        one.dtype == other.dtype and difference(one, other) <= worst
-                        for one, other in zip(outputs, expected, strict=True)
-                    )
+                    returned = outputs if first.returned is None else first.returned.leaves(outputs)
+                    same = all(agree(one, other, worst) for one, other in zip(returned, expected, strict=True))
                 except Exception:  # of sizes that a program or a step does not take
                     return False
                 if not same:
@@ -494,11 +525,7 @@ class Optimized(nn.Module):
                 out = plan.body(*leaves)
         else:
             out = plan.body(*leaves)
-        if plan.out_spec is None:
-            return out
-        if plan.out_spec.is_leaf():
-            return out[0] if isinstance(out, (tuple, list)) else out
-        return pytree.tree_unflatten(list(out) if isinstance(out, (tuple, list)) else [out], plan.out_spec)
+        return out if plan.returned is None else plan.returned.of(out)
 
     def _is_watched(self, leaves: list[Any]) -> str:
         """What follows each operator of this call, as "torch.func"; "" where nothing does."""
@@ -706,9 +733,7 @@ class Optimized(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The original's, by its names."""
         if not self._ai3_original:
-            raise RuntimeError(
-                f"ai3_ops.optimize: {_FREED}: there is no state_dict, and no other input sizes than other batches"
-            )
+            raise RuntimeError(f"ai3_ops.optimize: {_FREED}: there is no state_dict")
         return self._ai3_original[0].state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -735,6 +760,19 @@ def _share_packs(plan: Plan, others: Iterable[Plan]) -> None:
 
 def _programs(plan: Plan) -> list[Program]:
     return [] if plan.body is None else [m.program for m in plan.body.modules() if isinstance(m, Region)]
+
+
+def _sizes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
+    """Of tensors; () of what is none."""
+    return [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
+
+
+def _resized(x: Any, sizes: Sequence[int | str], lengths: Mapping[str, int]) -> Any:
+    """An input of other lengths, in which its values repeat."""
+    for dim, size in enumerate(sizes, 1):
+        if isinstance(size, str):
+            x = cycled(x, dim, lengths[size])
+    return x
 
 
 def _is_torchs(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ai3_ops.graph.state import _ATOMS, _same_values
+from ai3_ops.graph.state import ATOMS, _same_values
 from ai3_ops.nn.layout import names_in
 
 _LARGE = 1 << 24  # bytes: of larger tensors the version is looked at, and not a copy
@@ -112,7 +112,7 @@ class Outside:
             self._class(value)
         elif isinstance(value, _FUNCTIONS):
             self._function(value)
-        elif not isinstance(value, (*_ATOMS, nn.Module)) and self._looked_into(value) and self._new(value):
+        elif not isinstance(value, (*ATOMS, nn.Module)) and self._looked_into(value) and self._new(value):
             held = _content(value)
             self._held.append((name, value, held))
             if not isinstance(value, Tensor):
@@ -163,7 +163,7 @@ def _same(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, Tensor):
         return _same_values(a, b)
-    return isinstance(a, _ATOMS) and bool(a == b or (a != a and b != b))
+    return isinstance(a, ATOMS) and bool(a == b or (a != a and b != b))
 
 
 def _reader(cell: types.CellType) -> Callable[[], Any]:

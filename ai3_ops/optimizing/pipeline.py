@@ -22,10 +22,11 @@ from ai3_ops._torch import pytree, users_level
 from ai3_ops.explaining.explain import explain
 from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import fusion, steps
+from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import Calls, capture
 from ai3_ops.graph.lengths import leave_open
-from ai3_ops.graph.network import Checker, Lengths, Network, Rewrite, difference, flat
+from ai3_ops.graph.network import Checker, Lengths, Network, Returned, Rewrite, difference, flat
 from ai3_ops.graph.state import copied
 from ai3_ops.measuring import gpu
 from ai3_ops.optimizing import choose, on_cuda
@@ -138,7 +139,7 @@ class Plan:
 
     body: nn.Module | None  # from the leaves of the arguments to the output's; None: the module stays as it was
     dynamic: bool  # for any batch size
-    out_spec: Any  # of the output, whose leaves the body returns; None: the body returns the output itself
+    returned: Returned | None  # of what the body computes; None: the body returns the output itself
     report: Optimization
     resolved: dict[str, str] = field(default_factory=dict)
     lengths: Lengths | None = None  # that its graph leaves open
@@ -156,17 +157,18 @@ def make_plan(
     swapping: bool = True,
     budget: Budget | None = None,
     first: Calls | None = None,
+    graphs: Graphs | None = None,
 ) -> Plan:
     """Uncapturable where the module has no graph; ValueError for selectors that do not fit.
 
     `name` is the module's within `whole`, the model that the selectors are for. `swapping`: where no step can run in a
     program, the module's layers are swapped instead. `budget` is the model's, where this is a part of one. `first` is the
-    module's first call, with these inputs, where it was made.
+    module's first call, with these inputs, where it was made. `graphs`: of other parts of the model, where there are any.
     """
     report, budget, begun = Optimization(name), budget or Budget(settings.budget_seconds), time.monotonic()
     progress("capture")
     budget.begin()
-    network = capture(module, args, kwargs, functional=not swapping, first=first)
+    network = capture(module, args, kwargs, functional=not swapping, first=first, graphs=graphs)
     inputs, captured = flat(args, kwargs), network.copy()
     canonicalize(network)
     of_gpu = swapping and on_cuda.is_on_cuda(inputs)  # of what Inductor asks about, a GPU has no programs
@@ -189,7 +191,7 @@ def make_plan(
         report.notes.append('verify="off": what was rewritten was not compared with float64')
     if settings.verify == "full" and not reference.holds(error := reference.error(network.run)):
         _inexact(report, f"the rewrites changed what the network computes, by {error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
+        return Plan(None, network.dynamic, network.returned, report, resolved, seconds=seconds)
     if settings.thorough:
         measuring = choose.AUTO in resolved.values()
         cost = COSTS["memory" if settings.objective == "memory" else "latency" if measuring else "work"]
@@ -239,12 +241,12 @@ def make_plan(
         warnings.warn(f"ai3_ops.optimize: {over}", stacklevel=users_level())
     if not accurate:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
+        return Plan(None, network.dynamic, network.returned, report, resolved, seconds=seconds)
     if settings.thorough:
         progress("comparison with the module as it was")
         if _slower(lambda: module(*args, **kwargs), lambda: body(*inputs), report, "rewritten"):
-            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
-    return Plan(body, network.dynamic, network.out_spec, report, resolved, captured.lengths, seconds)
+            return Plan(None, network.dynamic, network.returned, report, resolved, seconds=seconds)
+    return Plan(body, network.dynamic, network.returned, report, resolved, captured.lengths, seconds)
 
 
 def _inexact(report: Optimization, reason: str) -> None:
@@ -302,7 +304,7 @@ def _swapped(
     if not _own_names(resolved, report.name) and not pairs:
         others = sorted({type(m).__name__ for m in module.modules() if m._parameters})
         report.unchanged = f"it makes no call that ai3_ops swaps; PyTorch computes {listed(others) or 'all of it'}"
-        return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+        return Plan(None, plain.dynamic, plain.returned, report, resolved)
     folded = _without_norms(module, pairs, report) if pairs else module
     report.notes.append(f"{_no_program(plain)}: its layers are swapped one by one")
     reference = Reference(captured, inputs, settings.verify)
@@ -317,14 +319,14 @@ def _swapped(
             report.rewrites = []
     if not accurate:
         _inexact(report, f"swapped its outputs had an error of {error:.2g}")
-        return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+        return Plan(None, plain.dynamic, plain.returned, report, resolved)
     report.notes += [text for w in told if (text := str(w.message)).startswith("ai3_ops.tune: ")]
     was = functools.partial(module, *args, **kwargs)
     report.steps = [Step([layer.name], layer.operation, layer.used, ()) for layer in explain(body.module).layers]
     if _slower(was, lambda: body(*inputs), report, "swapped"):
         alone = Swapped(folded, spec)  # perhaps what is folded is all that gains
         if not report.rewrites or _slower(was, lambda: alone(*inputs), report, "with normalizations folded"):
-            return Plan(None, plain.dynamic, plain.out_spec, report, resolved)
+            return Plan(None, plain.dynamic, plain.returned, report, resolved)
         report.unchanged, report.steps, body = "", [], alone
         report.notes.append("its layers are not faster swapped: only normalizations are folded")
     return Plan(body, plain.dynamic, None, report, resolved)
@@ -357,7 +359,7 @@ def _on_cuda(
     report.rewrites = network.log
     if found is None:
         _inexact(report, f"rewritten its outputs had an error of {report.error:.2g}")
-        return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
+        return Plan(None, network.dynamic, network.returned, report, resolved, seconds=seconds)
     body, report.steps = found
     resolved = on_cuda.learned(report.steps, resolved)
     if settings.thorough:
@@ -368,8 +370,8 @@ def _on_cuda(
         if after > before:
             report.unchanged = f"rewritten it took {after / before:.2f} times as long"
             report.after_ms = report.before_ms
-            return Plan(None, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
-    return Plan(body, network.dynamic, network.out_spec, report, resolved, seconds=seconds)
+            return Plan(None, network.dynamic, network.returned, report, resolved, seconds=seconds)
+    return Plan(body, network.dynamic, network.returned, report, resolved, seconds=seconds)
 
 
 def _selectors(
@@ -645,8 +647,9 @@ def _one_item(network: Network, inputs: list[Any]) -> list[Any]:
 
 
 def _error(outputs: Any, expected: Any) -> float:
-    """The largest of the outputs' errors."""
-    return max((difference(a, b) for a, b in zip(outputs, expected, strict=True)), default=0.0)
+    """The largest of the outputs' errors; what are no tensors was compared when the graph was captured."""
+    tensors = ([x for x in given if isinstance(x, Tensor)] for given in (outputs, expected))
+    return max((difference(a, b) for a, b in zip(*tensors, strict=True)), default=0.0)
 
 
 def _cheaper(network: Network, other: Network, inputs: list[Any], report: Optimization) -> Network:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ai3_ops._torch import pytree
 from ai3_ops.explaining.report import Optimization, OptimizeReport, Step
-from ai3_ops.graph.network import Rewrite
+from ai3_ops.graph.network import Lengths, Returned, Rewrite
 from ai3_ops.optimizing.document import Reader, Writer, encoded, reading, refuse
 from ai3_ops.optimizing.module import Optimized
 from ai3_ops.optimizing.on_cuda import Replayed
@@ -68,13 +68,17 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
         },
         "first": next(i for i, plan in enumerate(planned.values()) if plan is first),
         "plans": plans,
+        "compared": model._ai3_compared,
         "report": encoded(model._ai3_report.to_dict()),
     }
 
 
 def _described(plan: Plan, writer: Writer) -> dict[str, Any]:
-    spec = None if plan.out_spec is None else _spec_text(plan.out_spec, "outputs")
-    return writer.body(plan.body) | {"dynamic": plan.dynamic, "out_spec": spec, "resolved": plan.resolved}
+    returned = plan.returned
+    spec = None if returned is None else _spec_text(returned.spec, "outputs")
+    lengths = plan.lengths and (plan.lengths.inputs, plan.lengths.conditions)
+    kept = {"fixed": encoded(returned and returned.fixed), "lengths": encoded(lengths), "resolved": plan.resolved}
+    return writer.body(plan.body) | {"dynamic": plan.dynamic, "out_spec": spec} | kept
 
 
 def _spec_text(spec: Any, what: str) -> str:
@@ -118,11 +122,15 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
         Optimization(**part | {name: [kind(**row) for row in part[name]] for name, kind in _ROWS.items()})
         for part in report["parts"]
     ]
+    first, shown = list(plans.values())[document["first"]], reader.value(inputs["shown"])
+    if first.lengths is not None:  # of which nothing but what can be asked is kept
+        first.lengths.of([x if isinstance(x, tuple) else () for x in shown])
     return Optimized.restored(
         Settings(selectors="default", thorough=False),
-        first=list(plans.values())[document["first"]],
+        first=first,
         plans=plans,
-        shown=reader.value(inputs["shown"]),
+        compared=document["compared"],
+        shown=shown,
         types=reader.value(inputs["types"]),
         spec=_spec(inputs["spec"]),
         plain=inputs["plain"],
@@ -132,5 +140,7 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
 
 
 def _plan(plan: dict[str, Any], reader: Reader) -> Plan:
-    spec = None if plan["out_spec"] is None else _spec(plan["out_spec"])
-    return Plan(reader.body(plan), plan["dynamic"], spec, Optimization(""), plan["resolved"])
+    spec, fixed, lengths = plan["out_spec"], reader.value(plan["fixed"]), reader.value(plan["lengths"])
+    returned = None if spec is None else Returned(_spec(spec), fixed)
+    lengths = None if lengths is None else Lengths(*lengths)
+    return Plan(reader.body(plan), plan["dynamic"], returned, Optimization(""), plan["resolved"], lengths)

@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from ai3_ops import _library
 from ai3_ops._torch import pytree, users_level, without_autocast
 from ai3_ops.explaining.report import Optimization
+from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.caches import is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import difference
@@ -242,6 +243,7 @@ def _by_parts(
             expected.append(_outputs(before, *more))
             inputs.append(more)
     done: dict[nn.Module, Any] = {}
+    graphs = Graphs()
     replaced: list[str] = []
     parts: list[Optimization] = []
 
@@ -265,14 +267,15 @@ def _by_parts(
             if ran in calls and any(p.ndim > 1 for p in child.parameters()):
                 optimized = Optimized(child, settings)
                 try:
-                    optimized.plan(*calls[ran][0], path, show, again, budget, again.get_submodule(path))
+                    optimized.plan(*calls[ran][0], path, show, again, budget, again.get_submodule(path), graphs=graphs)
                 except Uncapturable as error:
                     left.add(path, error)
                 else:
                     optimized._ai3_most = max(optimized._ai3_most, len(sizes[ran]))
                     for more in calls[ran][1:]:
                         if not budget.over:
-                            optimized.plan_call(*more, settings, show, again, budget, again.get_submodule(path))
+                            rehearsal = again.get_submodule(path)
+                            optimized.plan_call(*more, settings, show, again, budget, rehearsal, graphs)
                     parts.extend(optimized._ai3_report.parts)
                     done[child] = optimized if optimized.changed else None
                     if optimized.changed:

@@ -93,10 +93,10 @@ def _resized(value: Any, batch: bool, rank: int | None, grown: Callable[[int], i
 
     if isinstance(value, Tensor) and value.layout == torch.strided:
         if batch and value.ndim > 0:
-            value = _cycled(value, 0, _other(value.shape[0]))
+            value = cycled(value, 0, _other(value.shape[0]))
         if rank is not None and value.ndim >= rank:
             for dim in (-2, -1):
-                value = _cycled(value, dim, grown(value.shape[dim]))
+                value = cycled(value, dim, grown(value.shape[dim]))
         return value
     if isinstance(value, dict) and type(value) is dict:
         return {key: of(part) for key, part in value.items()}
@@ -115,6 +115,7 @@ def _other(size: int) -> int:
     return 0 if size == 0 else 3 if size == 2 else 2
 
 
-def _cycled(tensor: Tensor, dim: int, size: int) -> Tensor:
+def cycled(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A tensor of another size in one dimension, in which its values repeat."""
     before = tensor.shape[dim]
     return tensor if size == before else tensor.index_select(dim, torch.arange(size, device=tensor.device) % before)

@@ -70,10 +70,10 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, **settings):
+    def __init__(self, count=2, **settings):
         super().__init__()
         self.words, self.positions, self.head = nn.Embedding(30, 24), nn.Embedding(40, 24), nn.Linear(24, 30)
-        self.layers = nn.ModuleList(Layer(i, **settings) for i in range(2))
+        self.layers = nn.ModuleList(Layer(i, **settings) for i in range(count))
 
     def forward(self, ids, seen=None, cache=None, use_cache=True):
         if cache is None and use_cache:

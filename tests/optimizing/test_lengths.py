@@ -14,9 +14,9 @@ from nets import agree, check, seeded
 from torch import nn
 
 import ai3_ops
-from ai3_ops.graph.network import difference
+from ai3_ops.graph.network import Lengths, difference
 from ai3_ops.optimizing import module as module_of_optimize
-from ai3_ops.optimizing import saved
+from ai3_ops.optimizing import pipeline, saved
 from ai3_ops.optimizing.module import COMPARED, Optimized
 from ai3_ops.programs.lower import Region
 
@@ -94,20 +94,59 @@ def test_lengths_run_by_one_program(positions, padded, nothing_anew, monkeypatch
     assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
 
 
-def test_the_first_ones_are_compared(monkeypatch):
-    model, compared = seeded(Encoder()), []
-    fast, computes = check(model, *inputs(8)), Optimized._computes
-    monkeypatch.setattr(Optimized, "_computes", lambda *given: compared.append(given) or computes(*given))
+@pytest.fixture
+def compared(monkeypatch):
+    """What was compared with the original."""
+    found, computes = [], Optimized._computes
+    monkeypatch.setattr(Optimized, "_computes", lambda *given: found.append(given) or computes(*given))
+    return found
+
+
+def test_two_are_compared_beforehand(compared):
+    model = seeded(Encoder())
+    fast = check(model, *inputs(8))
+    assert [given[1][0][0].shape[1] for given in compared] == [5, 9]
+    assert "compared with the module at 5, 9" in str(ai3_ops.explain(fast))
+    for again in (fast, pickle.loads(pickle.dumps(fast))):
+        for length in (9, 10, 16, 13):
+            agree(again, model, *inputs(length))
+    assert len(compared) == COMPARED
+
+
+def test_the_first_ones_are_compared_where_none_was_before(compared):
+    model = seeded(Encoder())
+    fast = check(model, *inputs(8), verify="off")
+    assert not compared
     for length in (9, 10, 11, 12, 11, 9):
         agree(fast, model, *inputs(length))
     assert len(compared) == COMPARED
     again = pickle.loads(pickle.dumps(fast))
     agree(again, model, *inputs(13))
     assert len(compared) == COMPARED
-    another = check(model, *inputs(8))
+    another = check(model, *inputs(8), verify="off")
     for length in (16, 24, 32):  # in which a number that was left in might be a factor
         agree(another, model, *inputs(length))
     assert len(compared) == COMPARED + 3
+
+
+def test_what_holds_a_length_is_found_beforehand(compared, monkeypatch):
+    """A rewrite that kept the example's length as a number."""
+    monkeypatch.setattr(pipeline, "leave_open", lambda *_: None)
+    model = seeded(Encoder())
+    fast = check(model, *inputs(8))
+    assert len(compared) > COMPARED
+    assert not fast._ai3_compared
+    agree(fast, model, *inputs(9))
+
+
+def test_lengths_that_fit_are_found():
+    """Of windows of four, and of no more than a table has."""
+    lengths = Lengths(((), ("s", 3)), (("Equality", ("Mod", "s", 4), 0), ("LessThan", "s", 16)))
+    assert list(lengths.others({"s": 16})) == [{"s": 8}]
+    assert list(lengths.others({"s": 8})) == [{"s": 4}, {"s": 12}]
+    assert lengths.of([(), (1, 12, 3)]) == {"s": 12}
+    assert lengths.of([(), (1, 13, 3)]) is None
+    assert lengths.of([(), (1, 12, 4)]) is None
 
 
 def test_batches_that_differ_among_inputs_are_the_originals():
@@ -136,13 +175,24 @@ def test_a_condition_on_the_length():
 
 def test_copies_pickles_and_files(tmp_path, nothing_anew):
     model = seeded(Encoder())
-    fast = check(model, *inputs(8))
+    model.limit = 20
+    fast, freed = check(model, *inputs(8)), check(model, *inputs(8), keep_original=False)
     ai3_ops.save(fast, tmp_path / "encoder")
-    loaded = ai3_ops.load(tmp_path / "encoder")
+    ai3_ops.save(freed, tmp_path / "freed")
+    loaded = [ai3_ops.load(tmp_path / name) for name in ("encoder", "freed")]
     nothing_anew()
-    for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
+    for again in (copy.deepcopy(fast), freed, *loaded, *(pickle.loads(pickle.dumps(m)) for m in (fast, freed))):
         for length in (9, 4, 12, 11):
-            agree(again, model, *inputs(length))
+            agree(again, model, *inputs(length, 1 + length % 2))
+    for alone in (freed, *loaded):
+        with pytest.raises(ValueError, match="optimize again, with inputs of these sizes in a list"):
+            alone(*inputs(21))
+
+
+def test_files_of_lengths_that_were_not_compared(tmp_path):
+    model = seeded(Encoder())
+    ai3_ops.save(check(model, *inputs(8), verify="off"), tmp_path / "encoder")
+    loaded = ai3_ops.load(tmp_path / "encoder")
     agree(loaded, model, *inputs(8, 3))
     with pytest.raises(ValueError, match="optimize again"):
         loaded(*inputs(9))
@@ -158,17 +208,16 @@ def test_traces_at_other_lengths_have_the_originals_layers():
 
 def test_examples_of_several_lengths_share_the_program(tmp_path, monkeypatch):
     model, lengths = seeded(Encoder()), (8, 5, 12)
-    fast = ai3_ops.optimize(model, [inputs(n) for n in lengths], "default", keep_original=False, progress=False)
+    examples = [inputs(n) for n in lengths]
+    fast = ai3_ops.optimize(model, examples, "default", keep_original=False, verify="off", progress=False)
     assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
-    monkeypatch.setattr(saved, "MOST", 2)
+    monkeypatch.setattr(saved, "MOST", 1)
     ai3_ops.save(fast, tmp_path / "encoder")
     loaded = ai3_ops.load(tmp_path / "encoder")
-    for length in lengths:
+    assert len(loaded._ai3_plans) == 1
+    for length in (*lengths, 7):  # two others than the first were compared
         agree(fast, model, *inputs(length, 2))
-        if length != 12:
-            agree(loaded, model, *inputs(length, 2))
-    with pytest.raises(ValueError, match="optimize again"):
-        loaded(*inputs(12))
+        agree(loaded, model, *inputs(length, 2))
 
 
 SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
