@@ -50,7 +50,7 @@ def optimize(
         deterministic: only algorithms that give the same bits in every run; with "auto".
         allow_approximate: also algorithms that approximate (bfloat16 weights); with "auto".
         keep_original: False frees the model's own weights: there is then no `state_dict()`, and sizes other than other batches
-            are errors.
+            and lengths of sequences are errors, unless they are among the examples.
         verify: how much is computed in float64 to compare with. "quick": the outputs for the first item of the example. "full":
             also those of the whole example and of random inputs, the network after its rewrites and each substitution. "off":
             none; the captured graph is compared with the model all the same.
@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str]) -> nn.Module:
 
     Weights are not copied but mapped from the file, so that processes which load one file share them: it must stay as it is
     while they run (`save` to the same path does not change it, but puts another in its place). There is no `state_dict()`, and
-    other sizes than the planned ones are errors. Nothing of the file is run as code.
+    sizes other than the planned ones, other batches and lengths are errors. Nothing of the file is run as code.
 
     Raises:
         ValueError: no such file, or a damaged one; one of another version or byte order; where weights were not kept, of another

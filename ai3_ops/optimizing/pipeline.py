@@ -547,7 +547,7 @@ def _fresh_outputs(network: Network) -> None:
     outputs: list[fx.Node] = []
     given: Any = network.output.args[0]
     for node in given:
-        if node not in outputs and not _lies_in_another(node):
+        if node.meta["shape"] is None or (node not in outputs and not _lies_in_another(node)):
             outputs.append(node)
             continue
         with network.graph.inserting_before(network.output):

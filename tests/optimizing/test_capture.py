@@ -12,10 +12,11 @@ import pytest
 import torch
 from nets import BOUND, agree, check, exact, optimized, taken
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import ai3_ops
 from ai3_ops.graph import capture as capture_module
-from ai3_ops.graph import steps
+from ai3_ops.graph import network, steps
 from ai3_ops.graph.canonical import canonicalize
 from ai3_ops.graph.capture import Uncapturable, capture
 from ai3_ops.graph.network import Checker, Network, difference
@@ -43,6 +44,35 @@ def test_several_inputs_and_nested_outputs():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert torch.allclose(fast(x, rows, twice=True)["image"], model(x, rows, twice=True)["image"], atol=1e-5)
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        y = self.down(self.up(x).relu())
+        sizes = x.shape[1], x.shape[1] + x.shape[0], x.shape[1]
+        return {"none": None, "y": y, "sizes": sizes, "kind": "plain", "sum": y.sum(-1), "factor": 0.5}
+
+
+def test_outputs_that_are_no_tensors(tmp_path):
+    model = Mixed().eval()
+    fast = check_leaves(ai3_ops.optimize(model, torch.randn(2, 6, 16), "default", progress=False), model)
+    ai3_ops.save(fast, tmp_path / "mixed")
+    check_leaves(ai3_ops.load(tmp_path / "mixed"), model)
+    check_leaves(pickle.loads(pickle.dumps(fast)), model)
+
+
+def check_leaves(fast, model):
+    for batch, length in ((2, 6), (3, 6), (1, 9), (2, 4)):
+        x = torch.randn(batch, length, 16)
+        with torch.no_grad():
+            (got, spec), (expected, structure) = map(pytree.tree_flatten, (fast(x), model(x)))
+        assert spec == structure
+        assert all(network.agree(one, other, BOUND) for one, other in zip(got, expected, strict=True))
+    return taken(fast)
 
 
 def test_attention_stays_and_its_layers_are_taken():
