@@ -128,11 +128,11 @@ def is_sharded(module: nn.Module) -> bool:
     return _SHARDED in module.__dict__
 
 
-def has_constant_sizes(values: Iterable[Any]) -> bool:
-    """Whether the tensors among the values have sizes that are constants of the graph that is being traced."""
+def has_constant_sizes(values: Iterable[Any], start: int = 0) -> bool:
+    """Whether the tensors among the values have sizes, from a dimension on, that are constants of the graph that is traced."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # imported by then: it takes long
 
-    return all(has_static_value(size) for value in values if isinstance(value, Tensor) for size in value.shape)
+    return all(has_static_value(size) for value in values if isinstance(value, Tensor) for size in value.shape[start:])
 
 
 def clear_cublas_workspaces() -> None:
@@ -191,6 +191,25 @@ def transformed(input: Tensor) -> bool:
         or _transform_level() is not None
         or tracing_state() is not None
     )
+
+
+# Quantization ---------------------------------------------------------------------------------------------------------
+def qconfig_for(cls: type[nn.Module]) -> Any:
+    """What the `propagate_qconfig_` of torch.ao.quantization that asks a module for its qconfig has for modules of a class.
+
+    To be called by the property that it asks; None where something else does.
+    """
+    frame = sys._getframe(2)
+    if frame.f_code.co_name != "_propagate_qconfig_helper":
+        return None
+    asked = frame.f_locals
+    named = asked["qconfig_dict"]
+    return named.get(asked["prefix"], named.get(cls, asked["qconfig_parent"]))
+
+
+def is_quantizing(value: Any) -> bool:
+    """Whether it stands for a tensor in the graph that `prepare_fx` traces."""
+    return isinstance(value, fx.Proxy) and type(value.tracer).__name__ == "QuantizationTracer"
 
 
 # Dispatcher kernels ---------------------------------------------------------------------------------------------------

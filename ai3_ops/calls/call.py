@@ -27,6 +27,7 @@ _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compilin
 _deterministic = _torch.deterministic
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
+QUANTIZED = "torch.ao.quantization knows no swapped layers: give it what ai3_ops.unswap returns"
 UNMEASURED = "on CUDA `default` leaves to PyTorch what no GPU has shown to be faster (docs/cuda.md); a name runs"
 
 
@@ -144,12 +145,14 @@ class Call(Ways):
         layer takes less time than to ask.
         """
         input = args[0]
-        if not self.repeats or self.writes_nchw or self.reads_last or type(input) is not Tensor:
+        if not self.repeats or self.writes_nchw or type(input) is not Tensor:
             return self(*args)
         if _is_compiling() or _grad_enabled() or _any_autocast() or _tracing_state() is not None:
             return self(*args)
         shape, stride, dtype, cuda, generation = self.left
         try:
+            if self.reads_last and input.ndim == 4:
+                args = (input := input.contiguous(memory_format=torch.channels_last)), *args[1:]
             same = input.shape == shape and input.stride() == stride and input.dtype is dtype and input.is_cuda == cuda
         except RuntimeError:  # a nested tensor has none of these
             return self(*args)
@@ -239,6 +242,8 @@ class Call(Ways):
             return self.without_operator(args)
         if not isinstance(args[0], Tensor):  # torch.fx traces; what else is no tensor PyTorch refuses
             traced = any(isinstance(a, torch.fx.Proxy) for a in args)
+            if any(map(_torch.is_quantizing, args)):
+                raise RuntimeError(f"ai3_ops: {self.layer or 'the model itself'} ({self.operation}): {QUANTIZED}")
             return operator(*args, **self.options) if traced else type(self).function(*args)
         if _tracing_state() is not None:  # torch.jit.trace does
             return operator(*args, **self.switches(args[0]))

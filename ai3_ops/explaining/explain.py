@@ -17,9 +17,8 @@ from ai3_ops.calls.call import Call
 from ai3_ops.calls.spec import Spec
 from ai3_ops.explaining.compiled import graphs_of
 from ai3_ops.explaining.report import OptimizeReport
-from ai3_ops.nn.classes import Sites, found_in, leaf_class
+from ai3_ops.nn.classes import MARKS, Sites, found_in, leaf_class
 from ai3_ops.nn.kinds import original_class
-from ai3_ops.nn.unswap import MARKS
 from ai3_ops.registry import near
 from ai3_ops.selecting.selectors import listed
 from ai3_ops.surveying.modules import is_of_torch, is_optimized, reachable

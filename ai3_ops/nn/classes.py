@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ai3_ops import registry
-from ai3_ops._torch import is_sharded
+from ai3_ops._torch import is_sharded, qconfig_for
 from ai3_ops.calls.call import Call
 from ai3_ops.nn import layout
 from ai3_ops.nn.kinds import LEAVES, original_class, set_class
@@ -26,6 +26,8 @@ from ai3_ops.nn.methods import Originals, rewritten
 from ai3_ops.nn.sites import Found, Site, find
 
 FORMAT = 1  # of pickled swapped modules
+# What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
+MARKS = ("_ai3", "_ai3_lost", layout.FORMER)
 _newobj: Any = vars(copyreg)["__newobj__"]
 
 
@@ -100,6 +102,28 @@ class Swapped(nn.Module):
 
     _ai3_original: type[nn.Module]
 
+    @property
+    def qconfig(self) -> Any:
+        """What torch.ao.quantization is to make of the module; it knows PyTorch's classes, and gets the original one."""
+        if "qconfig" not in vars(self):
+            asked = qconfig_for(original_class(self))
+            if asked is None:
+                raise AttributeError
+            self.qconfig = asked
+        return vars(self)["qconfig"]
+
+    @qconfig.setter
+    def qconfig(self, value: Any) -> None:
+        vars(self)["qconfig"] = value
+        if value is not None:
+            if word := vars(self).get(layout.FORMER):
+                layout.convert([self], layout.FORMATS[word])
+            revert(self)
+
+    @qconfig.deleter
+    def qconfig(self) -> None:
+        del vars(self)["qconfig"]
+
     def __init_subclass__(cls) -> None:  # the user's would meet classes that nobody wrote
         pass
 
@@ -131,6 +155,14 @@ class Swapped(nn.Module):
         sites = self.__dict__.get("_ai3")
         if isinstance(sites, Sites):
             sites.restore(self)
+
+
+def revert(module: nn.Module) -> None:
+    """Gives a module the class back that its user gave it, and nothing that swap left in it."""
+    if isinstance(module, Swapped):
+        set_class(module, original_class(module))
+    for mark in MARKS:
+        vars(module).pop(mark, None)
 
 
 def _check_format(found: Any) -> None:
@@ -228,6 +260,12 @@ class Leaf(Swapped):
     """What these classes add to PyTorch's; `_ai3` in an instance is its Call."""
 
     _ai3_whole = ""  # of another package's: its name among `elsewhere`
+
+    def train(self, mode: bool = True) -> Any:
+        """PyTorch's, with the weight as training takes it."""
+        if mode:
+            layout.to_row(self)
+        return super().train(mode)
 
     def extra_repr(self) -> str:
         """PyTorch's, and the algorithm."""

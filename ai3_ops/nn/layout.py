@@ -110,9 +110,12 @@ def is_costly(module: nn.Module) -> bool:
     unless both formats are the same memory.
     """
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 4 or weight.shape[1] == 1 or weight.shape[2:] == (1, 1):
-        return False
-    return weight.nbytes > _LARGE
+    return weight is not None and weight.ndim == 4 and not _is_either(weight) and weight.nbytes > _LARGE
+
+
+def _is_either(weight: Tensor) -> bool:
+    """Whether it is the same memory in both formats."""
+    return weight.shape[1] == 1 or weight.shape[2:] == (1, 1)
 
 
 def _is_in(weight: Tensor, format: torch.memory_format) -> bool:
@@ -121,17 +124,19 @@ def _is_in(weight: Tensor, format: torch.memory_format) -> bool:
     return weight.is_contiguous(memory_format=format) and is_channels_last(weight) == last
 
 
-def holds_strides(model: nn.Module) -> Callable[[Tensor], bool]:
+def holds_strides(model: nn.Module, rows: bool = False) -> Callable[[Tensor], bool]:
     """Tells weights that must keep their strides, because others have noted how they lie.
 
     In a process of a group (torch.distributed) that is any: a reducer lays out its buckets as the weights are when it is made,
-    and fully_shard takes contiguous ones alone. Elsewhere it is those that share their memory with other tensors or processes.
+    and fully_shard takes contiguous ones alone. Elsewhere it is those that share their memory with other tensors or processes,
+    and with `rows` those that could not be viewed as one row (`parameters_to_vector`, pruning, `torch.optim.LBFGS`).
     """
     group = torch.distributed.is_available() and torch.distributed.is_initialized()
     group = group or any("reducer" in vars(module) for module in model.modules())
 
     def holds(weight: Tensor) -> bool:
-        return group or weight.is_shared() or weight.untyped_storage().nbytes() != weight.nbytes
+        row = rows and not _is_either(weight)
+        return group or row or weight.is_shared() or weight.untyped_storage().nbytes() != weight.nbytes
 
     return holds
 
@@ -193,6 +198,21 @@ def convert(
             vars(module).pop(FORMER, None)
 
     return undo
+
+
+def to_row(module: nn.Module) -> None:
+    """Before training: the weight that `convert` gave channels_last is contiguous again, and the module's input gets that format.
+
+    Its gradient takes less time so (docs/decisions/layout.md), and what views weights works.
+    """
+    weight, call = module._parameters.get("weight"), vars(module).get("_ai3")
+    if weight is None or vars(module).get(FORMER) != "contiguous" or _is_either(weight) or not isinstance(call, Call):
+        return
+    holds = holds_strides(module)
+    if not holds(weight):
+        convert([module], FORMATS["contiguous"], holds)
+        vars(module).pop(FORMER)
+        call.reads_last = True
 
 
 def given(model: nn.Module) -> dict[nn.Module, str]:

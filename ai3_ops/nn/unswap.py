@@ -7,22 +7,15 @@ from collections.abc import Callable
 from torch import nn
 
 from ai3_ops.nn import layout
-from ai3_ops.nn.classes import Swapped
-from ai3_ops.nn.kinds import original_class, set_class
-
-# What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
-MARKS = ("_ai3", "_ai3_lost", layout.FORMER)
+from ai3_ops.nn.classes import revert
 
 
-def revert(model: nn.Module) -> Callable[[], None]:
+def revert_all(model: nn.Module) -> Callable[[], None]:
     """`unswap`; returns what gives the weights the memory format again that the swap gave them."""
     holds = layout.holds_strides(model)
     undo = [layout.convert(layout.former(model, word), format, holds) for word, format in layout.FORMATS.items()]
     for module in model.modules():
-        if isinstance(module, Swapped):
-            set_class(module, original_class(module))
-        for mark in MARKS:
-            vars(module).pop(mark, None)
+        revert(module)
 
     def again() -> None:
         for one in undo:
@@ -35,5 +28,5 @@ def unswap(model: nn.Module) -> nn.Module:
     """Gives every module of `model` its original class back, and weights their memory format, in place; returns the model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"ai3_ops.unswap needs an nn.Module, got {type(model).__name__}")
-    revert(model)
+    revert_all(model)
     return model

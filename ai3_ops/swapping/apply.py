@@ -86,8 +86,8 @@ def lay_out(
         for d, earlier in former:
             if d.kept and (d.given or earlier.last):
                 planned[d.given or "channels_last"].append(d.module)
-    holds = layout.holds_strides(model)
-    layout.convert(planned["contiguous"], layout.FORMATS["contiguous"], holds)
+    layout.convert(planned["contiguous"], layout.FORMATS["contiguous"], layout.holds_strides(model))
+    holds = layout.holds_strides(model, rows=model.training)
     last = planned["channels_last"] + free
     if not last or methods & layout.MEMORY or layout.naming(model, layout.MEMORY):
         return

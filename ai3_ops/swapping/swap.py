@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ai3_ops.nn import layout
+from ai3_ops.nn.classes import MARKS
 from ai3_ops.nn.computed import copied
-from ai3_ops.nn.unswap import MARKS, revert, unswap
+from ai3_ops.nn.unswap import revert_all, unswap
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.selecting.selectors import ITSELF, Selector, Tuner, listed
 from ai3_ops.surveying.discover import discover
@@ -71,7 +72,7 @@ def swap(
         (module, type(module), {k: v for k, v in vars(module).items() if k in MARKS}) for module in model.modules()
     ]
     marks = {id(module): marked.get("_ai3") for module, _, marked in before}
-    given, again = layout.given(model), revert(model)
+    given, again = layout.given(model), revert_all(model)
     functions: set[str] = set()
     try:
         calls, lost = discover(model, marks)

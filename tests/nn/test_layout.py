@@ -8,7 +8,9 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from modules import close
 from torch import nn
+from torch.nn.utils import parameters_to_vector, prune
 
 import ai3_ops
 from ai3_ops import Plan, _library, _machine
@@ -60,20 +62,45 @@ def test_nchw_images_become_channels_last_at_the_first_convolution():
 
 
 @pytest.mark.parametrize("training", [True, False])
+def test_weights_that_are_trained_can_be_viewed_as_one_row(training):
+    """A model that was swapped for inference gives them back when it is to train; what its user chose stays."""
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.Conv2d(64, 8, 3), nn.Conv2d(8, 8, 1)).train(training)
+    swapped = ai3_ops.swap(model, "default", X).train()
+    assert torch.equal(parameters_to_vector(swapped.parameters()), parameters_to_vector(model.parameters()))
+    optimizer = torch.optim.LBFGS(swapped.parameters(), max_iter=2)
+
+    def loss():
+        optimizer.zero_grad()
+        y = swapped(X)
+        assert is_channels_last(y)
+        y.square().mean().backward()
+        return y.square().mean()
+
+    assert optimizer.step(loss) > loss()
+    prune.l1_unstructured(swapped[1], "weight", 0.5)
+    with torch.no_grad():
+        close(swapped.eval()(X), ai3_ops.unswap(copy.deepcopy(swapped))(X))
+    again = ai3_ops.swap(swapped, {"2": "direct"}, X)
+    assert is_channels_last(again(X))
+    own = ai3_ops.swap(model.eval().to(memory_format=torch.channels_last), "default", X).train()
+    assert is_channels_last(own[0].weight)
+
+
+@pytest.mark.parametrize("training", [True, False])
 def test_large_weights_keep_their_format_in_training_mode(training):
     layers = (
         nn.Conv2d(c, 64, k, padding=k // 2, groups=g) for c, k, g in ((3, 3, 1), (64, 3, 1), (64, 1, 1), (64, 3, 64))
     )
     model = nn.Sequential(*layers).train(training)
     swapped = ai3_ops.swap(model, "default")
-    assert [is_channels_last(layer.weight) for layer in swapped] == [True, not training, True, True]
+    assert [is_channels_last(layer.weight) for layer in swapped] == [not training, not training, True, True]
     x = torch.randn(2, 3, 9, 9)
     y = swapped(x)
     assert is_channels_last(y)
     y.square().sum().backward()
     expected = torch.autograd.grad(model.double()(x.double()).square().sum(), [layer.weight for layer in model])
     for layer, exact in zip(swapped, expected, strict=True):
-        kept = training and layer is swapped[1]
+        kept = training and layer in swapped[:2]
         grad = layer.weight.grad
         assert grad.is_contiguous(memory_format=torch.contiguous_format if kept else torch.channels_last)
         torch.testing.assert_close(grad.double(), exact, rtol=1e-4, atol=1e-3 * exact.abs().max().item())
@@ -90,7 +117,7 @@ def test_code_that_views_activations_goes_on_working(examples):
 
 
 def test_views_that_channels_last_allows_are_found_out_with_example_inputs():
-    model = Splits()
+    model = Splits().eval()
     assert not is_channels_last(ai3_ops.swap(model, "direct").conv.weight)
     swapped = ai3_ops.swap(model, "direct", X)
     assert is_channels_last(swapped.conv.weight)
@@ -99,7 +126,7 @@ def test_views_that_channels_last_allows_are_found_out_with_example_inputs():
 
 def test_inference_tensors_and_shared_weights():
     with torch.inference_mode():
-        model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+        model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)).eval()
         model[1].weight = model[0].weight
         swapped = ai3_ops.swap(model, "direct")
         assert swapped[0].weight is swapped[1].weight
@@ -311,7 +338,7 @@ def of_plan(form):
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("form", ["contiguous", "channels_last"])
 def test_a_plans_layout_is_followed_from_the_other_one(form, kernel):
-    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, kernel)))
+    model = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 4, kernel))).eval()
     other = torch.channels_last if form == "contiguous" else torch.contiguous_format
     model.conv.weight.data = torch.empty_like(model.conv.weight, memory_format=other).copy_(model.conv.weight.data)
     swapped = ai3_ops.swap(model, of_plan(form))
