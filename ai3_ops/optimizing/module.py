@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
+from types import FunctionType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -21,9 +22,11 @@ from torch import Tensor, nn
 from ai3_ops._torch import (
     any_autocast,
     any_tangent,
+    has_constant_sizes,
     in_forward_mode,
     in_transform,
     is_differentiated,
+    is_exporting,
     is_wrapped,
     pytree,
     tracing_state,
@@ -87,7 +90,10 @@ class Optimized(nn.Module):
         self._ai3_types: list[torch.dtype] = []
         self._ai3_spec: Any = None  # its structure, and
         self._ai3_plain = -1  # how many tensors, where it was nothing but positional ones
-        self._ai3_signature = inspect.Signature()
+        try:
+            self._sign(_bare(inspect.signature(original.forward)))
+        except ValueError:  # what torch.jit compiled has none
+            self._sign(_bare(inspect.signature(self.forward)))
         self._ai3_report = OptimizeReport()
         self._ai3_told: set[str] = (
             set()
@@ -128,7 +134,8 @@ class Optimized(nn.Module):
         module = cls(nn.Module(), settings)
         module._ai3_first, module._ai3_plans, module._ai3_compared = first, plans, compared
         module._ai3_shown, module._ai3_types, module._ai3_spec, module._ai3_plain = shown, types, spec, plain
-        module._ai3_signature, module._ai3_report = signature, report
+        module._ai3_report = report
+        module._sign(signature)
         module.forget_original()
         return module
 
@@ -146,6 +153,11 @@ class Optimized(nn.Module):
             if name == GENERATE and self.changed and self._tells(name):
                 warnings.warn(f"ai3_ops.optimize: {GENERATES}", stacklevel=2)
             return found
+
+    def _sign(self, signature: inspect.Signature) -> None:
+        """The original's signature is that of `forward`, for torch.export and others who read it."""
+        self._ai3_signature = signature
+        self.__class__ = _signed(signature)
 
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
@@ -168,9 +180,13 @@ class Optimized(nn.Module):
             "_ai3_container": ([replace(plan, body=None) for plan in plans], sealed),
         }
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _new, (), *super().__reduce_ex__(protocol)[2:]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         bare, sealed = state.pop("_ai3_container", (None, None))
         super().__setstate__(state)
+        self._sign(self._ai3_signature)
         if bare is None:
             return
         with reading("ai3_ops: a pickled module of optimize"):
@@ -214,7 +230,6 @@ class Optimized(nn.Module):
         plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
         # The choices stay, not the selectors, which may be functions that no file holds.
         self._ai3_settings = unthorough(settings, plan.resolved)
-        self._ai3_signature = _bare(inspect.signature(original.forward))
         leaves = pytree.tree_leaves((args, kwargs))
         shown = [tuple(x.shape) if isinstance(x, Tensor) else repr(x) if is_cache(x) else x for x in leaves]
         self._ai3_first, self._ai3_shown = plan, shown
@@ -570,9 +585,8 @@ class Optimized(nn.Module):
         watched = [
             (m, name, value)
             for m in inside
-            if not _is_torchs(m)
             for name, value in vars(m).items()
-            if isinstance(value, _PLAIN) and name in _reads(m) and name != "training" and name[:4] != "_ai3"
+            if _is_plain(value) and name in _reads(m) and name != "training" and name[:4] != "_ai3"
         ]
         self._ai3_owners = [m for m, _, _ in watched]
         self._ai3_attributes = [name for _, name, _ in watched]
@@ -592,6 +606,9 @@ class Optimized(nn.Module):
             other = getattr(m, name, None)
             if type(other) is not type(value) or (other != value and other == other):
                 return f"{names[m]}.{name}" if names.get(m) else name, "was changed, which programs do not see", _BACK
+        self._ai3_values = [
+            *map(getattr, self._ai3_owners, self._ai3_attributes, repeat(None))
+        ]  # equal ones, as of a pickle
         return None
 
     def _replaced(self) -> bool:
@@ -645,6 +662,8 @@ class Optimized(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses what would change the original and not what is computed of it."""
+        if name == "qconfig":  # torch.ao.quantization is about to replace modules inside
+            raise RuntimeError("ai3_ops.optimize: an optimized module cannot be quantized: quantize the original model")
         if not name.startswith("_") and name not in ("training", "forward"):
             self._refuse_replacing(name, value)
         super().__setattr__(name, value)
@@ -686,6 +705,8 @@ class Optimized(nn.Module):
             )
         start = 1 if first.dynamic else 0
         types = iter(self._ai3_types)
+        if is_exporting() and self._ai3_original and not has_constant_sizes(leaves, start):
+            return None  # a comparison would make constants of them
         batch = next((x.shape[0] for x in leaves if isinstance(x, Tensor)), None) if first.dynamic else None
         for x, shown in zip(leaves, self._ai3_shown, strict=True):
             if isinstance(x, Tensor):
@@ -775,6 +796,11 @@ def _resized(x: Any, sizes: Sequence[int | str], lengths: Mapping[str, int]) -> 
     return x
 
 
+def _is_plain(value: Any) -> bool:
+    """A number, flag or word, or several: as modules have for settings."""
+    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+
+
 def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
@@ -789,6 +815,29 @@ def _reads(module: nn.Module) -> frozenset[str]:
         codes = [f.__code__ for f in (cls.forward, *found) if hasattr(f, "__code__")]
         _read[cls] = frozenset(name for code in codes for name in names_in(code))
     return _read[cls]
+
+
+def _new() -> Optimized:
+    return Optimized.__new__(Optimized)
+
+
+@functools.cache
+def _signed(signature: inspect.Signature) -> type[Optimized]:
+    """Optimized with a signature of `forward`, which is the same function."""
+    parameters = signature.parameters.values()
+    own = next(name for name in ("self", "_self", "_ai3_self") if name not in signature.parameters)
+    first = inspect.Parameter(own, inspect.Parameter.POSITIONAL_ONLY)
+    plain: Any = Optimized.forward
+    forward: Any = FunctionType(
+        plain.__code__, plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    forward.__doc__, forward.__qualname__, forward.__signature__ = (
+        plain.__doc__,
+        plain.__qualname__,
+        inspect.Signature([first, *parameters]),
+    )
+    names = {"__module__": Optimized.__module__, "__doc__": Optimized.__doc__, "forward": forward}
+    return type(Optimized.__name__, (Optimized,), names)
 
 
 def _bare(signature: inspect.Signature) -> inspect.Signature:

@@ -166,6 +166,33 @@ def test_modes_and_values_of_modules_inside_that_change_between_calls():
         assert not torch.allclose(changed, plain)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("0.stride", (2, 2)), ("0.padding", (1, 1)), ("1.eps", 0.5), ("2.inplace", True), ("3.kernel_size", 3)],
+)
+def test_settings_of_pytorchs_own_modules_that_change_between_calls(name, value):
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 1)
+    model, x = nn.Sequential(*layers).eval(), torch.randn(1, 3, 9, 9)
+    fast = pickle.loads(pickle.dumps(optimized(model, x, selectors="default")))
+    with torch.no_grad():
+        plain = fast(x)
+        module, _, attribute = name.partition(".")
+        before = getattr(fast.get_submodule(module), attribute)
+        for one in (model, fast):
+            setattr(one.get_submodule(module), attribute, value)
+        with pytest.warns(UserWarning, match=f"'{name}' was changed, which programs do not see: the original"):
+            torch.testing.assert_close(fast(x), model(x))
+        setattr(fast.get_submodule(module), attribute, before)
+        assert torch.equal(fast(x), plain)
+
+
+def test_quantization_is_refused():
+    """It would replace modules inside, which programs do not see."""
+    fast = optimized(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), torch.randn(1, 3, 9, 9), selectors="default")
+    with pytest.raises(RuntimeError, match="cannot be quantized: quantize the original model"):
+        torch.ao.quantization.quantize_dynamic(fast)
+
+
 def test_swap_and_optimize_say_the_same_of_inputs_that_do_not_run():
     model, said = nn.Conv2d(3, 4, 3), []
     for given in ((1, 3, 8, 8), [torch.ones(1)], {"x": torch.ones(1)}, (torch.ones(1), "2")):

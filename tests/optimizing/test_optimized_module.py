@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import re
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from nets import Residual, agree, check, exact, optimized, seeded_norm, taken
 from torch import nn
+from torch.export import Dim
 
 import ai3_ops
 from ai3_ops.graph.network import difference
@@ -294,6 +296,21 @@ def test_compile_and_export(residual, compiler, tmp_path):
         agree(program.module(), model, x)
         path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "fast.pt2"))
         agree(torch._inductor.aoti_load_package(path), model, x)
+
+
+@pytest.mark.parametrize(("sizes", "programs"), [({0: Dim.DYNAMIC}, True), ({2: Dim.DYNAMIC, 3: Dim.DYNAMIC}, False)])
+def test_export_with_open_sizes(sizes, programs):
+    """By the model's signature: with the batch open as a program, with other sizes open as the original."""
+    layers = nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)
+    model, x = nn.Sequential(*layers).eval(), torch.randn(2, 3, 8, 8)
+    fast = copy.deepcopy(pickle.loads(pickle.dumps(optimized(model, x, selectors="default"))))
+    assert inspect.signature(fast.forward).parameters.keys() == inspect.signature(model.forward).parameters.keys()
+    with torch.no_grad():
+        for shapes in ((sizes,), dict.fromkeys(inspect.signature(model.forward).parameters, sizes)):
+            exported = torch.export.export(fast, (x,), dynamic_shapes=shapes).module()
+            assert ("_program" in exported.code) == programs
+            other = torch.randn(5, *x.shape[1:]) if programs else torch.randn(*x.shape[:2], 9, 8)
+            agree(exported, model, other)
 
 
 class Scaled(nn.Module):
