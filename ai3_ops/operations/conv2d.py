@@ -691,8 +691,12 @@ class Conv2dCall(SwitchedCall):
         """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
         if isinstance(padding, str):
             input, padding = _padding_of_word(input, weight, stride, padding, dilation)
-        if self.reads_last and input.ndim == 4:
-            input = input.contiguous(memory_format=torch.channels_last)
+        if self.reads_last and isinstance(input, Tensor) and input.ndim == 4:
+            traced = (
+                not torch.compiler.is_compiling() and _torch.tracing_state() is not None
+            )  # whose strides are tensors
+            if traced or not is_channels_last(input):  # contiguous(memory_format) fails under vmap
+                input = input.movedim(1, 3).contiguous().movedim(3, 1)
         return input, weight, bias, stride, padding, dilation, groups
 
     def gains_unpacked(self, args: tuple[Any, ...]) -> bool:

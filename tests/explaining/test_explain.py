@@ -140,7 +140,7 @@ def test_a_layer_that_the_examples_do_not_reach():
         def forward(self, x):
             return self.used(x)
 
-    row = layers(swap(Some(), {"conv2d": "default"}, X))["unused"]
+    row = layers(swap(Some().eval(), {"conv2d": "default"}, X))["unused"]
     assert row.reason == "not called by the run with example inputs; chosen at the first call"
 
 
@@ -212,7 +212,7 @@ def test_a_filtered_report_on_an_optimized_module_keeps_its_optimization(holder)
 
 def test_a_copy_of_the_weight_in_another_order_is_counted():
     """smm packs nothing, but reads a contiguous weight where swap made it channels_last."""
-    swapped = swap(nn.Sequential(nn.Conv2d(3, 4, 3)), "smm", X)
+    swapped = swap(nn.Sequential(nn.Conv2d(3, 4, 3)).eval(), "smm", X)
     assert layers(swapped)["0"].packed_bytes == 0
     with torch.no_grad():
         swapped(X)

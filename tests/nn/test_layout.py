@@ -77,6 +77,10 @@ def test_weights_that_are_trained_can_be_viewed_as_one_row(training):
         return y.square().mean()
 
     assert optimizer.step(loss) > loss()
+    with torch.no_grad():
+        for form in (torch.vmap, torch.fx.symbolic_trace, lambda one: torch.jit.trace(one, X)):
+            x = X[:, None] if form is torch.vmap else X
+            close(form(swapped)(x).reshape(2, 8, 4, 4), swapped(X))
     prune.l1_unstructured(swapped[1], "weight", 0.5)
     with torch.no_grad():
         close(swapped.eval()(X), ai3_ops.unswap(copy.deepcopy(swapped))(X))

@@ -606,7 +606,7 @@ def test_report_of_a_rule_before_its_first_call():
 
 
 def test_report_of_a_preference():
-    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 1))
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 1)).eval()
     first, second = explain(swap(model, ai3_ops.prefer("depthwise", "winograd_f2", "torch"))).layers
     assert first.used == "winograd_f2"
     assert re.fullmatch("depthwise needs [^;]*", first.reason)

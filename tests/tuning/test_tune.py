@@ -407,7 +407,7 @@ def test_the_network_changes_its_layout_where_that_pays(x, given, conversion, la
     """100 contiguous against 60 in channels_last: two layers gain 80, less what it costs to get there."""
     names = [a.name for a in ai3_ops.algorithms("conv2d")] + ["torch"]
     given |= {(name, CHANNELS_LAST): 60.0 for name in names} | {"conversion": conversion}
-    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)).eval()
     plan = tuned(model, x)
     assert {layer.layout for layer in plan.layers.values()} == {CHANNELS_LAST if last else CONTIGUOUS}
     swapped = ai3_ops.swap(model, plan, x)
