@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from forks import Forks
 
 from ai3_ops import registry
 
@@ -65,6 +66,14 @@ def _compiler_caches(shared_tmp):
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared_tmp / "inductor"))
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
         yield
+
+
+@pytest.fixture(scope="session")
+def fork():
+    """Runs a program in a process of its own: `forks.Forks.run`."""
+    forks = Forks()
+    yield forks.run
+    forks.close()
 
 
 @pytest.fixture(scope="session")

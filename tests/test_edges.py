@@ -5,8 +5,6 @@ import copy
 import io
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,11 +22,16 @@ from ai3_ops import _torch, explain, registry, swap
 ROOT = str(Path(ai3_ops.__file__).parent.parent)
 
 
-def run(code, *arguments, **environment):
+@pytest.fixture
+def run(fork):
     """Runs code in a process of its own and returns what it printed."""
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+
+    def printed(code, *arguments):
+        done = fork(code, *arguments, PYTHONPATH=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return printed
 
 
 # Tangents -------------------------------------------------------------------------------------------------------------
@@ -123,32 +126,40 @@ def test_parameters_of_a_class_of_their_own_are_tensors():
 
 
 # PyTorch's switches ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("setting", "conv2d", "linear"),
-    [
-        ("pass", True, False),
-        ("torch.backends.cudnn.allow_tf32 = False", False, False),
-        ("torch.backends.cuda.matmul.allow_tf32 = True", True, True),
-        ("torch.backends.fp32_precision = 'ieee'", False, False),
-        ("torch.backends.fp32_precision = 'tf32'", True, True),
-        ("torch.backends.cudnn.conv.fp32_precision = 'ieee'", False, False),
-        ("torch.backends.cudnn.allow_tf32 = False; torch.backends.fp32_precision = 'tf32'", True, True),
-        ("torch.set_float32_matmul_precision('high')", True, True),
-    ],
-)
-def test_tf32_is_read_however_it_was_set(setting, conv2d, linear):
-    """Reading the old switches raises once the new ones are set."""
-    code = (
-        f"import torch\n{setting}\nfrom ai3_ops.calls.call import Call\n"
-        "print(Call.by_name['conv2d'].allow_tf32(), Call.by_name['linear'].allow_tf32())\n"
-        "f = torch.compile(lambda x: x + Call.by_name['conv2d'].allow_tf32(), fullgraph=True, backend='eager')\n"
-        "print(bool(f(torch.zeros(1))))\n"
-    )
-    assert run(code, PYTHONPATH=ROOT).split() == [str(conv2d), str(linear), str(conv2d)]
+TF32 = {  # what is read for conv2d and for linear
+    "pass": (True, False),
+    "torch.backends.cudnn.allow_tf32 = False": (False, False),
+    "torch.backends.cuda.matmul.allow_tf32 = True": (True, True),
+    "torch.backends.fp32_precision = 'ieee'": (False, False),
+    "torch.backends.fp32_precision = 'tf32'": (True, True),
+    "torch.backends.cudnn.conv.fp32_precision = 'ieee'": (False, False),
+    "torch.backends.cudnn.allow_tf32 = False; torch.backends.fp32_precision = 'tf32'": (True, True),
+    "torch.set_float32_matmul_precision('high')": (True, True),
+}
+
+
+def test_tf32_is_read_however_it_was_set(run):
+    """Reading the old switches raises once the new ones are set: each in a fork of one process that has set none."""
+    code = """
+import os, sys, torch, torch._dynamo
+from ai3_ops.calls.call import Call
+for setting in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        exec(setting)
+        f = torch.compile(lambda x: x + Call.by_name["conv2d"].allow_tf32(), fullgraph=True, backend="eager")
+        print(Call.by_name["conv2d"].allow_tf32(), Call.by_name["linear"].allow_tf32(), bool(f(torch.zeros(1))), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, setting
+"""
+    said = run(code, *TF32).splitlines()
+    assert dict(zip(TF32, said, strict=True)) == {
+        s: f"{conv2d} {linear} {conv2d}" for s, (conv2d, linear) in TF32.items()
+    }
 
 
 # Pickles --------------------------------------------------------------------------------------------------------------
-def test_modules_that_stay_pytorchs_are_unpickled_without_this_package(tmp_path):
+def test_modules_that_stay_pytorchs_are_unpickled_without_this_package(tmp_path, run):
     model = nn.Sequential(nn.Conv2d(1, 2, 5, stride=2), nn.Conv2d(2, 2, 3), nn.MultiheadAttention(4, 1), nn.ReLU())
     with pytest.warns(UserWarning, match="layers keep PyTorch's implementation"):
         swapped = swap(model, {"conv2d": "winograd", "linear": "gemm"})
@@ -223,7 +234,7 @@ def test_onednn_of_one_channel(input, weight, stride, padding, dilation):
         assert y.is_contiguous(memory_format=torch.channels_last) == ({input, weight} != {"contiguous"})
 
 
-def test_onednn_supports_answers_where_pytorch_cannot_tell():
+def test_onednn_supports_answers_where_pytorch_cannot_tell(run):
     """As where PyTorch was built without oneDNN: `supports` once threw what the question's operator threw."""
     code = """
 import torch, warnings
@@ -239,7 +250,7 @@ print(ai3_ops.supports("conv2d", "onednn", x, x))
 print(ai3_ops.supports("linear", "onednn", x.half()[0, 0], x.half()[0, 0]))
 print(ai3_ops.supports("conv2d", "onednn", x.float(), x.float()))
 """
-    answers = run(code, PYTHONPATH=ROOT).splitlines()
+    answers = run(code).splitlines()
     assert answers[0] == "(False, 'oneDNN does not compute in bfloat16 on this processor')"
     assert answers[1] == "(False, 'oneDNN does not compute in float16 on this processor')"
     assert answers[2] == "(True, '')"

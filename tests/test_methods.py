@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +26,7 @@ def own(operation):
 
 
 OWN = {o: [a.name for a in own(o)] for o in ("conv2d", "linear")}  # before other tests of this process register more
+VENDOR_NAMES = {o: [a.name for a in ai3_ops.algorithms(o, "cpu") if a.vendor] for o in OWN}
 
 
 def workspace(name, channels=16, size=20, outputs=16, kernel=3):
@@ -89,7 +90,7 @@ def test_linear_gemm_packs_its_weight():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_level_is_chosen_at_run_time(level):
+def test_the_level_is_chosen_at_run_time(level, fork):
     """AI3_OPS_ISA takes a lower level than the processor's; its results are right, and one that is not here is an error."""
     program = (
         "import ai3_ops, torch\n"
@@ -99,9 +100,7 @@ def test_the_level_is_chosen_at_run_time(level):
         "assert doctor.self_test() == []\n"
         "print(_library.registry()['level'], _machine.machine()['instruction set'])\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "AI3_OPS_ISA": level}
-    )
+    done = fork(program, AI3_OPS_ISA=level)
     if done.returncode:
         assert f"AI3_OPS_ISA={level} is not usable here" in done.stderr
         assert LEVELS.index(level) < LEVELS.index(_library.registry()["level"])
@@ -110,13 +109,8 @@ def test_the_level_is_chosen_at_run_time(level):
         assert done.stdout.split() == [level, level, *(["and", "AMX"] if tiles else []), "(AI3_OPS_ISA)"]
 
 
-def test_an_unknown_level_is_an_error():
-    done = subprocess.run(
-        [sys.executable, "-c", "import ai3_ops"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "AI3_OPS_ISA": "sse9"},
-    )
+def test_an_unknown_level_is_an_error(fork):
+    done = fork("import ai3_ops", AI3_OPS_ISA="sse9")
     assert done.returncode == 1
     assert "ImportError: ai3_ops: ai3: AI3_OPS_ISA=sse9 is not usable here; usable: " in done.stderr
 
@@ -295,45 +289,42 @@ def test_gemm_bf16_rounds_its_operands_and_nothing_else():
 
 
 CALL = {"conv2d": "run(x, w[:, : 16 // groups], groups=groups)", "linear": "run(x[0, 0], x[0, 1])"}
-
-
-def logged(names: list[str], switch: str, operation: str = "conv2d") -> str:
-    """What oneDNN or MKL prints about one call of each."""
-    program = (
-        "import torch, ai3_ops\n"
-        "x, w = torch.randn(1, 16, 20, 20), torch.randn(16, 16, 3, 3)\n"
-        "with torch.inference_mode():\n"
-        f"    for name in {names}:\n"
-        f"        with {switch}:\n"
-        "            groups = 16 if name == 'depthwise' else 1\n"
-        f"            run = getattr(torch.ops.ai3, '{operation}_' + name)\n"
-        f"            {CALL[operation]}\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 ONEDNN = "torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)"
 MKL = "torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON)"
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
-def test_onednn_says_that_it_ran():
-    assert "exec,cpu,convolution" in logged(["onednn"], ONEDNN)
-    assert "exec,cpu,inner_product" in logged(["onednn"], ONEDNN, "linear")
+@pytest.fixture(scope="module")
+def logged():
+    """What oneDNN and MKL print about one call of each algorithm, by the library's switch, the operation and the name."""
+    switches = [s for s, there in ((ONEDNN, torch.backends.mkldnn), (MKL, torch.backends.mkl)) if there.is_available()]
+    asked = [(s, o, name) for s in switches for o, names in OWN.items() for name in (*names, *VENDOR_NAMES[o])]
+    lines = ["import os, torch, ai3_ops", "x, w = torch.randn(1, 16, 20, 20), torch.randn(16, 16, 3, 3)"]
+    for i, (switch, operation, name) in enumerate(asked):
+        lines += [f"groups, run = {16 if name == 'depthwise' else 1}, torch.ops.ai3.{operation}_{name}"]
+        lines += [f"with torch.inference_mode(), {switch}:", f"    {CALL[operation]}"]
+        lines += [f"os.write(1, b'end of {i}\\n')"]  # past Python's buffer, as the libraries write past it
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = re.split(r"end of \d+\n", done.stdout)
+    return dict(zip(asked, said, strict=False))
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
-def test_own_kernels_call_no_library():
-    for operation, names in OWN.items():
-        assert "exec,cpu" not in logged(names, ONEDNN, operation)
-        assert "GEMM" not in logged(names, MKL, operation)
+def test_onednn_says_that_it_ran(logged):
+    assert "exec,cpu,convolution" in logged[ONEDNN, "conv2d", "onednn"]
+    assert "exec,cpu,inner_product" in logged[ONEDNN, "linear", "onednn"]
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")
+def test_own_kernels_call_no_library(logged):
+    for (switch, operation, name), said in logged.items():
+        if name in OWN[operation]:
+            assert ("exec,cpu" if switch == ONEDNN else "GEMM") not in said, name
 
 
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="PyTorch without MKL")
-def test_gemm_is_the_vendors():
-    assert "SGEMM" in logged(["gemm"], MKL)
+def test_gemm_is_the_vendors(logged):
+    assert "SGEMM" in logged[MKL, "conv2d", "gemm"]
 
 
 @pytest.mark.parametrize("channels", [16, 24])  # whole lines, which go past the caches, and lines that are shared

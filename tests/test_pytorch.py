@@ -15,33 +15,43 @@ PAGE = Path(__file__).resolve().parent.parent / "docs/pytorch.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
 
 
-def run(number, *after, limit=None, **environment):
-    """The last line that a block of the page, and what follows it, prints; each in a process, since they set switches."""
+def program(number, *after):
+    """A block of the page, and what follows it."""
     block = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[number]
-    program = "\n".join(["import torch, torch.nn.functional as F", block, *after])
-    env = os.environ | environment
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env, timeout=limit)
+    return "\n".join(["import torch, torch.nn.functional as F", block, *after])
+
+
+@pytest.fixture
+def run(fork):
+    """What a block prints in a process of its own, since they set switches."""
+    return lambda *block: fork(program(*block))
+
+
+def checked(number, limit=None):
+    """Whether a block lives under glibc's checks of its heap, which find what is written over the end."""
+    env = os.environ | {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
+    command = [sys.executable, "-c", program(number, "print('alive')")]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=limit)
 
 
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
-def test_one_channel_in_channels_last():
+def test_one_channel_in_channels_last(run):
     reference = "reference = F.conv2d(x.contiguous().double(), w.double(), None, (1, 2), (2, 0), (3, 1))"
     done = run(0, reference, "print(*(bool((y - reference).abs().max() < 1e-3) for y in (wrong, right)))")
     assert done.stdout.strip() == "False True", done.stderr
 
 
-def test_a_bias_beside_a_weight_of_one_dimension():
+def test_a_bias_beside_a_weight_of_one_dimension(run):
     assert "RuntimeError: addmm: mat2 must be a matrix" in run(1).stderr
 
 
-def test_the_old_tf32_switches():
+def test_the_old_tf32_switches(run):
     assert "RuntimeError" in run(2).stderr
 
 
 @pytest.mark.skipif(not _library.registry()["processor_has_matrix_tiles"], reason="seen with AMX alone")
 def test_a_bias_s_gradient_in_bfloat16():
-    """glibc's check of its heap finds what is written over the end."""
-    done = run(3, "print('alive')", MALLOC_CHECK_="3", LD_PRELOAD="libc_malloc_debug.so.0")
+    done = checked(3)
     assert done.returncode
     assert "alive" not in done.stdout
 
@@ -50,34 +60,34 @@ def test_a_bias_s_gradient_in_bfloat16():
 def test_a_strided_1x1_weight_s_gradient():
     """Some way to die, or none: what is overwritten decides."""
     try:
-        done = run(4, "print('alive')", MALLOC_CHECK_="3", LD_PRELOAD="libc_malloc_debug.so.0", limit=60)
+        done = checked(4, limit=60)
     except subprocess.TimeoutExpired:
         return
     assert done.returncode
     assert "alive" not in done.stdout
 
 
-def test_a_weight_s_gradient_in_groups_of_an_unbatched_image():
+def test_a_weight_s_gradient_in_groups_of_an_unbatched_image(run):
     done = run(5, "print(bool((wrong - right).abs().max() > 0.1 * right.abs().max()))")
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_layer_norm_of_large_values():
+def test_layer_norm_of_large_values(run):
     done = run(6, "print(bool((wrong - right).abs().max() < 0.1))")
     assert done.stdout.strip() == "False", done.stderr
 
 
-def test_higher_derivatives_of_layer_norm():
+def test_higher_derivatives_of_layer_norm(run):
     done = run(7, "print(bool((h - h.T).abs().max() > 0.1))")
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_mixed_second_derivatives_of_batch_norm():
+def test_mixed_second_derivatives_of_batch_norm(run):
     done = run(8, "print(float(g(torch.ones(1, 2)).abs().max()))")
     assert done.stdout.strip() == "0.0", done.stderr
 
 
-def test_group_norm_far_from_zero():
+def test_group_norm_far_from_zero(run):
     ours = "ours = torch.ops.ai3.group_norm_direct(x.contiguous(memory_format=torch.channels_last), 2)"
     errors = "print(*(float((y - right).abs().max()) for y in (last, ours)))"
     done = run(9, "import ai3_ops", ours, errors)
@@ -87,11 +97,11 @@ def test_group_norm_far_from_zero():
 
 
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
-def test_a_weight_s_gradient_of_what_meets_only_padding():
+def test_a_weight_s_gradient_of_what_meets_only_padding(run):
     done = run(10, "print(worst > 0)")
     assert done.stdout.strip() == "True", done.stderr
 
 
-def test_a_maximum_outside_of_the_input():
+def test_a_maximum_outside_of_the_input(run):
     done = run(11, "print(int(at.max()) > 0 or int(at.min()) < 0)")
     assert done.stdout.strip() == "True", done.stderr

@@ -6,7 +6,6 @@ import itertools
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,17 @@ def test_library_exports_only_its_c_interface():
     assert not {name for name in exported if "ai3" in name and not re.match(r"ai3_|__(start|stop)_ai3_", name)}
 
 
-def run(program: str) -> str:
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(fork):
+    def printed(program: str) -> str:
+        done = fork(program)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return printed
 
 
-def test_one_openmp_runtime_in_the_process():
+def test_one_openmp_runtime_in_the_process(run):
     runtimes = run(
         "import torch, ai3_ops\n"
         "x = torch.randn(2, 16, 32, 32)\n"
@@ -95,7 +98,7 @@ def test_one_openmp_runtime_in_the_process():
     assert "torch" in runtimes[0], "not the runtime that PyTorch brings"
 
 
-def test_threads_are_as_many_as_torch_says():
+def test_threads_are_as_many_as_torch_says(run):
     counts = run(
         "import os, torch, ai3_ops\n"
         "torch.set_num_threads(1)\n"
