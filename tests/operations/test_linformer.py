@@ -71,15 +71,16 @@ def test_grouped_queries():
 
     wide = [key.repeat_interleave(2, 1), value.repeat_interleave(2, 1), of_key.repeat_interleave(2, 0), of_value]
     torch.testing.assert_close(grouped(*tensors), defined(query, *wide))
-    assert torch.autograd.gradcheck(grouped, tensors)
-    assert torch.autograd.gradgradcheck(grouped, tensors)
+    assert torch.autograd.gradcheck(grouped, tensors, fast_mode=True)
+    assert torch.autograd.gradgradcheck(grouped, tensors, fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["two dimensions", "heads", "one head for all", "five dimensions"])
 def test_derivatives(name):
     tensors = [t.requires_grad_() for t in made(SHAPES[name])]
-    assert torch.autograd.gradcheck(linformer, tensors, check_forward_ad=True)
-    assert torch.autograd.gradgradcheck(linformer, tensors)
+    fast = name != "two dimensions"  # else each element's derivative by itself
+    assert torch.autograd.gradcheck(linformer, tensors, check_forward_ad=True, fast_mode=fast)
+    assert torch.autograd.gradgradcheck(linformer, tensors, fast_mode=fast)
 
 
 @each_shape

@@ -367,15 +367,25 @@ def test_other_padding_stays(options):
         torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["swin_t", pytest.param("swin_v2_t", marks=pytest.mark.full)])
+WHOLE = [pytest.param(name, marks=pytest.mark.full) for name in ("swin_t", "swin_v2_t")]
+
+
+@pytest.mark.parametrize("name", ["", "V2", *WHOLE])
 def test_torchvisions_swin(name):
+    """Two of the four stages, each of a block and one with shifted windows, and whole networks."""
     torchvision = pytest.importorskip("torchvision")
     torch.manual_seed(0)
-    model = torchvision.models.get_model(name).eval()
-    x = torch.randn(1, 3, 64, 64)
+    if "swin" in name:
+        model, blocks = torchvision.models.get_model(name), 12
+    else:
+        swin, blocks = torchvision.models.swin_transformer, 4
+        kinds = {"block": f"SwinTransformerBlock{name}", "downsample_layer": f"PatchMerging{name}"}
+        given = {argument: getattr(swin, kind) for argument, kind in kinds.items()}
+        model = swin.SwinTransformer([4, 4], 24, [2, 2], [2, 4], [8, 8] if name else [7, 7], num_classes=5, **given)
+    model, x = model.eval(), torch.randn(1, 3, 64, 64)
     fast = optimized(model, x)
     found = steps_of(fast)
-    assert found.count("attention") == 12
+    assert found.count("attention") == blocks
     assert not any("matmul" in step or "vector_norm" in step or "pad" in step for step in found)
     with torch.no_grad():
         for given in (x, torch.randn(2, 3, 64, 64)):
