@@ -114,15 +114,13 @@ def numbers(text, owner=Owner):
     return _library.keep_numbers(owner, text)
 
 
-def test_numbers_are_known_by_the_same_integer_everywhere_as_long_as_someone_has_them():
+def test_numbers_are_known_by_the_same_integer_everywhere_as_long_as_someone_has_them(fork):
     x, owners = torch.randn(2, 3, 4), [Owner(), Owner()]
     kept = {numbers("1 -1", owner) for owner in owners}
     assert len(kept) == 1
     (number,) = kept
     code = "import ai3_ops._library as l\nclass O: pass\no = O()\nprint(l.keep_numbers(o, '1 -1'))"
-    assert (
-        int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout) == number
-    )
+    assert int(fork(code).stdout) == number
     with torch.no_grad():
         for _ in range(2):
             assert ops._flatten_direct_infer(x, number).shape == (2, 12)

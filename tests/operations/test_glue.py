@@ -5,9 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 from random import Random
 
@@ -287,7 +284,7 @@ def test_batches_of_nothing_take_no_memory():
     assert ops.flatten_direct(torch.empty(0, 1 << 40, 1), 1).shape == (0, 1 << 40)
 
 
-def test_the_c_interface_returns_failures():
+def test_the_c_interface_returns_failures(fork):
     """A program without Python's wrapper sees why; no exception leaves a C function."""
     library = Path(ai3_ops.__file__).parent / "_C.so"
     program = f"""
@@ -297,8 +294,7 @@ library, error = ctypes.CDLL({str(library)!r}), ctypes.create_string_buffer(200)
 library.ai3_registry.restype = ctypes.c_char_p
 print(library.ai3_registry(error, 200), error.value.decode())
 """
-    environment = {**os.environ, "AI3_OPS_ISA": "bogus"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = fork(program, AI3_OPS_ISA="bogus")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("None ai3: AI3_OPS_ISA=bogus is not usable here; usable: ")
 

@@ -8,8 +8,6 @@ import os
 import pickle
 import random
 import struct
-import subprocess
-import sys
 import warnings
 import zlib
 from pathlib import Path
@@ -254,19 +252,14 @@ def test_weights_that_were_kept_are_packed_anew(portable, monkeypatch, tmp_path)
     assert torch.equal(pickle.loads(pickle.dumps(anew))(x), y)
 
 
-def test_another_level_computes_what_was_saved_with_its_weights(portable, tmp_path):
+def test_another_level_computes_what_was_saved_with_its_weights(portable, tmp_path, fork):
     path, x, y = portable
     torch.save((x, y), tmp_path / "call.pt")
     code = (
         "import sys, torch, ai3_ops; x, y = torch.load(sys.argv[2]); fast = ai3_ops.load(sys.argv[1]);"
         "torch.testing.assert_close(fast(x), y); print('ran')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(tmp_path / "call.pt")],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "AI3_OPS_ISA": "portable"},
-    )
+    done = fork(code, path, tmp_path / "call.pt", AI3_OPS_ISA="portable")
     assert done.stdout == "ran\n", done.stderr
 
 
