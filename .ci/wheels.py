@@ -4,7 +4,7 @@ A wheel is built once, its source tree deleted, and the wheel installed and test
 `pip install` from source: isolated, with --no-build-isolation, and editable.
 
 python .ci/wheels.py              # with all tests; every Python must be there
-python .ci/wheels.py --reduced    # what is built here; every operator run on each, its values checked on each torch; one install
+python .ci/wheels.py --reduced    # what is built here; every operator run on each, values checked on the oldest torch
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ ROOT = Path(__file__).resolve().parent.parent
 TORCH = {"2.11": "torch==2.11.*", "newest": "torch"}
 PYTHONS = ("3.11", "3.12", "3.13")
 PACKAGE = ["tests/test_package.py", "-k", "package_offers or package_holds"]
-# Besides, every algorithm within its bounds in every dtype: once for each torch, since the libraries know no Python.
+# Besides, every algorithm within its bounds in every dtype: once, since the libraries know no Python, and on the oldest torch,
+# since `make test` runs all tests on the newest.
 VALUES = [
     "tests/test_package.py",
     "tests/checking/test_operators.py",
     "-k",
     "values or package_offers or package_holds",
 ]
+# As `python -m ai3_ops doctor`, after a line that says which of each was found.
+DOCTOR = (
+    "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__, flush=True); "
+    "from ai3_ops.cli.main import main; sys.exit(main(['doctor']))"
+)
 HIDDEN = {".git", ".venv", "build", "dist", "ai3_ops.egg-info", "include", "__pycache__"}
 
 
@@ -60,7 +66,7 @@ def first_version() -> str:
 
 
 def environment(python: str, version: str, torch: str) -> Path:
-    """A virtual environment with torch and test tools, without ai3_ops; kept, since torch is a large download."""
+    """A virtual environment with torch and test tools; kept, since torch is a large download."""
     venv = ROOT / f".venv-wheel-{version}-torch-{torch}"
     if not (venv / ".ready").exists():
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -72,7 +78,6 @@ def environment(python: str, version: str, torch: str) -> Path:
         if subprocess.run(uv, env={**{k: v for k, v in env.items() if v}, **os.environ}).returncode:
             run(venv / "bin/python", "-m", "pip", "install", "-q", *packages)
         (venv / ".ready").touch()
-    run(venv / "bin/python", "-m", "pip", "uninstall", "-q", "-y", "ai3_ops")
     return venv
 
 
@@ -109,12 +114,10 @@ def test_wheel(temporary: Path, reduced: bool) -> None:
         venv_python = environment(python, version, torch) / "bin/python"
         ready = time.monotonic()
         run(venv_python, "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", wheel)
-        show = "import ai3_ops, sys, torch; print(sys.version.split()[0], torch.__version__, ai3_ops.__file__)"
-        run(venv_python, "-c", show, cwd=tests)
-        chosen = [] if not reduced else VALUES if version == first_version() else PACKAGE
+        chosen = [] if not reduced else VALUES if (version, torch) == (first_version(), next(iter(TORCH))) else PACKAGE
         workers = ["-n", str(len(os.sched_getaffinity(0)))] if chosen is not PACKAGE else []
         run(venv_python, "-m", "pytest", "-p", "no:cacheprovider", *workers, *chosen, cwd=tests)
-        run(venv_python, "-m", "ai3_ops", "doctor", cwd=tests)
+        run(venv_python, "-c", DOCTOR, cwd=tests)
         print(
             f"wheels: Python {version}, torch {torch}: passed in {time.monotonic() - ready:.0f} s, "
             f"its environment made in {ready - start:.0f} s",
