@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import ai3_ops
+from ai3_ops.optimizing.module import PLANS
 from ai3_ops.programs.lower import Region
 
 
@@ -60,7 +61,7 @@ def test_each_has_a_plan_and_packs_are_shared(keep, tmp_path):
 
 
 def test_more_than_a_module_keeps_by_itself():
-    model, inputs = Pairs().eval(), [torch.randn(1, 2 * n, 64) for n in range(1, 12)]
+    model, inputs = Pairs().eval(), [torch.randn(1, 2 * n, 64) for n in range(1, PLANS + 3)]
     fast = ai3_ops.optimize(model, inputs, "default", progress=False)
     assert len(fast._ai3_plans) == len(inputs)
     with torch.no_grad():
