@@ -32,7 +32,9 @@ def test_every_file_of_the_cuda_part_is_an_algorithm():
     source = Path(ai3_ops.__file__).parent.parent / "csrc/cuda"
     if not source.is_dir():
         pytest.skip("needs the source tree, which a wheel has not")
-    files = {(p.parent.name, p.stem) for p in source.glob("*/*") if p.suffix in (".cu", ".cpp") and p.parent.name != "core"}
+    files = {
+        (p.parent.name, p.stem) for p in source.glob("*/*") if p.suffix in (".cu", ".cpp") and p.parent.name != "core"
+    }
     assert {(a.operation, a.name) for a in ai3_ops.algorithms(device="cuda") if not a.python} == files
 
 

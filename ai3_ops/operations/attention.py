@@ -694,10 +694,11 @@ class AttentionCall(Call):
         value: Tensor,
         mask: Tensor | None = None,
         scale: float | None = None,
+        dropout: float = 0.0,
         **own: Any,
     ) -> Tensor:
         """The algorithm's answer with tensors among its own parameters, which entries of modules give it."""
-        args = (query, key, value, mask, 0.0, False, scale, False)
+        args = (query, key, value, mask, dropout, False, scale, False)
         if not torch.compiler.is_compiling():
             if self.example is None or self.calls == 0:
                 self.example = self.specs(args)

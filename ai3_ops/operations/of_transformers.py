@@ -51,6 +51,10 @@ def _fast_in(hidden: Tensor) -> bool:
     return dtype.itemsize == 2 and fast_in(dtype)
 
 
+def _dropout(module: Any) -> float:
+    return float(module.dropout) if module.training else 0.0
+
+
 _WEIGHTS = "the weights are asked for"
 
 
@@ -66,8 +70,6 @@ def _longformer_left(
 ) -> str:
     if output_attentions:
         return _WEIGHTS
-    if m.training and m.dropout > 0:
-        return "the algorithm has no dropout"
     return "needs is_index_masked, as the model gives it" if is_index_masked is None else ""
 
 
@@ -98,7 +100,7 @@ def _longformer(
             found = m.query_global(hidden_states[is_index_global_attn])
             rows = found.new_zeros(hidden_states.shape).masked_scatter(is_index_global_attn[..., None], found)
             own["global_query"] = split(rows, m.num_heads)
-    return (call.own(q, k, v, **own).transpose(1, 2).flatten(2),)
+    return (call.own(q, k, v, dropout=_dropout(m), **own).transpose(1, 2).flatten(2),)
 
 
 # BigBird --------------------------------------------------------------------------------------------------------------
@@ -131,9 +133,7 @@ def _bigbird(
 
 # SAM ------------------------------------------------------------------------------------------------------------------
 def _sam_left(m: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> str:
-    if output_attentions or _weights_are_asked_for():
-        return _WEIGHTS
-    return "the class has dropout of its own" if m.training and m.dropout > 0 else ""
+    return _WEIGHTS if output_attentions or _weights_are_asked_for() else ""
 
 
 def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, None]:
@@ -147,7 +147,7 @@ def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | Non
         grid = q.unflatten(2, (height, width))
         own["rel_h"] = torch.einsum("bnhwc,hkc->bnhwk", grid, by_h).flatten(2, 3)
         own["rel_w"] = torch.einsum("bnhwc,wkc->bnhwk", grid, by_w).flatten(2, 3)
-    y = call.own(q, k, v, scale=m.scale, **own)
+    y = call.own(q, k, v, scale=m.scale, dropout=_dropout(m), **own)
     return m.proj(y.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
