@@ -48,6 +48,8 @@ cpp-test: build .venv/.test
 
 # The same at full size.
 test-full: test
+	$(call say,C++ tests of all problems)
+	AI3_OPS_TEST_PROFILE=full $(CTEST) $(BUILD)
 	$(call say,long Python tests)
 	AI3_OPS_TEST_PROFILE=full .venv/bin/python -m pytest -m "full or hypothesis" $(PYTEST_ARGS)
 	$(MAKE) sanitize wheel-test

@@ -71,6 +71,12 @@ inline bool usable(const std::string& level) {
   return level == "counting" || level == "cuda" || std::find(levels.begin(), levels.end(), level) != levels.end();
 }
 
+// Whether all is to be run (make test-full), of which otherwise some stands for the rest.
+inline bool at_full_size() {
+  const char* const profile = std::getenv("AI3_OPS_TEST_PROFILE");
+  return profile && std::string(profile) == "full";
+}
+
 inline const ai3::AlgorithmInfo* algorithm(const std::string& level, const std::string& operation, const std::string& name) {
   for (auto a = __start_ai3_algorithms; a != __stop_ai3_algorithms; a++)
     if (level == (*a)->level && operation == (*a)->operation && name == (*a)->name) return *a;

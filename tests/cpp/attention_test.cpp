@@ -1,5 +1,5 @@
-// csrc/cuda/attention, with all that its operators take, forward and backward, against the CPU's kernels in float64: masks,
-// windows, what is added to scores, dropout, tensors that lie as models have them.
+// Attention with all that its operators take, forward and backward, against a kernel in float64: masks, windows, what is added to
+// scores, dropout, patterns, tensors that lie as models have them. csrc/cuda/attention, and every level's on the CPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -23,6 +23,7 @@ const Algorithm<AttentionProblem>& named(const std::string& level, const char* n
 const Algorithm<AttentionProblem>& on_cuda() { return named("cuda", "math"); }
 
 enum class Mask { none, boolean, of_query, of_float };
+enum class Pattern { none, longformer, bigbird, lists };
 struct Shape {
   int64_t outer, batch, heads, kv_heads, queries, keys, size, value_size;
 };
@@ -38,7 +39,26 @@ struct Case {
   bool shared = false;
   Mask mask = Mask::none;
   bool heads_inside = false;  // (N, L, H, E) in memory
+  Pattern pattern = Pattern::none;
 };
+// Of patterns: a window of 6 and two global tokens; blocks of 4 beside each other and at the ends; blocks of 8 as `lists` has
+// them.
+constexpr int64_t kWindow = 6, kTokens = 2, kBlock = 4, kListed = 8, kLists = 2;
+int64_t listed(int64_t row, int64_t i, int64_t blocks) { return (row * 3 + i * 2) % blocks; }
+int64_t count_listed(int64_t row) { return row == 1 ? 0 : kLists; }
+bool sees(const Case& c, int64_t i, int64_t j) {
+  const int64_t last = (c.shape.keys - 1) / kBlock, of_i = i / kBlock, of_j = j / kBlock,
+                blocks = ceil_div(c.shape.keys, kListed);
+  switch (c.pattern) {
+    case Pattern::longformer: return std::abs(i - j) <= kWindow / 2 || i < kTokens || j < kTokens;
+    case Pattern::bigbird: return std::abs(of_i - of_j) <= 1 || of_i == 0 || of_i == last || of_j == 0 || of_j == last;
+    case Pattern::lists:
+      for (int64_t k = 0; k < count_listed(i / kListed); k++)
+        if (listed(i / kListed, k, blocks) == j / kListed) return true;
+      return false;
+    default: return true;
+  }
+}
 // What an element of the mask hides: one in three, all of the second query, and the fourth key from all.
 bool hides(const Case& c, int64_t i) { return i % 3 == 0 || i / c.shape.keys % c.shape.queries == 1 || i % c.shape.keys == 3; }
 const Case cases[] = {
@@ -124,6 +144,8 @@ struct Call {
   Tensor query, key, value, gradient, mask, own[Parameters::kAtMost];
   std::vector<uint8_t> booleans;
   std::vector<int64_t> lengths, lengths_sizes, lengths_strides;
+  Parameters of_pattern{};  // p has its mask instead
+  std::vector<int64_t> counts, indices, indices_sizes, indices_strides;
   int64_t seed = 12345;
 
   Call(const Case& c, DType type) : of(c), dtype(type) {
@@ -168,11 +190,15 @@ struct Call {
         lengths.push_back(i == 1 ? c.shape.keys : i == 0 ? c.shape.keys - 4 : 0);
       lengths_sizes = {c.shape.outer, c.shape.batch}, lengths_strides = {c.shape.batch, 1}, given[Dense::key_lengths] = 1;
     }
-    if (c.mask == Mask::none) return;
+    if (c.mask == Mask::none && c.pattern == Pattern::none) return;
     // One for all heads.
     const std::vector<int64_t> sizes{c.shape.outer, c.shape.batch, 1, c.shape.queries, c.shape.keys};
     p.has_mask = true;
-    if (c.mask == Mask::boolean) {
+    if (c.pattern != Pattern::none) {
+      for (int64_t i = 0; i < product(sizes); i++)
+        booleans.push_back(sees(c, i / c.shape.keys % c.shape.queries, i % c.shape.keys));
+      set_pattern();
+    } else if (c.mask == Mask::boolean) {
       for (int64_t i = 0; i < product(sizes); i++) booleans.push_back(!hides(c, i));
       mask = made(DType::f32, sizes, [](int64_t) { return 0; }), p.mask_dtype = DType::boolean;
     } else {
@@ -181,10 +207,25 @@ struct Call {
     }
     p.mask_at = strides_of(mask), p.mask_column = 1;
   }
+  void set_pattern() {
+    int64_t* const given = of_pattern.values;
+    mask = made(DType::f32, {of.shape.outer, of.shape.batch, 1, p.queries, p.keys}, [](int64_t) { return 0; });
+    p.mask_dtype = DType::boolean;
+    if (of.pattern == Pattern::longformer) given[0] = kWindow, given[1] = kTokens;
+    if (of.pattern == Pattern::bigbird) given[0] = kBlock;
+    if (of.pattern != Pattern::lists) return;
+    const int64_t rows = ceil_div(p.queries, kListed), blocks = ceil_div(p.keys, kListed);
+    for (int64_t row = 0; row < rows; row++) {
+      counts.push_back(count_listed(row));
+      for (int64_t k = 0; k < kLists; k++) indices.push_back(listed(row, k, blocks));
+    }
+    indices_sizes = {rows, kLists}, indices_strides = {kLists, 1}, given[0] = given[1] = 1, given[4] = kListed;
+  }
   AttentionProblem problem(bool wide) const {
     AttentionProblem q = p;
     q.dtype = wide ? kWide : dtype;
     if (wide && p.has_mask && p.mask_dtype != DType::boolean) q.mask_dtype = kWide;
+    if (!wide && of.pattern != Pattern::none) q.parameters = of_pattern, q.has_mask = false;
     return q;
   }
   template <class Operands>
@@ -193,6 +234,12 @@ struct Call {
     m.mask = booleans.empty() ? mask.operand(wide) : Operand(booleans.data());
     m.dropout_seed = &seed;
     for (int i = 0; i < Parameters::kAtMost; i++) m.own[i] = own[i].operand(wide);
+    if (!wide && of.pattern != Pattern::none) m.mask = {};
+    if (!wide && !counts.empty()) {
+      m.own[0] = counts.data(), m.own[0].sizes = indices_sizes.data(), m.own[0].strides = indices_strides.data() + 1;
+      m.own[1] = indices.data(), m.own[1].sizes = indices_sizes.data(), m.own[1].strides = indices_strides.data();
+      m.own[0].rank = 1, m.own[1].rank = 2;
+    }
     if (!lengths.empty()) {
       m.own[Dense::key_lengths] = lengths.data();
       m.own[Dense::key_lengths].sizes = lengths_sizes.data(), m.own[Dense::key_lengths].strides = lengths_strides.data();
@@ -267,11 +314,12 @@ void expect_near(const Numbers& got, const Numbers& expected, double limit, cons
 
 constexpr DType dtypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
 
-void compare(const Case& c, const char* by, const char* on_cpu) {
+void compare(const Case& c, const std::string& level, const char* by, const char* on_cpu) {
   for (const DType dtype : dtypes) {
-    SCOPED_TRACE(std::string(c.name) + " " + name_of(dtype));
+    if (!is_compiled(level, dtype)) continue;
+    SCOPED_TRACE(level + " " + c.name + " " + name_of(dtype));
     const Call call(c, dtype);
-    const Results got = results(named("cuda", by), call, false),
+    const Results got = results(named(level, by), call, false),
                   expected = results(named(usable_levels().back(), on_cpu), call, true);
     const double rounding = dtype == DType::bf16 ? 0x1p-8 : dtype == DType::f16 ? 0x1p-11 : 0;
     const double limit = dtype == DType::f64 && kWide == DType::f64 ? 1e-13 : 4e-6;
@@ -283,18 +331,46 @@ void compare(const Case& c, const char* by, const char* on_cpu) {
   }
 }
 TEST(CudaAttention, MathIsTheCpusInEveryCase) {
-  for (const Case& c : cases) compare(c, "math", "flash");
+  for (const Case& c : cases) compare(c, "cuda", "math", "flash");
 }
+const Case projections[] = {
+    {.name = "one projection", .shape = {1, 2, 2, 2, 3, 9, 8, 6}, .projected = 3, .shared = true},
+    {.name = "one for each head", .shape = {2, 2, 2, 2, 2, 33, 8, 8}, .projected = 7},
+    {.name = "dropout", .shape = {1, 2, 2, 2, 5, 33, 8, 8}, .dropout = 0.3, .projected = 7},
+    {.name = "heads inside", .shape = {1, 2, 4, 2, 2, 20, 8, 9}, .projected = 6, .heads_inside = true},
+    {.name = "shared by heads inside", .shape = {1, 2, 4, 2, 2, 20, 8, 9}, .projected = 2, .shared = true, .heads_inside = true}};
 TEST(CudaAttention, LinformerIsTheCpusInEveryCase) {
-  for (const Case& c : {Case{.name = "one projection", .shape = {1, 2, 2, 2, 3, 9, 8, 6}, .projected = 3, .shared = true},
-                        {.name = "one for each head", .shape = {2, 2, 2, 2, 2, 33, 8, 8}, .projected = 7},
-                        {.name = "heads inside", .shape = {1, 2, 4, 2, 2, 20, 8, 9}, .projected = 6, .heads_inside = true},
-                        {.name = "shared by heads inside",
-                        .shape = {1, 2, 4, 2, 2, 20, 8, 9},
-                        .projected = 2,
-                        .shared = true,
-                        .heads_inside = true}})
-    compare(c, "linformer", "linformer");
+  for (const Case& c : projections) compare(c, "cuda", "linformer", "linformer");
+}
+
+// Those that this machine runs, and that were built.
+std::vector<std::string> levels() {
+  std::vector<std::string> all = usable_levels();
+  std::erase_if(all, [](const std::string& level) { return !algorithm(level, "attention", "math"); });
+  return all;
+}
+TEST(Attention, EveryLevelIsTheLowestOneInEveryCase) {
+  for (const std::string& level : levels()) {
+    for (const Case& c : cases) compare(c, level, "flash", "flash");
+    for (const Case& c : projections) compare(c, level, "linformer", "linformer");
+  }
+}
+TEST(Attention, PatternsAreFlashUnderTheirMasks) {
+  for (const std::string& level : levels())
+    for (const double dropout : {0.0, 0.3}) {
+      compare({.name = "longformer", .shape = {2, 2, 2, 1, 75, 75, 8, 5}, .dropout = dropout, .pattern = Pattern::longformer},
+              level, "longformer", "flash");
+      compare({.name = "longformer, heads inside",
+               .shape = {1, 1, 2, 2, 20, 20, 33, 8},
+               .dropout = dropout,
+               .heads_inside = true,
+               .pattern = Pattern::longformer},
+              level, "longformer", "flash");
+      compare({.name = "bigbird", .shape = {1, 2, 2, 2, 70, 70, 8, 5}, .dropout = dropout, .pattern = Pattern::bigbird}, level,
+              "bigbird", "flash");
+      compare({.name = "lists", .shape = {1, 2, 4, 2, 30, 150, 8, 17}, .dropout = dropout, .pattern = Pattern::lists}, level,
+              "block_sparse", "flash");
+    }
 }
 
 // Of what no query sees; and what some see comes out there alone.
