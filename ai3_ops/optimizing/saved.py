@@ -123,13 +123,13 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
         for part in report["parts"]
     ]
     first, shown = list(plans.values())[document["first"]], reader.value(inputs["shown"])
-    if first.lengths is not None:  # of which nothing but what can be asked is kept
+    if first.lengths is not None:  # KeyError of a condition that has another word than the list
         first.lengths.of([x if isinstance(x, tuple) else () for x in shown])
     return Optimized.restored(
         Settings(selectors="default", thorough=False),
         first=first,
         plans=plans,
-        compared=document["compared"],
+        compared=dict(document["compared"]),
         shown=shown,
         types=reader.value(inputs["types"]),
         spec=_spec(inputs["spec"]),

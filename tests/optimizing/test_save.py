@@ -289,6 +289,18 @@ def test_a_level_that_lacks_an_algorithm_is_refused(portable, monkeypatch):
         ai3_ops.load(path)
 
 
+def test_conditions_on_lengths_have_words_of_a_list(path):
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)).eval()
+    fast = optimized(model, torch.randn(2, 6, 16), selectors="default")
+    loaded = roundtrip(fast, path)
+    x = torch.randn(3, 9, 16)
+    assert equal(loaded(x), fast(x))
+    lengths = ["tuple", ["tuple", ["tuple", "s", 16]], ["tuple", ["tuple", "exit", "s"]]]
+    forged(path, lambda document: document["plans"][0]["plan"].update(lengths=lengths))
+    with pytest.raises(ValueError, match="KeyError: 'exit'"):
+        ai3_ops.load(path)
+
+
 @pytest.mark.parametrize("pack", ["_program_put_constant_", "_library", "conv2d_direct", "_none_pack"])
 def test_weights_are_packed_by_operators_for_it_alone(portable, monkeypatch, pack):
     path, _, _ = portable
