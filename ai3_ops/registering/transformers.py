@@ -45,8 +45,8 @@ class _Window(Tensor):
 
     @staticmethod
     def of(seen: Tensor, sight: Sight) -> _Window:
-        """Without elements of its own."""
-        made = seen.new_empty(0).as_subclass(_Window)
+        """Of the sizes of the whole mask, which it has no memory for."""
+        made = seen.expand(-1, 1, seen.shape[-1], -1).as_subclass(_Window)
         made.seen, made.padded, made.sight = seen, not bool(seen.all()), sight
         return made
 
@@ -58,8 +58,15 @@ class _Window(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__" or func.__name__ in _METADATA:  # what compiled layers ask of it
+            found = super().__torch_function__(func, types, args, kwargs or {})
+            if not isinstance(found, Tensor):
+                return found
         args, kwargs = pytree.tree_map_only(cls, cls.whole, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+_METADATA = frozenset(("size", "stride", "dim", "storage_offset", "is_contiguous", "untyped_storage", "data_ptr"))
 
 
 def _mask(
