@@ -62,6 +62,8 @@ GENERATES = (
 )
 _FREED = "keep_original=False freed the original weights and modules"
 _BACK = "it is put back"
+# Attributes of PyTorch's modules that decide nothing in evaluation mode, or are derived from one that is watched.
+_IDLE = frozenset({"momentum", "track_running_stats", "inplace", "_reversed_padding_repeated_twice"})
 _PLAIN = (bool, int, float, str, type(None))
 _read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 _is_training = operator.attrgetter("training")
@@ -587,6 +589,7 @@ class Optimized(nn.Module):
             for m in inside
             for name, value in vars(m).items()
             if _is_plain(value) and name in _reads(m) and name != "training" and name[:4] != "_ai3"
+            if name not in _IDLE or not _is_torchs(m)
         ]
         self._ai3_owners = [m for m, _, _ in watched]
         self._ai3_attributes = [name for _, name, _ in watched]

@@ -168,7 +168,7 @@ def test_modes_and_values_of_modules_inside_that_change_between_calls():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("0.stride", (2, 2)), ("0.padding", (1, 1)), ("1.eps", 0.5), ("2.inplace", True), ("3.kernel_size", 3)],
+    [("0.stride", (2, 2)), ("0.padding", (1, 1)), ("1.eps", 0.5), ("3.kernel_size", 3)],
 )
 def test_settings_of_pytorchs_own_modules_that_change_between_calls(name, value):
     layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 1)
