@@ -159,7 +159,8 @@ class Optimized(nn.Module):
     def _sign(self, signature: inspect.Signature) -> None:
         """The original's signature is that of `forward`, for torch.export and others who read it."""
         self._ai3_signature = signature
-        self.__class__ = _signed(signature)
+        signed: Any = _signed(signature)
+        self.__class__ = signed
 
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
