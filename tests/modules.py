@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from tester import ALGORITHMS, DEVICES
+from tester import ALGORITHMS, DEVICES, stands_for_its_like
 from torch import Tensor, nn
 
 from ai3_ops import Algorithm, _library, explain, registry, swap
@@ -81,14 +81,15 @@ class Layer(nn.Module):
 
 
 class EveryOperator(nn.Module):
-    """Every operator of a device that computes in a dtype, and in others, each with an input of its own.
+    """Every operator of a device that computes in a dtype, and in others, each with an input of its own; or of its like one.
 
     All of any batch: not those whose other tensors have the input's batch, too (attention's key and value).
     """
 
-    def __init__(self, device: str, dtype: str, *others: str) -> None:
+    def __init__(self, device: str, dtype: str, *others: str, every: bool = True) -> None:
         super().__init__()
-        infos = [a for a in ALGORITHMS if a.device == device and all(batched_call(a, other) for other in others)]
+        infos = [a for a in ALGORITHMS if a.device == device and (every or stands_for_its_like(a))]
+        infos = [a for a in infos if all(batched_call(a, other) for other in others)]
         infos = [a for a in infos if "kv_heads" not in _library.size_names(a.operation)]
         self.calls = {f"{a.operation}_{a.name}": call for a in infos if (call := batched_call(a, dtype))}
         self.layers = nn.ModuleDict({name: Layer(call) for name, call in self.calls.items()})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ai3_ops
 from ai3_ops.checking import cases
 from ai3_ops.checking.cases import Case, conv
-from ai3_ops.registry import OPERATIONS
+from ai3_ops.registry import OPERATIONS, AlgorithmInfo
 
 # Other examples every time, also where Hypothesis sees that CI runs it; a failure prints the line that makes it happen again
 # (@reproduce_failure).
@@ -34,6 +34,27 @@ each_algorithm = pytest.mark.parametrize(
     "info", ALGORITHMS, ids=[f"{a.operation}_{a.name}" + ("" if a.device == "cpu" else "_cuda") for a in ALGORITHMS]
 )
 
+
+def _kind(a: AlgorithmInfo) -> tuple[object, ...]:
+    parameters = () if a.rule else tuple(p.name for p in a.parameters)
+    return a.operation, a.device, a.layout, a.backward, a.accuracy, a.vendor, a.rule, parameters
+
+
+_usual = sorted(ALGORITHMS, key=lambda a: (a.name in ("default", "direct", "flash", "gemm"), a.name))
+_first = {_kind(a): a for a in _usual}  # the last of each
+
+
+def stands_for_its_like(a: AlgorithmInfo) -> bool:
+    """Whether others of its operation, whose rules in Python cannot differ from its own, are left to `make test-full`.
+
+    Of those that only choose another algorithm, conv2d's stand for all.
+    """
+    return _first[_kind(a)] == a and (not a.rule or a.operation == "conv2d")
+
+
+each_selection = pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every"]
+)
 _layouts = st.sampled_from(["contiguous", "contiguous", "channels_last", "transposed", "sliced", "expanded"])
 
 

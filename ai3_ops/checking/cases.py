@@ -94,7 +94,7 @@ def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algori
     return exact, sums
 
 
-_cached_reference = functools.lru_cache(maxsize=512)(_reference)
+_cached_reference = functools.lru_cache(maxsize=2048)(_reference)
 
 
 def terms(operation: str, case: Case) -> int:
@@ -169,14 +169,15 @@ class Call:
     def supported(self) -> bool:
         """As the registry says."""
         try:
-            return _supported(self.info, _problem(self.info.operation, self.case, self.dtype))
+            return _supported(self.info, _cached_problem(self.info.operation, self.case, self.dtype))
         except RuntimeError:  # the kernel does not fit
             return False
 
     @property
     def products(self) -> int:
         """How many multiplications (or, where there are none, elements) the direct method takes."""
-        return _products(self.info.operation, self.case, _problem(self.info.operation, self.case, self.dtype))
+        problem = _cached_problem(self.info.operation, self.case, self.dtype)
+        return _products(self.info.operation, self.case, problem)
 
     def operator(self, *tensors: Tensor | None) -> Tensor:
         """The operator with the case's arguments."""
@@ -254,8 +255,9 @@ def calls(info: AlgorithmInfo, fill: str = "normal", dtypes: tuple[str, ...] | N
                 if call.supported():
                     count += 1
                     yield call
-            for case in search(info, name).small[: max(0, _ENOUGH - count)]:
-                yield Call(info, case, DTYPES[name], fill)
+            if count < _ENOUGH:
+                for case in search(info, name).small[: _ENOUGH - count]:
+                    yield Call(info, case, DTYPES[name], fill)
 
 
 # Shapes that an algorithm supports -----------------------------------------------------------------------------------
@@ -327,6 +329,9 @@ def _problem(operation: str, case: Case, dtype: torch.dtype) -> Problem:
     """RuntimeError for what does not fit."""
     meta = tensors(case, dtype, "meta", "nothing")
     return OPERATIONS[operation].problem("", *arranged(operation, meta, case.arguments))
+
+
+_cached_problem = functools.lru_cache(maxsize=4096)(_problem)  # of cases, which each check of each algorithm asks for
 
 
 def _supported(info: AlgorithmInfo, problem: Problem) -> bool:

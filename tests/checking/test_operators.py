@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from tester import ALGORITHMS, STRATEGIES, each_algorithm
+from tester import ALGORITHMS, STRATEGIES, each_algorithm, stands_for_its_like
 
 import ai3_ops
 from ai3_ops import registry
@@ -46,8 +47,20 @@ BY_WORDS = {
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-@each_algorithm
+OF_RULES = ("opcheck", "backward_opcheck", "transforms")  # checks of an operation's rules in Python
+# Of algorithms that only choose another one, those of conv2d stand for all.
+LONG = (*OF_RULES, "vmap", "gradients", "sizes", "out", "fused")
+
+
+def _pairs():
+    for info, check in itertools.product(ALGORITHMS, CHECKS):
+        long = info.rule and info.operation != "conv2d" and check in LONG
+        again = check in OF_RULES and not stands_for_its_like(info)
+        name = f"{info.operation}_{info.name}" + ("" if info.device == "cpu" else "_cuda")
+        yield pytest.param(info, check, id=f"{name}-{check}", marks=[pytest.mark.full] * (long or again))
+
+
+@pytest.mark.parametrize(("info", "check"), _pairs())
 def test_algorithm(info, check):
     tally = CHECKS[check](info)
     if not tally.passed:
