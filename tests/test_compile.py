@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from modules import EveryOperator, assert_equal, each_device, swapped_net
-from tester import each_algorithm
+from tester import each_algorithm, each_selection
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -52,8 +52,9 @@ def test_every_case_is_one_graph(info):
 
 
 @each_device
-def test_any_size_is_one_graph(device):
-    model = EveryOperator(device, "float32")
+@each_selection
+def test_any_size_is_one_graph(device, every):
+    model = EveryOperator(device, "float32", every=every)
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     counts = []
@@ -67,18 +68,20 @@ def test_any_size_is_one_graph(device):
 
 
 @each_device
-def test_autocast(device):
-    model = EveryOperator(device, "float32", "bfloat16")
+@each_selection
+def test_autocast(device, every):
+    model = EveryOperator(device, "float32", "bfloat16", every=every)
     with torch.no_grad(), torch.autocast(device, torch.bfloat16):
         expected = model(*model.inputs())
         assert_equal(torch.compile(model, backend="aot_eager", fullgraph=True)(*model.inputs()), expected)
 
 
 @each_device
+@each_selection
 @pytest.mark.usefixtures("compiler")
-def test_inductor(device):
-    """Code of inductor around every operator, in inference and in training."""
-    model = EveryOperator(device, "float32")
+def test_inductor(device, every):
+    """Code of inductor around operators, in inference and in training."""
+    model = EveryOperator(device, "float32", every=every)
     inputs = model.inputs()
 
     def run(*inputs):  # something to fuse before and after each operator
