@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 from nets import agree, check, exact, optimized, seeded_norm, seeded_prelu
 from torch import nn
@@ -153,16 +153,8 @@ def networks(draw):
     return Drawn(channels, plan, outputs).eval(), torch.randn(batch, channels, size, size)
 
 
-QUIET = {
-    "max_examples": max(30, settings.default.max_examples),
-    "suppress_health_check": list(HealthCheck),
-    "deadline": None,
-}
-
-
 @pytest.mark.hypothesis
 @given(networks())
-@settings(**QUIET)
 def test_every_rewrite_keeps_what_is_computed(drawn):
     """Passes and substitutions, one by one: what is replaced and what comes in its place are computed in float64."""
     model, x = drawn
@@ -192,7 +184,6 @@ def test_every_rewrite_keeps_what_is_computed(drawn):
 
 @pytest.mark.hypothesis
 @given(networks())
-@settings(**QUIET)
 def test_random_networks_agree_with_float64(drawn):
     model, x = drawn
     state, given_x = copy.deepcopy(model.state_dict()), x.clone()
@@ -211,7 +202,6 @@ def test_random_networks_agree_with_float64(drawn):
 
 @pytest.mark.hypothesis
 @given(networks(), st.sampled_from([torch.float64, torch.bfloat16, torch.float16]))
-@settings(**QUIET)
 def test_random_networks_of_other_types(drawn, dtype):
     """Their errors are of the size of PyTorch's own in that type."""
     model, x = drawn[0].to(dtype), drawn[1].to(dtype)
