@@ -21,7 +21,8 @@ BEGIN, END = "<!-- algorithms: written by docs/tables.py -->", "<!-- end of algo
 
 def cuda_algorithms() -> set[tuple[str, str]]:
     """(operation, algorithm) of every file under csrc/cuda."""
-    return {(p.parent.name, p.stem) for p in (ROOT / "csrc/cuda").glob("*/*") if p.suffix in (".cu", ".cpp") and p.parent.name != "core"}
+    files = [p for p in (ROOT / "csrc/cuda").glob("*/*") if p.suffix in (".cu", ".cpp")]
+    return {(p.parent.name, p.stem) for p in files if p.parent.name != "core"}
 
 
 def overview() -> str:
