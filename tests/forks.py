@@ -33,9 +33,10 @@ class Forks:
             asked["environment"] = {**os.environ, **environment}
             self.process.stdin.write(json.dumps(asked) + "\n")
             self.process.stdin.flush()
-            status = int(self.process.stdout.readline())
+            status = self.process.stdout.readline()
+            assert status, f"the process that forks has ended: {self.process.poll()}"
             said = (Path(folder, name).read_text() for name in ("stdout", "stderr"))
-            return subprocess.CompletedProcess(program, status, *said)
+            return subprocess.CompletedProcess(program, int(status), *said)
 
     def close(self) -> None:
         """Waits until it has ended."""
@@ -56,7 +57,9 @@ def _compute(program: str, arguments: list[str], folder: str, cwd: str, environm
     try:
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
     except SystemExit as end:
-        return int(end.code or 0)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return 1 if isinstance(end.code, str) else int(end.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1

@@ -306,7 +306,8 @@ def logged():
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = re.split(r"end of \d+\n", done.stdout)
-    return dict(zip(asked, said, strict=False))
+    assert len(said) == len(asked) + 1, done.stdout
+    return dict(zip(asked, said[:-1], strict=True))
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="PyTorch without oneDNN")

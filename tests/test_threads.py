@@ -35,16 +35,15 @@ def at_once(function, items):
         return [pair for future in [pool.submit(work, i) for i in range(THREADS)] for pair in future.result()]
 
 
-def _turns():
-    """Each algorithm with one thread or with two, in turns; with the other number in `make test-full`."""
-    for i, info in enumerate(ALGORITHMS):
+def _runs():
+    """Each algorithm with two threads of its own; with one in `make test-full`."""
+    for info in ALGORITHMS:
         name = f"{info.operation}_{info.name}" + ("" if info.device == "cpu" else "_cuda")
-        for threads in (1, 2):
-            marks = [] if threads == 1 + i % 2 else [pytest.mark.full]
+        for threads, marks in ((1, [pytest.mark.full]), (2, [])):
             yield pytest.param(info, threads, id=f"{name}-{threads}", marks=marks)
 
 
-@pytest.mark.parametrize(("info", "threads"), _turns())
+@pytest.mark.parametrize(("info", "threads"), _runs())
 def test_operators(info, threads):
     """Each on different cases at a time, forward and backward; those that are not deterministic, within their rounding."""
     torch.set_num_threads(threads)

@@ -720,7 +720,7 @@ class AttentionCall(Call):
             like.device.type == "cpu"
             and not (like.dtype.itemsize == 2 and fast_in(like.dtype))
             and heads * queries * keys >= (_SCORES_OF_FEW if few else _SCORES)
-            and not (grouped and queries == _FEW and keys < _KEYS_OF_GROUPS)
+            and not (few and keys < (_KEYS_OF_GROUPS if grouped and queries > 2 else _KEYS_OF_FEW))
         )
 
     def why_sizes_left(self, like: Tensor, heads: int, queries: int, keys: int) -> str:
@@ -764,6 +764,7 @@ def _like(entry: of_transformers.Entry, module: nn.Module, hidden: Tensor) -> tu
 
 _SCORES, _SCORES_IN_TRAINING = 2**15, 2**20
 _FEW, _SCORES_OF_FEW = 4, 2**14  # queries that pass once over the keys (decoding)
+_KEYS_OF_FEW = 2**7  # fewer were not measured
 _KEYS_OF_GROUPS = 2**12  # from so many on four queries of grouped heads gain, whose product PyTorch's library does well
 _MANY_HEADS, _SCORES_OF_MANY = 32, 2**18  # of all batches: short sequences, of which few are not faster in training
 _SCORES_DROPPED = 2**17  # PyTorch computes dropout step by step

@@ -137,6 +137,15 @@ def _sam_left(m: Any, hidden_states: Tensor, output_attentions: bool | None = No
 
 
 def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, None]:
+    return _sam_dropping(m, call, hidden_states, _dropout(m))
+
+
+def _sam_sdpa(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> tuple[Tensor, None]:
+    """Of their classes that call PyTorch's function, without dropout."""
+    return _sam_dropping(m, call, hidden_states, 0.0)
+
+
+def _sam_dropping(m: Any, call: Any, hidden_states: Tensor, dropout: float) -> tuple[Tensor, None]:
     """With positions of rows and of columns as they are, never added to (B, heads, tokens, tokens)."""
     batch, height, width, _ = hidden_states.shape
     q, k, v = (split(t, m.num_attention_heads) for t in m.qkv(hidden_states).chunk(3, -1))
@@ -147,7 +156,7 @@ def _sam(m: Any, call: Any, hidden_states: Tensor, output_attentions: bool | Non
         grid = q.unflatten(2, (height, width))
         own["rel_h"] = torch.einsum("bnhwc,hkc->bnhwk", grid, by_h).flatten(2, 3)
         own["rel_w"] = torch.einsum("bnhwc,wkc->bnhwk", grid, by_w).flatten(2, 3)
-    y = call.own(q, k, v, scale=m.scale, dropout=_dropout(m), **own)
+    y = call.own(q, k, v, scale=m.scale, dropout=dropout, **own)
     return m.proj(y.transpose(1, 2).reshape(batch, height, width, -1)), None
 
 
@@ -155,14 +164,17 @@ def _sam_slower(m: Any, hidden: Tensor, trains: bool) -> str:
     """Both passes gain over long sequences alone, of which the class makes all scores more than once."""
     batch, height, width, _ = hidden.shape
     tokens, scores = height * width, batch * m.num_attention_heads * (height * width) ** 2
+    if _fast_in(hidden):
+        return _FASTER
     if trains:
         return "" if tokens >= 1600 and scores >= 2**23 else f"{_FASTER}, in training"
-    return "" if scores >= 2**18 and not _fast_in(hidden) else _FASTER
+    return "" if scores >= 2**18 else _FASTER
 
 
 _FASTER = "the class is faster for such sizes"
 _LONGFORMER = Entry(("longformer",), "num_heads", _longformer_left, _longformer)
 _SAM = Entry(("flash", "math"), "num_attention_heads", _sam_left, _sam, _sam_slower)
+_SAM_SDPA = _SAM._replace(forward=_sam_sdpa)
 _MODELS = "transformers.models."
 ENTRIES = {
     f"{_MODELS}longformer.modeling_longformer:LongformerSelfAttention": _LONGFORMER,
@@ -171,7 +183,7 @@ ENTRIES = {
         ("bigbird",), "num_attention_heads", _bigbird_left, _bigbird
     ),
     f"{_MODELS}sam.modeling_sam:SamVisionAttention": _SAM,
-    f"{_MODELS}sam.modeling_sam:SamVisionSdpaAttention": _SAM,
+    f"{_MODELS}sam.modeling_sam:SamVisionSdpaAttention": _SAM_SDPA,
     f"{_MODELS}sam_hq.modeling_sam_hq:SamHQVisionAttention": _SAM,
-    f"{_MODELS}sam_hq.modeling_sam_hq:SamHQVisionSdpaAttention": _SAM,
+    f"{_MODELS}sam_hq.modeling_sam_hq:SamHQVisionSdpaAttention": _SAM_SDPA,
 }

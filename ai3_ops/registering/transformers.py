@@ -89,7 +89,7 @@ def _mask(
     whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     whole = whole and (attention_mask is None or attention_mask.shape[-1] == kv_length)
     causal, window = allow_is_causal_skip, local_size or 0
-    may = whole and (causal or allow_is_bidirectional_skip) and not torch.compiler.is_compiling()
+    may = whole and (causal or allow_is_bidirectional_skip) and not _is_traced(attention_mask)
     if may and (window or not causal) and kv_length > window and _slides(mask_function, window, kv_length, causal):
         if attention_mask is None:
             attention_mask = torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
@@ -103,6 +103,15 @@ def _mask(
         allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         device=device, **options,
     )  # fmt: skip
+
+
+def _is_traced(mask: Tensor | None) -> bool:
+    """Whether a call is recorded, for others that may be padded otherwise, or its tensors have no values to ask for."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return True
+    if mask is None:
+        return False
+    return type(mask) is not Tensor or mask.is_meta or (mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _slides(mask_function: Any, window: int, length: int, causal: bool) -> bool:

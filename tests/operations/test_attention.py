@@ -271,7 +271,8 @@ class Decodes(nn.Module):
 # Heads, those of keys, queries, keys, and whether flash gains by the measurements (docs/algorithms/attention/default.md)
 DECODING = [
     (8, 8, 1, 2048, True), (8, 8, 1, 2047, False), (8, 8, 3, 683, True), (32, 4, 1, 512, True), (32, 4, 2, 512, True),
-    (32, 32, 1, 128, False), (32, 32, 4, 128, True), (32, 8, 4, 2048, False), (32, 8, 4, 4096, True),
+    (32, 32, 1, 128, False), (32, 32, 4, 128, True), (32, 8, 3, 2048, False), (32, 8, 4, 4096, True),
+    (1024, 1024, 4, 127, False), (1024, 1024, 2, 4, False),
 ]  # fmt: skip
 
 

@@ -211,6 +211,26 @@ def sam(implementation, image_size=48, kind="Sam", **options):
 
 
 @pytest.mark.parametrize("kind", ["Sam", "SamHQ"])
+def test_sams_classes_of_pytorchs_function_drop_nothing(kind):
+    model, image = sam("sdpa", kind=kind), torch.randn(1, 3, 48, 48)
+    swapped = ai3_ops.swap(model, {"attention": "flash"}, image)
+    for each in (model, swapped):
+        for layer in each.vision_encoder.layers:
+            layer.attn.train().dropout = 0.5
+    expected, got = (each(image)[0] for each in (model, swapped))
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert rows(swapped)[0]["torch_calls"] == 0
+
+
+def test_sams_training_in_fast_types_is_the_classes(monkeypatch):
+    entry, hidden = ENTRIES["transformers.models.sam.modeling_sam:SamVisionAttention"], torch.empty(2, 40, 40, 32)
+    layer = sam("eager").vision_encoder.layers[0].attn
+    assert not entry.slower(layer, hidden, True)
+    monkeypatch.setattr("ai3_ops.operations.of_transformers.fast_in", lambda dtype: True)
+    assert entry.slower(layer, hidden.bfloat16(), True)
+
+
+@pytest.mark.parametrize("kind", ["Sam", "SamHQ"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("positions", [True, False])
 def test_sam(implementation, kind, positions):

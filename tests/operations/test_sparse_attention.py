@@ -449,6 +449,22 @@ def test_dropout_drops_what_it_drops_from_the_dense_weights(name):
     assert torch.equal(alone, ours(q, k, v))
 
 
+def test_dropout_drops_a_block_that_stands_twice_together():
+    q, k, v = made((1, 2, 70, 8), (1, 2, 70, 8), (1, 2, 70, 6))
+    counts, indices = torch.tensor([2, 3, 1]), torch.tensor([[0, 0, 2], [1, 2, 1], [0, 1, 1]])
+    times = counted(counts, indices, 3, 32, 70, 70).log()
+
+    def seeded(function, *arguments, **more):
+        torch.manual_seed(11)
+        return function(*arguments, 0.4, **more)
+
+    options = {"kv_num_blocks": counts, "kv_indices": indices, "block_size": 32}
+    compare(
+        lambda q, k, v: seeded(OPS.attention_block_sparse, q, k, v, None, **options),
+        lambda q, k, v: seeded(OPS.attention_math, q, k, v, times), q, k, v,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["block_sparse", "longformer", "bigbird", "linformer"])
 def test_dropout_has_derivatives(name):
     q, k, v = made((1, 2, 7, 3), (1, 2, 7, 3), (1, 2, 7, 2))

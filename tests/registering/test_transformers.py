@@ -136,6 +136,30 @@ def test_windows_and_padding_become_no_mask(kind, padding):
         assert made.found == []
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("kind", ["Mistral", "Bert"])
+def test_traces_hold_for_other_padding(kind):
+    config = DECODERS.get(kind) or ENCODERS[kind]
+    eager, model, _ = models(kind, config | {"use_cache": False}, "Model")
+    ids, mask = batch("", 40)
+
+    class First(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, mask):
+            return self.model(ids, attention_mask=mask)[0]
+
+    with torch.no_grad():
+        traced = torch.jit.trace(First(), (ids, mask))
+        for padding in ("", "right"):
+            ids, mask = batch(padding, 40)
+            expected = eager(ids, attention_mask=mask)[0]
+            shown = mask.bool()
+            assert (traced(ids, mask) - expected)[shown].abs().max() <= 1e-4 * expected[shown].abs().max()
+
+
 def test_a_window_is_a_whole_mask_for_whoever_reads_it():
     from transformers.masking_utils import create_sliding_window_causal_mask
 
