@@ -375,8 +375,13 @@ struct RowForms {
     const bool apart = call.residual == call.y;
     const bool reach_back = band && !apart && p.out_width > kPixels && over > kFewPixels;
     columns = reach_back ? p.out_width : p.out_width - over;
-    if (!band) band = rows_of<T, 1, kPixels, 0, 0, Fused::any>, rest = nullptr;
-    if (!rest || apart) rest = rows_of<T, 1, 1, 0, 0, Fused::any>;
+    auto of_any_columns = [&]<int pixels>() -> RowsOf<T> {
+      if constexpr (kIsCommon<T>)
+        if (fused == Fused::nothing) return rows_of<T, 1, pixels, 0, 0, Fused::nothing>;
+      return rows_of<T, 1, pixels, 0, 0, Fused::any>;
+    };
+    if (!band) band = of_any_columns.template operator()<kPixels>(), rest = nullptr;
+    if (!rest || apart) rest = of_any_columns.template operator()<1>();
   }
   // At most `height` rows from `first` on, for channels [begin, end) of an image.
   AI3_INLINE void operator()(const Call<T>& call, int64_t image, int64_t begin, int64_t end, int64_t first, int64_t last) const {
