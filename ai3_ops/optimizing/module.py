@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,8 +63,13 @@ GENERATES = (
 _FREED = "keep_original=False freed the original weights and modules"
 _BACK = "it is put back"
 # Attributes of PyTorch's modules that decide nothing in evaluation mode, or are derived from one that is watched.
-_IDLE = frozenset({"momentum", "track_running_stats", "inplace", "_reversed_padding_repeated_twice"})
+_IDLE = frozenset({"momentum", "track_running_stats", "inplace", "_reversed_padding_repeated_twice", "p", "dropout"})
+# Methods of PyTorch's modules that compute nothing.
+_TELLING = frozenset(
+    {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_load_from_state_dict"}
+)
 _PLAIN = (bool, int, float, str, type(None))
+_LONG = 64  # elements of a list that is not a setting
 _read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 _is_training = operator.attrgetter("training")
 _planning = threading.RLock()
@@ -112,9 +117,7 @@ class Optimized(nn.Module):
         self._ai3_stored: list[Any] = []  # which they were,
         self._ai3_names: list[str] = []  # and under which names
         self._ai3_inside: list[nn.Module] = []  # modules that were in evaluation mode,
-        self._ai3_owners: list[nn.Module] = []  # and attributes of plain values, by modules,
-        self._ai3_attributes: list[str] = []  # names
-        self._ai3_values: list[Any] = []  # and what they were
+        self._ai3_set = _Settings.of(())  # and what is set in them
         self._watch()
 
     @classmethod
@@ -301,7 +304,7 @@ class Optimized(nn.Module):
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
             self._ai3_stores, self._ai3_stored, self._ai3_names = [], [], []
-            self._ai3_inside, self._ai3_owners, self._ai3_attributes, self._ai3_values = [], [], [], []
+            self._ai3_inside, self._ai3_set = [], _Settings.of(())
             self._modules, self._parameters, self._buffers = {}, {}, {}
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
@@ -532,8 +535,8 @@ class Optimized(nn.Module):
         if plan is None or plan.body is None:
             with torch.no_grad():
                 out = self._ai3_original[0](*args, **kwargs)
-            if changes and not torch.compiler.is_compiling():
-                self._watch()  # it may have made a table anew, for these sizes
+            if changes and not torch.compiler.is_compiling() and (self._replaced() or self._altered()):
+                self._watch()  # it made a table anew, for these sizes
             return out
         if any_autocast():
             with torch.autocast(self._device(leaves), enabled=False), torch.no_grad():
@@ -578,41 +581,35 @@ class Optimized(nn.Module):
         return sum(len(hooks_of(m)) for m in inside)
 
     def _watch(self) -> None:
-        """Notes the parameters, buffers and modules inside as they are: where one is replaced, the original computes."""
-        inside = [m for m in self._ai3_original[0].modules() if not isinstance(m, torch.jit.ScriptModule)]
-        stores = [own for m in inside for own in (m._parameters, m._buffers, m._modules) if own]
+        """Notes what is inside as it is: where a tensor or module is replaced or a setting changed, the original computes."""
+        self._watch_stores()
+        inside = self._inside()
+        self._ai3_inside = [m for m in inside if not m.training and "training" in _reads(m)]
+        self._ai3_set = _Settings.of(inside)
+
+    def _inside(self) -> list[nn.Module]:
+        return [m for m in self._ai3_original[0].modules() if not isinstance(m, torch.jit.ScriptModule)]
+
+    def _watch_stores(self) -> None:
+        """Notes the parameters, buffers and modules inside."""
+        stores = [own for m in self._inside() for own in (m._parameters, m._buffers, m._modules) if own]
         self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
         self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
         self._ai3_names = [*chain.from_iterable(self._ai3_stores)]
-        self._ai3_inside = [m for m in inside if not m.training and "training" in _reads(m)]
-        watched = [
-            (m, name, value)
-            for m in inside
-            for name, value in vars(m).items()
-            if _is_plain(value) and name in _reads(m) and name != "training" and name[:4] != "_ai3"
-            if name not in _IDLE or not _is_torchs(m)
-        ]
-        self._ai3_owners = [m for m, _, _ in watched]
-        self._ai3_attributes = [name for _, name, _ in watched]
-        self._ai3_values = [value for _, _, value in watched]
 
     def _altered(self) -> tuple[str, str, str] | None:
         """What module inside is in training mode now, or has another plain value as an attribute, as a warning says it."""
-        training = any(map(_is_training, self._ai3_inside))
-        now = map(getattr, self._ai3_owners, self._ai3_attributes, repeat(None))
-        if not training and all(map(operator.is_, now, self._ai3_values)):
+        settings = self._ai3_set
+        if not any(map(_is_training, self._ai3_inside)) and settings.are_same():
             return None
         names = {m: name for name, m in self._ai3_original[0].named_modules()}
         for m in self._ai3_inside:
             if m.training:
                 return names.get(m) or "the model", "is in training mode", "it is in evaluation mode again"
-        for m, name, value in zip(self._ai3_owners, self._ai3_attributes, self._ai3_values, strict=True):
-            other = getattr(m, name, None)
-            if type(other) is not type(value) or (other != value and other == other):
-                return f"{names[m]}.{name}" if names.get(m) else name, "was changed, which programs do not see", _BACK
-        self._ai3_values = [
-            *map(getattr, self._ai3_owners, self._ai3_attributes, repeat(None))
-        ]  # equal ones, as of a pickle
+        if found := settings.changed():
+            m, name = found
+            return f"{names[m]}.{name}" if names.get(m) else name, "was changed, which programs do not see", _BACK
+        self._ai3_set = settings.renewed()  # equal ones, as of a pickle
         return None
 
     def _replaced(self) -> bool:
@@ -621,7 +618,7 @@ class Optimized(nn.Module):
             return False
         # torch.export leaves a module with other dictionaries of the same tensors.
         before, names = self._ai3_stored, self._ai3_names
-        self._watch()
+        self._watch_stores()
         if (
             len(before) == len(self._ai3_stored)
             and all(map(operator.is_, before, self._ai3_stored))
@@ -800,9 +797,61 @@ def _resized(x: Any, sizes: Sequence[int | str], lengths: Mapping[str, int]) -> 
     return x
 
 
+class _Settings(NamedTuple):
+    """Attributes of plain values that methods read, by modules, as they were; replaced as one, for other threads."""
+
+    owners: list[nn.Module]
+    names: list[str]
+    values: list[Any]
+    lists: list[tuple[list[Any], Any]]  # which may change where they are, with what they held
+
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> _Settings:
+        """As they are."""
+        found = [
+            (m, name, value)
+            for m in modules
+            for name in _reads(m)
+            if name != "training" and name[:4] != "_ai3" and not (name in _IDLE and _is_torchs(m))
+            if _is_plain(value := vars(m).get(name, inspect.getattr_static(type(m), name, m)))
+        ]
+        lists = [(value, _frozen(value)) for _, _, value in found if isinstance(value, list)]
+        return _Settings([m for m, _, _ in found], [n for _, n, _ in found], [v for _, _, v in found], lists)
+
+    def now(self) -> Iterable[Any]:
+        """What stands there now."""
+        return map(getattr, self.owners, self.names, repeat(None))
+
+    def are_same(self) -> bool:
+        """Whether all are the same objects, lists with the same elements."""
+        same = all(map(operator.is_, self.now(), self.values))
+        return same and all(_frozen(value) == held for value, held in self.lists)
+
+    def changed(self) -> tuple[nn.Module, str] | None:
+        """One that has another value."""
+        held = {id(value): was for value, was in self.lists}
+        for m, name, value in zip(self.owners, self.names, self.values, strict=True):
+            other, was = getattr(m, name, None), held.get(id(value), value)
+            other = _frozen(other) if isinstance(value, list) and isinstance(other, list) else other
+            if type(other) is not type(was) or (other != was and other == other):
+                return m, name
+        return None
+
+    def renewed(self) -> _Settings:
+        """With the objects that stand there now, which are equal."""
+        values = [*self.now()]
+        return self._replace(values=values, lists=[(v, _frozen(v)) for v in values if isinstance(v, list)])
+
+
 def _is_plain(value: Any) -> bool:
     """A number, flag or word, or several: as modules have for settings."""
-    return isinstance(value, _PLAIN) or (isinstance(value, (tuple, list)) and all(map(_is_plain, value)))
+    several = isinstance(value, (tuple, list)) and len(value) <= _LONG
+    return isinstance(value, _PLAIN) or (several and all(map(_is_plain, value)))
+
+
+def _frozen(value: Any) -> Any:
+    """Of lists what they hold."""
+    return tuple(map(_frozen, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _is_torchs(module: nn.Module) -> bool:
@@ -810,11 +859,11 @@ def _is_torchs(module: nn.Module) -> bool:
 
 
 def _reads(module: nn.Module) -> frozenset[str]:
-    """The names that the methods of a module's classes look up, but those that make it; of PyTorch's own its forward's."""
+    """The names that the methods of a module's classes look up, but those that make it or tell of it."""
     cls = type(module)
     if cls not in _read:
-        bases = [cls] if _is_torchs(module) else [b for b in cls.__mro__ if not b.__module__.startswith("torch.")]
-        found = [getattr(f, "__func__", f) for b in bases for name, f in vars(b).items() if name != "__init__"]
+        bases = [b for b in cls.__mro__ if issubclass(b, nn.Module) and b is not nn.Module]
+        found = [getattr(f, "__func__", f) for b in bases for name, f in vars(b).items() if name not in _TELLING]
         found += [f.fget for b in bases for f in vars(b).values() if isinstance(f, property)]
         codes = [f.__code__ for f in (cls.forward, *found) if hasattr(f, "__code__")]
         _read[cls] = frozenset(name for code in codes for name in names_in(code))

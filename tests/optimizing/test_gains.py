@@ -186,6 +186,63 @@ def test_settings_of_pytorchs_own_modules_that_change_between_calls(name, value)
         assert torch.equal(fast(x), plain)
 
 
+class _Own(nn.Conv2d):
+    pass
+
+
+class _Wide(nn.LayerNorm):
+    def forward(self, x):
+        return super().forward(x.float())
+
+
+class _Scaled(nn.Module):
+    flag = True
+
+    def __init__(self):
+        super().__init__()
+        self.scales, self.layer = [1.0, 2.0], _Own(3, 3, 3, padding=1)
+        self.norm, self.drop = _Wide(8), nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 1))
+
+    def forward(self, x):
+        y = self.drop(self.norm(self.layer(x)) * self.scales[0] + self.scales[1])
+        return y if self.flag else -y
+
+
+def _first_scale(m, value):
+    m.scales[0] = value
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("layer.padding_mode", lambda m, back: setattr(m.layer, "padding_mode", "zeros" if back else "circular")),
+        ("norm.eps", lambda m, back: setattr(m.norm, "eps", 1e-5 if back else 0.5)),
+        ("drop.dilation", lambda m, back: setattr(m.drop, "dilation", (1, 1) if back else (2, 2))),
+        ("scales", lambda m, back: _first_scale(m, 1.0 if back else 3.0)),
+        ("flag", lambda m, back: setattr(m, "flag", back)),
+    ],
+    ids=["subclass", "super", "parametrized", "list", "class"],
+)
+def test_settings_of_own_classes_that_change_between_calls(name, change):
+    fast, x = (
+        optimized(nn.Sequential(_Scaled()).eval(), torch.randn(1, 3, 8, 8), selectors="default"),
+        torch.randn(1, 3, 8, 8),
+    )
+    inside = fast.get_submodule("0")
+    with torch.no_grad():
+        plain = fast(x)
+        change(inside, False)
+        with pytest.warns(UserWarning, match=f"'0.{name}' was changed"):
+            assert torch.equal(fast(x), inside(x))
+        weight = inside.layer.weight  # another change beside it, taken back alone, changes nothing
+        inside.layer.weight = nn.Parameter(weight.detach() * 2)
+        assert torch.equal(fast(x), inside(x))
+        inside.layer.weight = weight
+        assert torch.equal(fast(x), inside(x))
+        change(inside, True)
+        assert torch.equal(fast(x), plain)
+
+
 def test_quantization_is_refused():
     """It would replace modules inside, which programs do not see."""
     fast = optimized(nn.Sequential(nn.Conv2d(3, 8, 3)).eval(), torch.randn(1, 3, 9, 9), selectors="default")
