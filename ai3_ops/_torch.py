@@ -202,9 +202,8 @@ def qconfig_for(cls: type[nn.Module]) -> Any:
     frame = sys._getframe(2)
     if frame.f_code.co_name != "_propagate_qconfig_helper":
         return None
-    asked = frame.f_locals
-    named = asked["qconfig_dict"]
-    return named.get(asked["prefix"], named.get(cls, asked["qconfig_parent"]))
+    named, prefix, parent = (frame.f_locals.get(name) for name in ("qconfig_dict", "prefix", "qconfig_parent"))
+    return None if named is None else named.get(prefix, named.get(cls, parent))
 
 
 def is_quantizing(value: Any) -> bool:

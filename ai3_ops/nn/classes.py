@@ -117,7 +117,7 @@ class Swapped(nn.Module):
         vars(self)["qconfig"] = value
         if value is not None:
             if word := vars(self).get(layout.FORMER):
-                layout.convert([self], layout.FORMATS[word])
+                layout.convert([self], layout.FORMATS[word], layout.holds_strides(self))
             revert(self)
 
     @qconfig.deleter

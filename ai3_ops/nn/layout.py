@@ -208,9 +208,12 @@ def to_row(module: nn.Module) -> None:
     weight, call = module._parameters.get("weight"), vars(module).get("_ai3")
     if weight is None or vars(module).get(FORMER) != "contiguous" or _is_either(weight) or not isinstance(call, Call):
         return
-    holds = holds_strides(module)
-    if not holds(weight):
-        convert([module], FORMATS["contiguous"], holds)
+    if weight.is_cuda:  # which `convert` leaves alone, and whose memory always counts as shared
+        if type(weight) is nn.Parameter and not weight.is_inference():
+            weight.data = weight.detach().contiguous()
+    else:
+        convert([module], FORMATS["contiguous"], holds_strides(module))
+    if _is_in(weight, FORMATS["contiguous"]):
         vars(module).pop(FORMER)
         call.reads_last = True
 

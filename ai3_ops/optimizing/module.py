@@ -199,7 +199,7 @@ class Optimized(nn.Module):
             document, tensors = container.opened(*sealed)
             reader = Reader(document, tensors)
             bodies = [None if body is None else reader.body(body) for body in document["bodies"]]
-        plans = [replace(plan, body=body) for plan, body in zip(bare, bodies, strict=True)]
+            plans = [replace(plan, body=body) for plan, body in zip(bare, bodies, strict=True)]
         self._ai3_first, self._ai3_plans = plans[0], {key: plans[i] for key, i in state["_ai3_plans"].items()}
 
     def __copy__(self) -> Optimized:

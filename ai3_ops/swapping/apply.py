@@ -65,8 +65,9 @@ def lay_out(
 ) -> None:
     """Gives the weights of swapped convolutions the memory format channels_last, or what a plan says, in place.
 
-    In a model in training mode large weights stay as they are unless a plan names them (`layout.is_costly`), and so do all beside
-    a layer that PyTorch computes but cannot train in channels_last (`trains_astray`). Where the model's code reads memory
+    In a model in training mode weights keep their strides, also those that a plan names, and inputs become channels_last instead,
+    but for those of large weights that no plan names (`layout.is_costly`) and all beside a layer that PyTorch computes but cannot
+    train in channels_last (`trains_astray`). Where the model's code reads memory
     by strides of its own weights never become channels_last. Where it views activations, only if the model gives the same on
     examples after that; where a view needs NCHW, the convolution before it gives that, unless most would. Without examples, only
     if a plan says so.
