@@ -235,13 +235,16 @@ def forget_former(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
     `model.to(memory_format=torch.channels_last)` leaves weights as they are that a swap had put into channels_last, so that only
     the function itself says that somebody asked for it.
     """
-    weight = module._parameters.get("weight")
-    if FORMER not in vars(module) or weight is None:
+    weight, call = module._parameters.get("weight"), vars(module).get("_ai3")
+    reads_last = isinstance(call, Call) and call.reads_last
+    if weight is None or not (FORMER in vars(module) or reads_last):
         return
     for format in FORMATS.values():
         probe = torch.empty((2, 2, 2, 2), dtype=weight.dtype, device=weight.device, memory_format=format)
         if not fn(probe).is_contiguous(memory_format=format):
-            vars(module).pop(FORMER)
+            vars(module).pop(FORMER, None)
+            if isinstance(call, Call):
+                call.reads_last = False  # the weight says in which format the output is
             return
 
 

@@ -275,7 +275,7 @@ def test_masks_of_sizes_are_made_once(padded, tmp_path):
             module(*given)
         assert not {"aten::arange", "aten::index"} & {event.name for event in profile.function_events}
     batch = torch.export.Dim("batch")
-    exported = torch.export.export(loaded, inputs(2), dynamic_shapes={"args": tuple({0: batch} for _ in inputs(2))})
+    exported = torch.export.export(loaded, inputs(2), dynamic_shapes=tuple({0: batch} for _ in inputs(2)))
     compiled = torch.compile(loaded, backend="eager", dynamic=True)
     for traced in (exported.module(), compiled):
         assert difference(traced(*inputs(5)), exact(model, *inputs(5))) < 1e-5
