@@ -43,7 +43,7 @@ def _runs():
             yield pytest.param(info, threads, id=f"{name}-{threads}", marks=marks)
 
 
-@pytest.mark.parametrize(("info", "threads"), _runs())
+@pytest.mark.parametrize(("info", "threads"), [*_runs()])
 def test_operators(info, threads):
     """Each on different cases at a time, forward and backward; those that are not deterministic, within their rounding."""
     torch.set_num_threads(threads)

@@ -62,7 +62,7 @@ def _pairs():
         yield pytest.param(info, check, id=f"{name}-{check}", marks=[pytest.mark.full] * (long or again))
 
 
-@pytest.mark.parametrize(("info", "check"), _pairs())
+@pytest.mark.parametrize(("info", "check"), [*_pairs()])
 def test_algorithm(info, check):
     tally = CHECKS[check](info)
     if not tally.passed:

@@ -381,7 +381,7 @@ def renamed(column, name):
         renamed(2, "x, __import__('os')"),
         lambda d: d["inputs"].update(spec='[1, {"type": null, "context": {"__enum__": true, "fqn": "this:x"}}]'),
         lambda d: d["plans"].clear(),
-        lambda d: d.update(format=2),
+        lambda d: d.update(format=1),  # of a version before
         lambda d: d.update(first=7),
     ],
 )
