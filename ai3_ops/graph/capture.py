@@ -193,9 +193,8 @@ def _captured(calls: Calls, graphs: Graphs | None = None) -> Network:
     for name, make in (("torch.export", _exported), ("torch.fx", _traced)):
         try:
             made = make(module, calls)
-            if (
-                graphs is not None and made.module is module
-            ):  # a symbolic trace may hold what the module's own weights decided
+            # A symbolic trace may hold what the module's own weights decided.
+            if graphs is not None and made.module is module:
                 graphs.add(made)
             return made.of(made.module)
         except Uncapturable as error:  # the graph says so: a trace of another kind would only not see it
@@ -215,20 +214,20 @@ def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) ->
     What export then takes for granted, that there are more than one, is looked at: on the example, or on its first item.
     `numbers`: attributes of the module in whose places the graph has objects.
     """
-
     args, kwargs = calls.args, calls.kwargs
     inputs = flat(args, kwargs)
 
-    def made(lengths: frozenset[int] | None) -> Made | None:
+    def tried(lengths: frozenset[int] | None) -> Made | None:
         with handed_on(module, numbers):
             program, update = _export(module, args, kwargs, lengths)
         dynamic = lengths is not None
         if dynamic and not _any_batch(program):
             return None
         made = Made(module, (args, kwargs), _plain_network(program, update, module, inputs, dynamic), numbers)
+        if lengths and any(n.meta["scales"] is None for n in made.network.graph.nodes if n.meta["shape"]):
+            return None
         _compared(made.of(module), module, calls)
-        nodes = made.network.graph.nodes
-        return made if not lengths or all(n.meta["scales"] is not None for n in nodes if n.meta["shape"]) else None
+        return made
 
     tensors = [x for x in inputs if isinstance(x, Tensor)]
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
@@ -236,12 +235,11 @@ def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) ->
         alone = module is not calls.module or calls.cold is None  # a second try, or of a graph
         alone = alone or any(isinstance(x, Past) for x in inputs)  # whose length is the open one
         for lengths in dict.fromkeys((frozenset[int]() if alone else _lengths(tensors), frozenset[int]())):
-            with contextlib.suppress(
-                Exception
-            ):  # it needs these sizes, or something else is amiss, which the last try says
-                if (found := made(lengths)) is not None:
+            # It needs these sizes, or something else is amiss, which the last try says.
+            with contextlib.suppress(Exception):
+                if (found := tried(lengths)) is not None:
                     return found
-    found = made(None)
+    found = tried(None)
     assert found is not None
     return found
 

@@ -56,9 +56,8 @@ SAYS: dict[str, Callable[..., Any]] = {
 class Lengths:
     """The sizes for which a graph holds whose lengths are open: what its capture took for granted of them."""
 
-    inputs: tuple[
-        tuple[int | str, ...], ...
-    ]  # of each, its dimensions but the first: numbers, or lengths by their names
+    # Of each input its dimensions but the first: numbers, or lengths by their names.
+    inputs: tuple[tuple[int | str, ...], ...]
     conditions: tuple[Any, ...]  # of these: each a word of SAYS, and what it is said of: names, numbers and others such
 
     def of(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int] | None:

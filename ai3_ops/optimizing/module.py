@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +38,8 @@ from ai3_ops.graph.caches import Past, as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import agree, flat
 from ai3_ops.graph.state import copied, hooks_of, others
-from ai3_ops.nn.layout import names_in
 from ai3_ops.optimizing import pipeline
+from ai3_ops.optimizing.attributes import Attributes, reads
 from ai3_ops.optimizing.document import Reader, Refused, Writer, reading
 from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.programs import container
@@ -62,15 +61,6 @@ GENERATES = (
 )
 _FREED = "keep_original=False freed the original weights and modules"
 _BACK = "it is put back"
-# Attributes of PyTorch's modules that decide nothing in evaluation mode, or are derived from one that is watched.
-_IDLE = frozenset({"momentum", "track_running_stats", "inplace", "_reversed_padding_repeated_twice", "p", "dropout"})
-# Methods of PyTorch's modules that compute nothing.
-_TELLING = frozenset(
-    {"__init__", "__setstate__", "__repr__", "extra_repr", "reset_parameters", "_load_from_state_dict"}
-)
-_PLAIN = (bool, int, float, str, type(None))
-_LONG = 64  # elements of a list that is not a setting
-_read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 _is_training = operator.attrgetter("training")
 _planning = threading.RLock()
 
@@ -85,7 +75,7 @@ class Optimized(nn.Module):
 
     def __init__(self, original: nn.Module, settings: Settings) -> None:
         super().__init__()
-        self._ai3_settings = settings
+        self._ai3_attributestings = settings
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_most = PLANS
@@ -102,9 +92,8 @@ class Optimized(nn.Module):
         except ValueError:  # what torch.jit compiled has none
             self._sign(_bare(inspect.signature(self.forward)))
         self._ai3_report = OptimizeReport()
-        self._ai3_told: set[str] = (
-            set()
-        )  # the kinds of warnings that were given; of a whole model one, which its parts share
+        # The kinds of warnings that were given; of a whole model one, which its parts share.
+        self._ai3_told: set[str] = set()
         self.training = False
         self._ai3_hooks: list[Any] = []  # of the modules inside, where they have none, or how many they have
         self._ai3_had_hooks: list[Any] = []
@@ -117,7 +106,7 @@ class Optimized(nn.Module):
         self._ai3_stored: list[Any] = []  # which they were,
         self._ai3_names: list[str] = []  # and under which names
         self._ai3_inside: list[nn.Module] = []  # modules that were in evaluation mode,
-        self._ai3_set = _Settings.of(())  # and what is set in them
+        self._ai3_attributes = Attributes.of(())  # and what is set in them
         self._watch()
 
     @classmethod
@@ -232,10 +221,10 @@ class Optimized(nn.Module):
         original = self._ai3_original[0]
         runs = rehearsal or (first and first.cold) or original
         args, kwargs = as_examples(runs, args, kwargs)
-        settings = self._ai3_settings
+        settings = self._ai3_attributestings
         plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
         # The choices stay, not the selectors, which may be functions that no file holds.
-        self._ai3_settings = unthorough(settings, plan.resolved)
+        self._ai3_attributestings = unthorough(settings, plan.resolved)
         leaves = pytree.tree_leaves((args, kwargs))
         shown = [tuple(x.shape) if isinstance(x, Tensor) else repr(x) if is_cache(x) else x for x in leaves]
         self._ai3_first, self._ai3_shown = plan, shown
@@ -304,7 +293,7 @@ class Optimized(nn.Module):
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
             self._ai3_stores, self._ai3_stored, self._ai3_names = [], [], []
-            self._ai3_inside, self._ai3_set = [], _Settings.of(())
+            self._ai3_inside, self._ai3_attributes = [], Attributes.of(())
             self._modules, self._parameters, self._buffers = {}, {}, {}
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
@@ -371,7 +360,7 @@ class Optimized(nn.Module):
                         fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
                         a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
                         plan = make_plan(
-                            self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name
+                            self._ai3_original[0], a, k, self._ai3_attributestings, self._ai3_report.parts[0].name
                         )
                     _share_packs(plan, self._ai3_plans.values())
                     if not self._ai3_asked:
@@ -574,7 +563,7 @@ class Optimized(nn.Module):
     def _watch_hooks(self) -> int:
         """Notes the hooks of the modules inside as they are; how many of them somebody may expect to be called."""
         original = self._ai3_original[0]
-        inside = [m for m in original.modules() if m is not original and not isinstance(m, torch.jit.ScriptModule)]
+        inside = [m for m in self._inside() if m is not original]
         hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._ai3_hooks = [own for own in hooks if not own]
         self._ai3_had_hooks = [(own, len(own)) for own in hooks if own]
@@ -584,8 +573,8 @@ class Optimized(nn.Module):
         """Notes what is inside as it is: where a tensor or module is replaced or a setting changed, the original computes."""
         self._watch_stores()
         inside = self._inside()
-        self._ai3_inside = [m for m in inside if not m.training and "training" in _reads(m)]
-        self._ai3_set = _Settings.of(inside)
+        self._ai3_inside = [m for m in inside if not m.training and "training" in reads(m)]
+        self._ai3_attributes = Attributes.of(inside)
 
     def _inside(self) -> list[nn.Module]:
         return [m for m in self._ai3_original[0].modules() if not isinstance(m, torch.jit.ScriptModule)]
@@ -599,17 +588,17 @@ class Optimized(nn.Module):
 
     def _altered(self) -> tuple[str, str, str] | None:
         """What module inside is in training mode now, or has another plain value as an attribute, as a warning says it."""
-        settings = self._ai3_set
-        if not any(map(_is_training, self._ai3_inside)) and settings.are_same():
+        attributes = self._ai3_attributes
+        if not any(map(_is_training, self._ai3_inside)) and attributes.are_same():
             return None
         names = {m: name for name, m in self._ai3_original[0].named_modules()}
         for m in self._ai3_inside:
             if m.training:
                 return names.get(m) or "the model", "is in training mode", "it is in evaluation mode again"
-        if found := settings.changed():
+        if found := attributes.changed():
             m, name = found
             return f"{names[m]}.{name}" if names.get(m) else name, "was changed, which programs do not see", _BACK
-        self._ai3_set = settings.renewed()  # equal ones, as of a pickle
+        self._ai3_attributes = attributes.renewed()  # equal ones, as of a pickle
         return None
 
     def _replaced(self) -> bool:
@@ -795,79 +784,6 @@ def _resized(x: Any, sizes: Sequence[int | str], lengths: Mapping[str, int]) -> 
         if isinstance(size, str):
             x = cycled(x, dim, lengths[size])
     return x
-
-
-class _Settings(NamedTuple):
-    """Attributes of plain values that methods read, by modules, as they were; replaced as one, for other threads."""
-
-    owners: list[nn.Module]
-    names: list[str]
-    values: list[Any]
-    lists: list[tuple[list[Any], Any]]  # which may change where they are, with what they held
-
-    @staticmethod
-    def of(modules: Iterable[nn.Module]) -> _Settings:
-        """As they are."""
-        found = [
-            (m, name, value)
-            for m in modules
-            for name in _reads(m)
-            if name != "training" and name[:4] != "_ai3" and not (name in _IDLE and _is_torchs(m))
-            if _is_plain(value := vars(m).get(name, inspect.getattr_static(type(m), name, m)))
-        ]
-        lists = [(value, _frozen(value)) for _, _, value in found if isinstance(value, list)]
-        return _Settings([m for m, _, _ in found], [n for _, n, _ in found], [v for _, _, v in found], lists)
-
-    def now(self) -> Iterable[Any]:
-        """What stands there now."""
-        return map(getattr, self.owners, self.names, repeat(None))
-
-    def are_same(self) -> bool:
-        """Whether all are the same objects, lists with the same elements."""
-        same = all(map(operator.is_, self.now(), self.values))
-        return same and all(_frozen(value) == held for value, held in self.lists)
-
-    def changed(self) -> tuple[nn.Module, str] | None:
-        """One that has another value."""
-        held = {id(value): was for value, was in self.lists}
-        for m, name, value in zip(self.owners, self.names, self.values, strict=True):
-            other, was = getattr(m, name, None), held.get(id(value), value)
-            other = _frozen(other) if isinstance(value, list) and isinstance(other, list) else other
-            if type(other) is not type(was) or (other != was and other == other):
-                return m, name
-        return None
-
-    def renewed(self) -> _Settings:
-        """With the objects that stand there now, which are equal."""
-        values = [*self.now()]
-        return self._replace(values=values, lists=[(v, _frozen(v)) for v in values if isinstance(v, list)])
-
-
-def _is_plain(value: Any) -> bool:
-    """A number, flag or word, or several: as modules have for settings."""
-    several = isinstance(value, (tuple, list)) and len(value) <= _LONG
-    return isinstance(value, _PLAIN) or (several and all(map(_is_plain, value)))
-
-
-def _frozen(value: Any) -> Any:
-    """Of lists what they hold."""
-    return tuple(map(_frozen, value)) if isinstance(value, (tuple, list)) else value
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
-
-
-def _reads(module: nn.Module) -> frozenset[str]:
-    """The names that the methods of a module's classes look up, but those that make it or tell of it."""
-    cls = type(module)
-    if cls not in _read:
-        bases = [b for b in cls.__mro__ if issubclass(b, nn.Module) and b is not nn.Module]
-        found = [getattr(f, "__func__", f) for b in bases for name, f in vars(b).items() if name not in _TELLING]
-        found += [f.fget for b in bases for f in vars(b).values() if isinstance(f, property)]
-        codes = [f.__code__ for f in (cls.forward, *found) if hasattr(f, "__code__")]
-        _read[cls] = frozenset(name for code in codes for name in names_in(code))
-    return _read[cls]
 
 
 def _new() -> Optimized:
