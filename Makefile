@@ -49,6 +49,8 @@ cpp-test: build .venv/.test
 # The same at full size.
 test-full: test
 	$(call say,C++ tests of all problems)
+	cmake -S . -B $(BUILD) $(CMAKE_ARGS) -DAI3_TEST_SPLITS=ON >> .venv/build.log
+	cmake --build $(BUILD) --parallel $(JOBS)
 	AI3_OPS_TEST_PROFILE=full $(CTEST) $(BUILD)
 	$(call say,long Python tests)
 	AI3_OPS_TEST_PROFILE=full .venv/bin/python -m pytest -m "full or hypothesis" $(PYTEST_ARGS)

@@ -1,6 +1,7 @@
 """How much faster networks would be on more threads than this machine has cores: docs/benchmarks/threads.md. Nothing is measured.
 
-Kernels that compute nothing (the test program `ai3_splits`, built by ``make cpp-test``) say how each layer's work is split; a
+Kernels that compute nothing (the test program `ai3_splits`, built by
+``cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits``) say how each layer's work is split; a
 model of a processor, stated in the page, makes times of it.
 """
 
@@ -185,11 +186,11 @@ def total(found: dict[tuple[Layer, int], Split], layers: dict[Layer, int], threa
 def main() -> int:
     """Ask and write."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.threads", description=__doc__.splitlines()[0])
-    parser.add_argument("--program", type=Path, default=PROGRAM, help="ai3_splits (default: that of `make cpp-test`)")
+    parser.add_argument("--program", type=Path, default=PROGRAM, help="ai3_splits (default: build/native's)")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     if not options.program.exists():
-        parser.error(f"{options.program} is not built: make cpp-test")
+        parser.error(f"{options.program} is not built: cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits")
     networks = {
         (name, n): {layer.batch(n): c for layer, c in measure.network(name).items() if layer.operation != "flatten"}
         for name in bench.MODELS

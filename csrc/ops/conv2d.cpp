@@ -244,7 +244,7 @@ struct Conv2dStep final : program::Step {
     const bool planes = reads_planes && e.values().is_dense(given, program::natural_order(4));
     const int x = planes ? given : e.rows(given, program::image_order(), reads_slices);
     const int residual = p.has_residual ? e.rows(e.line().value("residual"), program::image_order(), false) : -1;
-    p.x_stride = e.image_strides(x), p.y_stride = e.image_strides(e.value);
+    p.x_stride = planes ? e.plane_strides(x) : e.image_strides(x), p.y_stride = e.image_strides(e.value);
     e.step(entry, p,
            {.input = e.at(x),
             .weight = e.constant("weight"),

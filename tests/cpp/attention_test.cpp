@@ -21,6 +21,11 @@ const Algorithm<AttentionProblem>& named(const std::string& level, const char* n
   return *reinterpret_cast<const Algorithm<AttentionProblem>*>(info);
 }
 const Algorithm<AttentionProblem>& on_cuda() { return named("cuda", "math"); }
+struct CudaAttention : testing::Test {
+  void SetUp() override {
+    if (!algorithm("cuda", "attention", "math")) GTEST_SKIP() << "built without CUDA's kernels (AI3_ONLY_LEVELS)";
+  }
+};
 
 enum class Mask { none, boolean, of_query, of_float };
 enum class Pattern { none, longformer, bigbird, lists };
@@ -330,7 +335,7 @@ void compare(const Case& c, const std::string& level, const char* by, const char
       expect_near(got.gradients[i].second, expected.gradients[i].second, 10 * limit + 8 * rounding, got.gradients[i].first);
   }
 }
-TEST(CudaAttention, MathIsTheCpusInEveryCase) {
+TEST_F(CudaAttention, MathIsTheCpusInEveryCase) {
   for (const Case& c : cases) compare(c, "cuda", "math", "flash");
 }
 const Case projections[] = {
@@ -339,7 +344,7 @@ const Case projections[] = {
     {.name = "dropout", .shape = {1, 2, 2, 2, 5, 33, 8, 8}, .dropout = 0.3, .projected = 7},
     {.name = "heads inside", .shape = {1, 2, 4, 2, 2, 20, 8, 9}, .projected = 6, .heads_inside = true},
     {.name = "shared by heads inside", .shape = {1, 2, 4, 2, 2, 20, 8, 9}, .projected = 2, .shared = true, .heads_inside = true}};
-TEST(CudaAttention, LinformerIsTheCpusInEveryCase) {
+TEST_F(CudaAttention, LinformerIsTheCpusInEveryCase) {
   for (const Case& c : projections) compare(c, "cuda", "linformer", "linformer");
 }
 
@@ -374,7 +379,7 @@ TEST(Attention, PatternsAreFlashUnderTheirMasks) {
 }
 
 // Of what no query sees; and what some see comes out there alone.
-TEST(CudaAttention, HiddenKeysAndValuesMayBeAnything) {
+TEST_F(CudaAttention, HiddenKeysAndValuesMayBeAnything) {
   for (const Case& c : cases)
     for (const DType dtype : {DType::f32, DType::bf16}) {
       if (c.mask == Mask::none && !c.lengths) continue;
@@ -407,7 +412,7 @@ TEST(CudaAttention, HiddenKeysAndValuesMayBeAnything) {
         EXPECT_EQ(before.gradients[i].second, after.gradients[i].second) << before.gradients[i].first;
     }
 }
-TEST(CudaAttention, WhatIsSeenComesOut) {
+TEST_F(CudaAttention, WhatIsSeenComesOut) {
   for (const bool lower_right : {false, true})
     for (const DType dtype : dtypes) {
       const Case c{.name = "causal", .shape = {1, 1, 2, 1, 6, 6, 4, 4}, .causal = true, .lower_right = lower_right};
@@ -433,7 +438,7 @@ TEST(CudaAttention, WhatIsSeenComesOut) {
     }
 }
 
-TEST(CudaAttention, NoResultDependsOnTheOrderOfThreads) {
+TEST_F(CudaAttention, NoResultDependsOnTheOrderOfThreads) {
   for (const Case& c : {cases[0], *std::prev(std::end(cases))}) {
     const Call call(c, DType::f32);
     const Results first = results(on_cuda(), call, false);
@@ -450,7 +455,7 @@ TEST(CudaAttention, NoResultDependsOnTheOrderOfThreads) {
 }
 
 // Scores of many keys do not fit at once (4096 bytes here): batches, or some queries of one, go through.
-TEST(CudaAttention, ScoresStayBounded) {
+TEST_F(CudaAttention, ScoresStayBounded) {
   AttentionProblem p = Call({.name = "many", .shape = {1, 8, 2, 2, 64, 100, 4, 4}}, DType::f32).problem(false);
   const int64_t fixed = 1024;  // of cuBLAS
   EXPECT_EQ(on_cuda().traits.workspace(p), fixed + round_up(2 * 100 * 4 * 5, 256));
@@ -462,7 +467,7 @@ TEST(CudaAttention, ScoresStayBounded) {
   EXPECT_EQ(on_cuda().traits.workspace(p), kOverflow) << "a product that wraps";
 }
 
-TEST(CudaAttention, OneProductServesEveryBatchAndHeadThatOneStrideLeadsTo) {
+TEST_F(CudaAttention, OneProductServesEveryBatchAndHeadThatOneStrideLeadsTo) {
   auto products = [](Case c) {
     const Call call(c, DType::f32);
     const int64_t before = fake::blas.products;
@@ -475,7 +480,7 @@ TEST(CudaAttention, OneProductServesEveryBatchAndHeadThatOneStrideLeadsTo) {
       << "the three heads of a group, or the six of keys";
 }
 
-TEST(CudaAttention, WithoutKeysTheOutputIsZeros) {
+TEST_F(CudaAttention, WithoutKeysTheOutputIsZeros) {
   for (const bool sinks : {false, true}) {
     const Call call({.name = "none", .shape = {1, 2, 2, 2, 3, 0, 4, 4}, .sinks = sinks}, DType::f32);
     const Results r = results(on_cuda(), call, false, false);

@@ -157,7 +157,7 @@ class Guards : public testing::Test {
     const std::string level = a_.info.level;
     const bool cuda = level == "cuda", best = level == usable_levels().front();
     constexpr bool is_norm = requires(P p) { p.wide_weight; };
-    const size_t each = at_full_size() ? 1 : cuda ? (is_norm ? 7 : 5) : best ? 1 : 3;
+    const size_t each = at_full_size() ? 1 : cuda ? (is_norm ? 13 : 9) : best ? 3 : 7;
     size_t next = 0;
     for (const P& p : sweep(static_cast<P*>(nullptr)))
       if (const size_t now = next++; now % each == 0) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -538,6 +539,23 @@ def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
 def test_random_networks(network: tuple[Pair, list[Value], bool]) -> None:
     p, outputs, channels_last = network
     p.check(*outputs, channels_last=channels_last)
+
+
+@pytest.mark.parametrize("size", [(1, 17, 11, 7), (2, 3, 4, 5), (3, 1, 1, 9), (4, 6), (2, 5, 9), (1, 1, 9)], ids=str)
+def test_every_step_after_every_permutation(size: tuple[int, ...]) -> None:
+    """Whatever dimension is innermost, the first too, and whatever strides those of one element have."""
+    for dims in itertools.permutations(range(len(size))):
+        p = Pair(3)
+        x = p.unary(p.input(*size), "sigmoid")
+        seen = p.view("permute", x, dims)
+        outputs = [p.unary(seen, "tanh"), p.binary(seen, seen, "add", "relu"), p.binary(seen, p.unary(seen, "silu"), "mul")]
+        if len(size) > 1:
+            outputs += [p.affine(seen, "gelu"), p.linear(seen, 5) if len(size) < 4 else p.conv2d(seen, 5, (1, 1))]
+        if len(size) == 4:
+            outputs += [p.conv2d(seen, 40, (1, 1)), p.apply("adaptive_avg_pool2d", seen, 1), p.apply("max_pool2d", seen, 1)]
+            outputs.append(p.binary(seen, outputs[-2], "mul"))
+        p.check(*outputs)
+        p.check(*outputs, channels_last=True)
 
 
 # Calls ----------------------------------------------------------------------------------------------------------------

@@ -33,7 +33,9 @@ struct MapStep final : Step {
     if (by_channel) order = image ? image_order() : natural_order(x.sizes.size());
     const int64_t channels = x.sizes[static_cast<size_t>(order.back())];
     p.function = r.activation(x.dtype, channels);
-    p.channels = channels, p.images = x.sizes[0], p.rows = p.images ? count_of(x.sizes) / p.images / channels : 0;
+    // What is innermost may be dimension 0: images count where one value serves all rows of one, whose channels are innermost.
+    p.channels = channels, p.images = p.z_per_image ? x.sizes[0] : 1;
+    p.rows = count_of(x.sizes) > 0 ? count_of(x.sizes) / p.images / channels : 0;
     if (!binary && kind == MapKind::affine)
       r.elements("scale", accumulator(x.dtype), channels), r.elements("shift", accumulator(x.dtype), channels);
     writes_slices = true;

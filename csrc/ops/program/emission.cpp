@@ -72,7 +72,12 @@ int64_t Emitter::row(int v, const Sizes& order) const {
   return rows_apart(of(v).sizes, values().position(v).strides, order).value();
 }
 Strides4 Emitter::image_strides(int v) const {
-  const Sizes s = values().position(v).strides;
+  const Sizes& n = of(v).sizes;
+  const int64_t row = this->row(v, image_order());
+  return {n[2] * n[3] * row, 1, n[3] * row, row};
+}
+Strides4 Emitter::plane_strides(int v) const {
+  const Sizes s = dense_strides(of(v).sizes, natural_order(4));
   return {s[0], s[1], s[2], s[3]};
 }
 void Emitter::overwrite(int x) {
