@@ -494,7 +494,8 @@ def networks(draw: st.DrawFn) -> tuple[Pair, list[Value], bool]:
                 "prologue": draw(st.booleans()),
             }
             out = tuple((s + 2 * pad - k) // stride + 1 for s, k in zip(x.shape[2:], kernel, strict=True))
-            fitting = [v for v in values if len(v.shape) == 4 and v.shape[2:] == out and v.shape[1] % groups == 0]
+            like = [x.shape[0], -1, *out]
+            fitting = [v for v in values if apart_from(v.shape, 1) == like and v.shape[1] % groups == 0]
             if fitting and draw(st.booleans()):
                 options["residual"] = draw(st.sampled_from(fitting))
                 filters = options["residual"].shape[1]
