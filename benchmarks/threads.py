@@ -1,8 +1,8 @@
 """How much faster networks would be on more threads than this machine has cores: docs/benchmarks/threads.md. Nothing is measured.
 
 Kernels that compute nothing (the test program `ai3_splits`, built by
-``cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits``) say how each layer's work is split; a
-model of a processor, stated in the page, makes times of it.
+``cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits``) say how each layer's work
+is split; a model of a processor, stated in the page, makes times of it.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     if not options.program.exists():
-        parser.error(f"{options.program} is not built: cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits")
+        parser.error(
+            f"{options.program} is not built: cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits"
+        )
     networks = {
         (name, n): {layer.batch(n): c for layer, c in measure.network(name).items() if layer.operation != "flatten"}
         for name in bench.MODELS

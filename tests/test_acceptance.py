@@ -197,6 +197,12 @@ def kind(request):
     return request.param
 
 
+# Where what is tested is slow in large networks, and no different.
+quick_kinds = pytest.mark.parametrize(
+    "kind", [k if k in ("classifier", "nasty") else pytest.param(k, marks=pytest.mark.full) for k in BUILD]
+)
+
+
 @pytest.fixture
 def pair(kind):
     model = build(kind)
@@ -341,6 +347,7 @@ def test_meta_device(kind):
         close(run(filled, kind), run(build(kind), kind))
 
 
+@quick_kinds
 @pytest.mark.parametrize(
     "norm", [parametrizations.weight_norm, parametrizations.spectral_norm], ids=lambda f: f.__name__
 )
@@ -441,6 +448,7 @@ def test_control_flow(kind):
     assert len(used(swapped)) > 10
 
 
+@quick_kinds
 def test_activation_checkpointing(kind):
     def step(model, wrapper):
         def call(*arguments):
@@ -469,6 +477,7 @@ def test_functional_call(kind, pair):
     close(run(swapped, kind), run(model, kind))
 
 
+@quick_kinds
 def test_compile(kind, pair):
     model, swapped = pair
     torch._dynamo.reset()
@@ -546,5 +555,6 @@ def ddp_results(once, tmp_path_factory):
     return json.loads(once("ddp_results", train).read_text())
 
 
+@pytest.mark.full  # test_distributed has both orders of a small network
 def test_ddp_with_two_processes(kind, ddp_results):
     assert [of_rank[kind] for of_rank in ddp_results] == ["", ""]

@@ -44,6 +44,7 @@ def package(model, path, *inputs):
     return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
 
 
+@pytest.mark.full
 @each_device
 @each_dtype
 def test_every_operator(device, dtype, runner, tmp_path):

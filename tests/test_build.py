@@ -173,17 +173,22 @@ def test_a_python_that_is_not_here_is_a_missing_cell(tmp_path, monkeypatch, caps
     def run(*command, cwd=None, env=None):
         ran.append(command)
         if "wheel" in command:
-            (tmp_path / "dist").mkdir()
-            (tmp_path / "dist/ai3_ops.whl").touch()
+            dist = command[command.index("-w") + 1]
+            dist.mkdir(parents=True)
+            (dist / "ai3_ops.whl").touch()
 
     monkeypatch.setattr(wheels, "run", run)
-    wheels.test_wheel(tmp_path, reduced=True)
+    wheels.test_wheel(tmp_path / "reduced", reduced=True)
+    said = capsys.readouterr().out
+    assert re.findall(r"wheels: Python (\S+), torch (\S+): passed", said) == [("3.11", "2.11"), ("3.13", "newest")]
+    assert "wheels: Python 3.12, torch 2.11: MISSING, since that Python is not on this machine" in said
+    assert sum("pytest" in command for command in ran) == 2
+    wheels.test_wheel(tmp_path / "all", reduced=False)
     said = capsys.readouterr().out
     for torch in ("2.11", "newest"):
         for version in ("3.11", "3.13"):
             assert f"wheels: Python {version}, torch {torch}: passed" in said
         assert f"wheels: Python 3.12, torch {torch}: MISSING, since that Python is not on this machine" in said
-    assert sum("pytest" in command for command in ran) == 4
     monkeypatch.setattr(wheels, "interpreter", lambda version: None)
     for arguments in (["--reduced"], []):
         monkeypatch.setattr(sys, "argv", ["wheels.py", *arguments])

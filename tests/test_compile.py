@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from modules import EveryOperator, assert_equal, each_device, swapped_net
-from tester import each_algorithm, each_selection
+from tester import each_kind, each_selection
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -26,7 +26,7 @@ def dtype_of(info):
     return "float32" if "float32" in info.dtypes else info.dtypes[0]
 
 
-@each_algorithm
+@each_kind
 def test_every_case_is_one_graph(info):
     """All cases of an algorithm in one function: shapes, layouts, absent biases; outputs and gradients are eager's."""
     calls = [c for c in cases.calls(info, dtypes=(dtype_of(info),)) if all(0 not in (s or (1,)) for s in c.case.shapes)]

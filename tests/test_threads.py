@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tester import ALGORITHMS, PROFILE, each_algorithm
+from tester import ALGORITHMS, PROFILE, each_algorithm, stands_for_its_like
 from torch import nn
 
 import ai3_ops
@@ -39,7 +39,8 @@ def _runs():
     """Each algorithm with two threads of its own; with one in `make test-full`."""
     for info in ALGORITHMS:
         name = f"{info.operation}_{info.name}" + ("" if info.device == "cpu" else "_cuda")
-        for threads, marks in ((1, [pytest.mark.full]), (2, [])):
+        alike = [pytest.mark.full] * (not stands_for_its_like(info))
+        for threads, marks in ((1, [pytest.mark.full]), (2, alike)):
             yield pytest.param(info, threads, id=f"{name}-{threads}", marks=marks)
 
 
@@ -185,7 +186,7 @@ def test_forked_workers_of_a_loader_run_a_swapped_model():
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.full)])
 def test_swaps_leave_no_memory_behind(count):
     """Classes, generated code, packs and what is remembered of calls go with their models."""
 

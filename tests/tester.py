@@ -26,13 +26,17 @@ settings.register_profile(
 PROFILE = os.environ.get("AI3_OPS_TEST_PROFILE", "quick")
 settings.load_profile(PROFILE)
 if PROFILE == "quick":  # of what `check` runs in networks' sizes, a tenth
-    cases.PRODUCTS, cases.OTHER_PRODUCTS, cases.MOST_REALISTIC = 150_000_000, 25_000_000, 16
+    cases.PRODUCTS, cases.OTHER_PRODUCTS, cases.MOST_REALISTIC = 60_000_000, 10_000_000, 10
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ALGORITHMS = [a for a in ai3_ops.algorithms() if a.device in DEVICES and not a.python]
-each_algorithm = pytest.mark.parametrize(
-    "info", ALGORITHMS, ids=[f"{a.operation}_{a.name}" + ("" if a.device == "cpu" else "_cuda") for a in ALGORITHMS]
-)
+
+
+def _of_name(a: AlgorithmInfo) -> str:
+    return f"{a.operation}_{a.name}" + ("" if a.device == "cpu" else "_cuda")
+
+
+each_algorithm = pytest.mark.parametrize("info", ALGORITHMS, ids=_of_name)
 
 
 def _kind(a: AlgorithmInfo) -> tuple[object, ...]:
@@ -52,6 +56,14 @@ def stands_for_its_like(a: AlgorithmInfo) -> bool:
     return _first[_kind(a)] == a and (not a.rule or a.operation == "conv2d")
 
 
+# Of rules in Python: `stands_for_its_like` says which run in `make test`.
+each_kind = pytest.mark.parametrize(
+    "info",
+    [
+        pytest.param(a, id=_of_name(a), marks=[pytest.mark.full] * (not stands_for_its_like(a) and a.name != "default"))
+        for a in ALGORITHMS
+    ],
+)
 each_selection = pytest.mark.parametrize(
     "every", [False, pytest.param(True, marks=pytest.mark.full)], ids=["some", "every"]
 )

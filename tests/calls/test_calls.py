@@ -242,7 +242,7 @@ def test_workspaces_are_kept_and_given_back():
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's heap")
-@pytest.mark.parametrize("side", [112, 150])
+@pytest.mark.parametrize("side", [112, pytest.param(150, marks=pytest.mark.full)])
 def test_outputs_between_small_objects_cause_no_page_faults_once_warm(side):
     code = (
         "import resource, torch, ai3_ops\n"

@@ -83,11 +83,11 @@ def test_settled_networks_keep_the_size_of_their_numbers():
 @needs_numpy
 def test_each_engine_in_its_process(monkeypatch):
     monkeypatch.setitem(bench.PACKAGES, "ncnn", ("no_such_module_of_test_bench", "a-package"))
-    engines = ["eager", "channels_last", "swap default", "load", "ncnn"]
+    engines = ["eager", "swap default", "load", "ncnn"]
     found = bench.measure(models.named(SMALL), engines, 1, 2, Progress(disable=True))
     assert list(found) == engines
     assert found["ncnn"].absent == "not installed: pip install a-package"
-    for name in engines[:4]:
+    for name in engines[:3]:
         engine = found[name]
         # So small a network does not gain everywhere.
         if name == "load" and "the model stayed as it was" in engine.absent:

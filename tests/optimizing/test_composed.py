@@ -143,7 +143,7 @@ def inputs_of(how, batch=4):
 
 
 @pytest.mark.parametrize("how", COMPOSED, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("verify", ["quick", "full"])
+@pytest.mark.parametrize("verify", ["quick", pytest.param("full", marks=pytest.mark.full)])
 def test_it_is_one_step(how, verify):
     torch.manual_seed(1)
     model, inputs = Composed(how).eval(), inputs_of(how)
@@ -367,10 +367,10 @@ def test_other_padding_stays(options):
         torch.testing.assert_close(fast(x), model(x), rtol=1e-5, atol=1e-5)
 
 
-WHOLE = [pytest.param(name, marks=pytest.mark.full) for name in ("swin_t", "swin_v2_t")]
+WHOLE = [pytest.param(name, marks=pytest.mark.full) for name in ("V2", "swin_t", "swin_v2_t")]
 
 
-@pytest.mark.parametrize("name", ["", "V2", *WHOLE])
+@pytest.mark.parametrize("name", ["", *WHOLE])
 def test_torchvisions_swin(name):
     """Two of the four stages, each of a block and one with shifted windows, and whole networks."""
     torchvision = pytest.importorskip("torchvision")

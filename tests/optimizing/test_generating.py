@@ -231,7 +231,9 @@ def test_a_model_captured_whole_says_that_it_does_not_generate():
 _SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("qwen3", "gemma2"))]
+)
 def test_transformers_decoders(kind):
     t = pytest.importorskip("transformers")
     words = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 1}

@@ -231,8 +231,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("padded", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize(
+    "name", ["Bert", "Llama", *(pytest.param(n, marks=pytest.mark.full) for n in MODELS if n not in ("Bert", "Llama"))]
+)
 def test_transformers(name, padded, nothing_anew):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{name.removesuffix('Encoder')}Config")(vocab_size=50, **MODELS[name])

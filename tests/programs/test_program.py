@@ -549,11 +549,19 @@ def test_every_step_after_every_permutation(size: tuple[int, ...]) -> None:
         p = Pair(3)
         x = p.unary(p.input(*size), "sigmoid")
         seen = p.view("permute", x, dims)
-        outputs = [p.unary(seen, "tanh"), p.binary(seen, seen, "add", "relu"), p.binary(seen, p.unary(seen, "silu"), "mul")]
+        outputs = [
+            p.unary(seen, "tanh"),
+            p.binary(seen, seen, "add", "relu"),
+            p.binary(seen, p.unary(seen, "silu"), "mul"),
+        ]
         if len(size) > 1:
             outputs += [p.affine(seen, "gelu"), p.linear(seen, 5) if len(size) < 4 else p.conv2d(seen, 5, (1, 1))]
         if len(size) == 4:
-            outputs += [p.conv2d(seen, 40, (1, 1)), p.apply("adaptive_avg_pool2d", seen, 1), p.apply("max_pool2d", seen, 1)]
+            outputs += [
+                p.conv2d(seen, 40, (1, 1)),
+                p.apply("adaptive_avg_pool2d", seen, 1),
+                p.apply("max_pool2d", seen, 1),
+            ]
             outputs.append(p.binary(seen, outputs[-2], "mul"))
         p.check(*outputs)
         p.check(*outputs, channels_last=True)
