@@ -4,7 +4,7 @@ A wheel is built once, its source tree deleted, and the wheel installed and test
 `pip install` from source: isolated, with --no-build-isolation, and editable.
 
 python .ci/wheels.py              # with all tests, each torch on each Python; every Python must be there
-python .ci/wheels.py --reduced    # what is built here; each torch and each Python once, every operator run there, values checked once
+python .ci/wheels.py --reduced    # what is built here; each torch and each Python once, every operator run there, values once
 """
 
 from __future__ import annotations

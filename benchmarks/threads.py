@@ -190,9 +190,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
     if not options.program.exists():
-        parser.error(
-            f"{options.program} is not built: cmake -S . -B build/native -DAI3_TEST_SPLITS=ON && cmake --build build/native --target ai3_splits"
-        )
+        parser.error(f"{options.program} is not built: the first lines of benchmarks/threads.py say how")
     networks = {
         (name, n): {layer.batch(n): c for layer, c in measure.network(name).items() if layer.operation != "flatten"}
         for name in bench.MODELS
