@@ -24,7 +24,7 @@ from ai3_ops.selecting.choice import Algorithm
 # Looked up once: a call asks each of these.
 _any_autocast, _tracing_state, _transformed = _torch.any_autocast, _torch.tracing_state, _torch.transformed
 _grad_enabled, _is_compiling = torch.is_grad_enabled, torch.compiler.is_compiling
-_deterministic = _torch.deterministic
+_deterministic, _any_requires_grad = _torch.deterministic, _torch.any_requires_grad
 _is_exporting = _torch.is_exporting
 _TANGENTS = "does not support forward-mode differentiation"
 QUANTIZED = "torch.ao.quantization knows no swapped layers: give it what ai3_ops.unswap returns"
@@ -141,22 +141,24 @@ class Call(Ways):
     def of_module(self, args: tuple[Any, ...]) -> Tensor:
         """As `__call__`, for a module: what was decided about such a call once is not asked again.
 
-        Only while gradients are off; what is not left to PyTorch only where nothing watches or changes what is called. A small
-        layer takes less time than to ask.
+        What is not left to PyTorch only while gradients are off, and nothing watches or changes what is called. A small layer
+        takes less time than to ask.
         """
         input = args[0]
         if not self.repeats or self.writes_nchw or type(input) is not Tensor:
             return self(*args)
-        if _is_compiling() or _grad_enabled() or _any_autocast() or _tracing_state() is not None:
+        if _is_compiling() or _any_autocast() or _tracing_state() is not None:
             return self(*args)
-        shape, stride, dtype, cuda, generation = self.left
+        grad = _grad_enabled()
+        trained = self.trained(args) if grad else 0
+        shape, stride, dtype, cuda, before, generation = self.left
         try:
             if self.reads_last and input.ndim == 4:
                 args = (input := input.contiguous(memory_format=torch.channels_last)), *args[1:]
             same = input.shape == shape and input.stride() == stride and input.dtype is dtype and input.is_cuda == cuda
         except RuntimeError:  # a nested tensor has none of these
             return self(*args)
-        if same and generation == registry.generation():
+        if same and trained == before and generation == registry.generation():
             self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
             return type(self).function(*args)
         if _deterministic() or _transformed(input) or self.operator is None or not self.calls:
@@ -164,7 +166,7 @@ class Call(Ways):
         if registry.generation() != self.generation:
             self.renew()
         try:
-            key = self.way_key(args)
+            key = trained, self.way_key(args)
             way = self.ways.get(key)
         except (AttributeError, TypeError):  # an argument that is no tensor; a list among them
             return self(*args)
@@ -172,11 +174,11 @@ class Call(Ways):
             output = self(*args)
             if len(self.ways) >= REMEMBERED:
                 self.ways.clear()
-            self.ways[key] = self.way(args)
+            self.ways[key] = self.way(args, trained > 0)
             return output
         if way is LEFT:
-            self.left = input.shape, input.stride(), input.dtype, input.is_cuda, self.generation
-        elif type(way) is CallPlan:
+            self.left = input.shape, input.stride(), input.dtype, input.is_cuda, trained, self.generation
+        elif type(way) is CallPlan and not grad:
             try:
                 inferred = self.infer(way, args)
             except RuntimeError:  # a refusal, of which `__call__` knows more
@@ -186,17 +188,21 @@ class Call(Ways):
                 return inferred
         return self(*args)
 
-    def way(self, args: tuple[Any, ...]) -> CallPlan | str:
-        """How a call of a module is made, where its arguments are the operator's already."""
+    def trained(self, args: tuple[Any, ...]) -> int:
+        """What needs gradients, as far as it decides whether `default` leaves a call to PyTorch; 0: nothing."""
+        return int(_any_requires_grad(*args))
+
+    def way(self, args: tuple[Any, ...], trained: bool) -> CallPlan | str:
+        """How a call of a module is made, where its arguments are the operator's already; one that is trained, if it is left."""
         given = self.arguments(*args)
         same = (a is b or (not isinstance(a, Tensor) and a == b) for a, b in zip(given, args, strict=False))
         if len(given) != len(args) or not all(same):
             return UNKNOWN
         if self.refused or self.varies or self.doubt:
             return UNKNOWN
-        if self.leaves(args):
+        if self.leaves(args) or (trained and self.leaves_training(args)):
             return LEFT
-        return self.plan(args) or UNKNOWN
+        return UNKNOWN if trained else self.plan(args) or UNKNOWN
 
     def leaves(self, args: tuple[Any, ...]) -> bool:
         """Whether `default` leaves such a call to PyTorch, as `run_or_leave` finds."""

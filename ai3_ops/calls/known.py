@@ -16,13 +16,8 @@ from ai3_ops.problem import Problem
 from ai3_ops.selecting.choice import Algorithm
 
 SWITCHES = ("deterministic", "allow_tf32")  # keyword arguments that every algorithm of some operations has
-NONE_LEFT = (
-    None,
-    None,
-    None,
-    False,
-    -1,
-)  # an input's shape, strides, dtype, whether on CUDA; the registry's generation
+# An input's shape, strides, dtype, whether on CUDA; what gradients are needed of (`Call.trained`); the registry's generation.
+NONE_LEFT = (None, None, None, False, -1, -1)
 
 
 def approximation(chosen: str) -> str:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import copy
 import copyreg
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from ai3_ops import registry
-from ai3_ops._torch import is_sharded, qconfig_for
+from ai3_ops._torch import is_sharded, qconfig_for, transformed
 from ai3_ops.calls.call import Call
 from ai3_ops.nn import layout
 from ai3_ops.nn.kinds import LEAVES, original_class, set_class
@@ -26,6 +28,7 @@ from ai3_ops.nn.methods import Originals, rewritten
 from ai3_ops.nn.sites import Found, Site, find
 
 FORMAT = 1  # of pickled swapped modules
+FUSED = "PyTorch computes the whole layer in one call where few tokens come (docs/swap.md)"
 # What swap leaves in a module: its Call or Sites, where it is swapped; plain values for `explain` and the next swap, where not.
 MARKS = ("_ai3", "_ai3_lost", layout.FORMER)
 _newobj: Any = vars(copyreg)["__newobj__"]
@@ -179,10 +182,58 @@ def _new(found: Any, original: type[nn.Module], *args: Any) -> nn.Module:
     return cls.__new__(cls, *args)
 
 
-class Slow(Swapped):
-    """Holds swapped modules: PyTorch's inference fast path would not call them, and is not taken."""
+_PRODUCTS = (
+    2**23
+)  # of a row's features, those between the linear layers and the rows: below, PyTorch's one call gains more
+_whole = threading.local()  # the layers that compute as one call, by thread
 
-    activation_relu_or_gelu = property(lambda self: 0, lambda self, value: None)
+
+def _fast_path(layer: Any) -> int:
+    return vars(layer).get("activation_relu_or_gelu", 0) if layer in getattr(_whole, "layers", ()) else 0
+
+
+class Slow(Swapped):
+    """Holds swapped modules: PyTorch's inference fast path would not call them, and is taken where nothing else was asked for
+    than `default`, and so few tokens come that the calls themselves are what takes time.
+    """
+
+    activation_relu_or_gelu = property(_fast_path, lambda self, value: vars(self).update(activation_relu_or_gelu=value))
+
+    def forward(self, src: Any, *args: Any, **kwargs: Any) -> Any:
+        """PyTorch's."""
+        forward: Any = super().forward
+        calls = [] if torch.compiler.is_compiling() else self._left_whole(src)
+        if not calls:
+            return forward(src, *args, **kwargs)
+        _whole.layers = (*(before := getattr(_whole, "layers", ())), self)
+        try:
+            for call in calls:
+                call.calls, call.torch_calls = call.calls + 1, call.torch_calls + 1
+                call.reason = FUSED
+            return forward(src, *args, **kwargs)
+        finally:
+            _whole.layers = before
+
+    def _left_whole(self, src: Any) -> list[Call]:
+        """The calls inside, where `default` leaves them all to PyTorch's fused layer."""
+        linear = vars(self)["_modules"].get("linear1")
+        if type(src) is not Tensor or src.dtype != torch.float32 or not isinstance(linear, nn.Linear):
+            return []
+        if (
+            src.numel() * linear.out_features >= _PRODUCTS
+            or torch.is_grad_enabled()
+            or transformed(src)
+            or not src.is_cpu
+        ):
+            return []
+        calls = [
+            module.__dict__.get("_ai3") for module in vars(self)["_modules"].values() if isinstance(module, Swapped)
+        ]
+        for call in calls:
+            chosen = call.algorithm if isinstance(call, Call) else None
+            if chosen is None or chosen.name != "default" or call.strict or not call.calls:
+                return []
+        return calls
 
 
 class Dense(Swapped):

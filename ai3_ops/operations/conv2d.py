@@ -592,6 +592,10 @@ class Conv2dCall(SwitchedCall):
             input = input.contiguous()
         return input, weight, bias, stride, *rest
 
+    def trained(self, args: tuple[Any, ...]) -> int:
+        """The weight's gradient, which PyTorch's may be wrong for (`trains_astray`), apart from others."""
+        return 2 if args[1].requires_grad else super().trained(args)
+
     @staticmethod
     def may_gain_on_cuda(problem: Any) -> bool:
         """For some batch; sizes that are not known may be any."""

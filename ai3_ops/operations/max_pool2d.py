@@ -91,8 +91,11 @@ class MaxPool2dCall(Call):
     functions = (F.max_pool2d, torch.max_pool2d)
     function = torch.max_pool2d
     modules: ClassVar = {
-        nn.MaxPool2d: lambda m, x: (x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, m.return_indices)
-    }
+        nn.MaxPool2d: lambda m, x: (
+            x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, *([True] if m.return_indices else [])
+        )
+    }  # fmt: skip
+    repeats = True
 
     def __call__(self, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
         """As torch.nn.functional.max_pool2d."""

@@ -45,6 +45,8 @@ class ReluCall(Call):
     modules: ClassVar = {nn.ReLU: lambda m, x: (x, m.inplace)}
     inside = (nn.LPPool2d,)
     in_place_argument = True
+    why_left = "PyTorch is faster (docs/algorithms/relu/default.md)"
+    never_gains = True
 
     def __call__(self, input: Tensor, inplace: bool = False) -> Tensor:
         """As torch.nn.functional.relu."""

@@ -89,11 +89,12 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
             if described.call.returns_view:  # what is later written to the view shows in the input
                 call.reason = "PyTorch returns a view, not a copy"
                 return
-            if described.call.never_gains and described.device() == "cpu":
+            ours = registry.preferred.get(described.operation) is None  # not what the user registered as default
+            on_cuda = described.device().startswith("cuda")
+            if ours and described.call.never_gains and not on_cuda:
                 call.reason = described.call.why_left
                 return
-            on_cuda = described.device().startswith("cuda") and registry.preferred.get(described.operation) is None
-            if on_cuda and not described.call.may_gain_on_cuda(described.problem()):
+            if ours and on_cuda and not described.call.may_gain_on_cuda(described.problem()):
                 call.reason = UNMEASURED
                 return
             if described.leaves_computed():

@@ -101,7 +101,8 @@ class Emitter {
   // The value, or a dense copy, with neighbours in its last dimension.
   int with_rows(int v);
   int64_t row(int v, const Sizes& order) const;  // elements from one row to the next
-  // Of rows of channels, and of a dense image in PyTorch's order: also along dimensions of one element, where a view's mean nothing.
+  // Of rows of channels, and of a dense image in PyTorch's order: also along dimensions of one element, where a view's mean
+  // nothing.
   Strides4 image_strides(int v) const;
   Strides4 plane_strides(int v) const;
   // Whether y may be written over x, which nothing reads any more; then it is.
