@@ -219,21 +219,16 @@ class Slow(Swapped):
         linear = vars(self)["_modules"].get("linear1")
         if type(src) is not Tensor or src.dtype != torch.float32 or not isinstance(linear, nn.Linear):
             return []
-        if (
-            src.numel() * linear.out_features >= _PRODUCTS
-            or torch.is_grad_enabled()
-            or transformed(src)
-            or not src.is_cpu
-        ):
+        few = src.numel() * linear.out_features < _PRODUCTS
+        if not few or torch.is_grad_enabled() or transformed(src) or not src.is_cpu:
             return []
-        calls = [
-            module.__dict__.get("_ai3") for module in vars(self)["_modules"].values() if isinstance(module, Swapped)
-        ]
+        children = vars(self)["_modules"].values()
+        made = [child.__dict__.get("_ai3") for child in children if isinstance(child, Swapped)]
+        calls = [call for call in made if isinstance(call, Call)]
         for call in calls:
-            chosen = call.algorithm if isinstance(call, Call) else None
-            if chosen is None or chosen.name != "default" or call.strict or not call.calls:
+            if call.algorithm is None or call.algorithm.name != "default" or call.strict or not call.calls:
                 return []
-        return calls
+        return calls if len(calls) == len(made) else []
 
 
 class Dense(Swapped):
