@@ -59,6 +59,10 @@ class Call(Ways):
         if hasattr(cls, "operation"):
             Call.by_name[cls.operation] = cls
 
+    def may_gain(self, module: nn.Module) -> bool:
+        """Whether `default` could be faster than PyTorch on this CPU for some call of the module, or in its methods."""
+        return not self.never_gains
+
     @classmethod
     def computed_by(cls, module: nn.Module) -> bool:
         """Whether a module makes this call, although its own source may not say so."""

@@ -132,6 +132,11 @@ class GeluCall(ElementwiseCall):
         enough = MEASURED and input.numel() >= _ELEMENTS if by_tanh else WIDEST and input.numel() <= _ELEMENTS
         return enough and input.dtype in MEASURED_IN
 
+    def may_gain(self, module: Any) -> bool:
+        """Of a module of one form, that."""
+        forms = [module.approximate] if isinstance(module, nn.GELU) else FORMS
+        return MEASURED and (WIDEST or "tanh" in forms)
+
     @classmethod
     def computed_by(cls, module: nn.Module) -> bool:
         """Also layers of transformers with this activation."""

@@ -91,7 +91,7 @@ def _choose(described: Described, choice: Choice, strict: bool, approximate: boo
                 return
             ours = registry.preferred.get(described.operation) is None  # not what the user registered as default
             on_cuda = described.device().startswith("cuda")
-            if ours and described.call.never_gains and not on_cuda:
+            if ours and not on_cuda and not described.call.may_gain(described.module):
                 call.reason = described.call.why_left
                 return
             if ours and on_cuda and not described.call.may_gain_on_cuda(described.problem()):
