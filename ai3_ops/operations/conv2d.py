@@ -494,6 +494,7 @@ _PIXELS, _PIXELS_16_BITS = 1024, 4096
 _CHANNELS = 16  # with fewer there is little to gain
 _TILES = _library.registry()["processor_has_matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
+_FILTERS, _PRODUCTS_OF_FEW = 32, 2**23  # of a layer with fewer channels than that in or out, as images in colour have
 
 
 _WIDE_VECTOR = _library.registry()["onednn_wide_vector"]
@@ -696,10 +697,11 @@ class Conv2dCall(SwitchedCall):
         if isinstance(padding, str):
             input, padding = _padding_of_word(input, weight, stride, padding, dilation)
         if self.reads_last and isinstance(input, Tensor) and input.ndim == 4:
-            traced = (
-                not torch.compiler.is_compiling() and _torch.tracing_state() is not None
-            )  # whose strides are tensors
-            if traced or not is_channels_last(input):  # contiguous(memory_format) fails under vmap
+            compiling = torch.compiler.is_compiling()
+            traced = not compiling and _torch.tracing_state() is not None  # whose strides are tensors
+            if not (compiling or traced or _torch.in_transform()):
+                input = input.contiguous(memory_format=torch.channels_last)  # which fails under vmap
+            elif traced or not is_channels_last(input):
                 input = input.movedim(1, 3).contiguous().movedim(3, 1)
         return input, weight, bias, stride, padding, dilation, groups
 
@@ -722,7 +724,10 @@ class Conv2dCall(SwitchedCall):
         if input.device.type != "cpu" or input.ndim != 4 or weight.ndim != 4:
             return True
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else input.dtype
-        if groups == input.shape[1] or trains_astray(input, weight, dtype, args[3:]):  # depthwise
+        if trains_astray(input, weight, dtype, args[3:]):
+            return True
+        channels = input.shape[1]
+        if channels == groups > 1:  # depthwise
             return True
         kernel = tuple(weight.shape[2:])
         strides = (stride, stride) if isinstance(stride, int) else tuple(stride) * (2 // len(stride))
@@ -736,9 +741,11 @@ class Conv2dCall(SwitchedCall):
             return not tiled and kernel == (3, 3) and strides == (1, 1) and pixels >= _PIXELS_16_BITS
         if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
             return True
-        if kernel == (1, 1):
-            return pixels * weight.shape[0] * weight.shape[1] >= _PRODUCTS
-        return pixels >= _PIXELS
+        products = pixels * weight.numel()
+        if min(weight.shape[:2]) < _CHANNELS:
+            enough = 1 < channels and weight.shape[0] >= _FILTERS and products >= _PRODUCTS_OF_FEW
+            return enough and kernel != (1, 1)
+        return products >= _PRODUCTS if kernel == (1, 1) else pixels >= _PIXELS
 
 
 def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, dilation: Any) -> tuple[Tensor, Any]:
