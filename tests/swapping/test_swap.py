@@ -600,7 +600,8 @@ def test_report_of_a_rule_before_its_first_call():
     model = swap(nn.Conv2d(1, 2, 1), "default")
     (row,) = explain(model).layers
     assert (row.used, row.reason.partition(":")[0]) == ("default", "not known yet")
-    model(torch.randn(1, 1, 3, 3))
+    with torch.no_grad():
+        model(torch.randn(1, 1, 3, 3))
     (row,) = explain(model).layers
     assert (row.used, row.reason) == ("depthwise", "one channel, and few filters")
 
