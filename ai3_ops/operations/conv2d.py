@@ -743,7 +743,7 @@ class Conv2dCall(SwitchedCall):
             return True
         products = pixels * weight.numel()
         if min(weight.shape[:2]) < _CHANNELS:
-            enough = 1 < channels and weight.shape[0] >= _FILTERS and products >= _PRODUCTS_OF_FEW
+            enough = channels > 1 and weight.shape[0] >= _FILTERS and products >= _PRODUCTS_OF_FEW
             return enough and kernel != (1, 1)
         return products >= _PRODUCTS if kernel == (1, 1) else pixels >= _PIXELS
 
