@@ -42,7 +42,7 @@ test: cpp-test .venv/.wheel-test
 CTEST = ctest --output-on-failure --no-tests=ignore --parallel $(WORKERS) --test-dir
 cpp-test: build .venv/.test
 	$(call say,C++ tests)
-	cmake -S . -B $(BUILD) $(CMAKE_ARGS) -DAI3_BUILD_TESTS=ON >> .venv/build.log
+	cmake -S . -B $(BUILD) $(CMAKE_ARGS) -DAI3_BUILD_TESTS=ON -DAI3_TEST_SPLITS=OFF >> .venv/build.log
 	cmake --build $(BUILD) --parallel $(JOBS)
 	$(CTEST) $(BUILD)
 

@@ -105,3 +105,8 @@ def test_a_weight_s_gradient_of_what_meets_only_padding(run):
 def test_a_maximum_outside_of_the_input(run):
     done = run(11, "print(int(at.max()) > 0 or int(at.min()) < 0)")
     assert done.stdout.strip() == "True", done.stderr
+
+
+def test_float_masks_of_encoder_layers(run):
+    done = run(12, "print(float((fast - right).detach().abs().nan_to_num(9.0).max()))")
+    assert float(done.stdout) > 0.05, done.stderr

@@ -155,7 +155,7 @@ class Call(Ways):
             return self(*args)
         grad = _grad_enabled()
         trained = self.trained(args) if grad else 0
-        shape, stride, dtype, cuda, before, generation = self.left
+        shape, stride, dtype, cuda, before, generation, left_training = self.left
         try:
             if self.reads_last and input.ndim == 4:
                 args = (input := input.contiguous(memory_format=torch.channels_last)), *args[1:]
@@ -164,6 +164,8 @@ class Call(Ways):
             return self(*args)
         if same and trained == before and generation == registry.generation():
             self.calls, self.torch_calls = self.calls + 1, self.torch_calls + 1
+            if trained:
+                self.left_training = left_training
             return type(self).function(*args)
         if _deterministic() or _transformed(input) or self.operator is None or not self.calls:
             return self(*args)
@@ -172,17 +174,23 @@ class Call(Ways):
         try:
             key = trained, self.way_key(args)
             way = self.ways.get(key)
-        except (AttributeError, TypeError):  # an argument that is no tensor; a list among them
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # an argument that is no tensor; a list among them; a sparse weight
             return self(*args)
         if way is None:
             output = self(*args)
             if len(self.ways) >= REMEMBERED:
                 self.ways.clear()
-            self.ways[key] = self.way(args, trained > 0)
+            self.ways[key] = self.way(args, bool(trained))
             return output
         if way is LEFT:
-            self.left = input.shape, input.stride(), input.dtype, input.is_cuda, trained, self.generation
-        elif type(way) is CallPlan and not grad:
+            output, form = self(*args), (input.shape, input.stride(), input.dtype, input.is_cuda)
+            self.left = *form, trained, self.generation, self.left_training
+            return output
+        if type(way) is CallPlan and not grad:
             try:
                 inferred = self.infer(way, args)
             except RuntimeError:  # a refusal, of which `__call__` knows more
@@ -192,8 +200,8 @@ class Call(Ways):
                 return inferred
         return self(*args)
 
-    def trained(self, args: tuple[Any, ...]) -> int:
-        """What needs gradients, as far as it decides whether `default` leaves a call to PyTorch; 0: nothing."""
+    def trained(self, args: tuple[Any, ...]) -> Any:
+        """What needs gradients, as far as it decides whether `default` leaves a call to PyTorch; false: nothing."""
         return int(_any_requires_grad(*args))
 
     def way(self, args: tuple[Any, ...], trained: bool) -> CallPlan | str:

@@ -16,8 +16,9 @@ from ai3_ops.problem import Problem
 from ai3_ops.selecting.choice import Algorithm
 
 SWITCHES = ("deterministic", "allow_tf32")  # keyword arguments that every algorithm of some operations has
-# An input's shape, strides, dtype, whether on CUDA; what gradients are needed of (`Call.trained`); the registry's generation.
-NONE_LEFT = (None, None, None, False, -1, -1)
+# An input's shape, strides, dtype, whether on CUDA; what gradients are needed of (`Call.trained`); the registry's generation;
+# whether training was the reason.
+NONE_LEFT = (None, None, None, False, -1, -1, False)
 
 
 def approximation(chosen: str) -> str:

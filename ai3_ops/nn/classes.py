@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from ai3_ops import registry
-from ai3_ops._torch import is_sharded, qconfig_for, transformed
+from ai3_ops._torch import any_autocast, is_sharded, qconfig_for, transformed
 from ai3_ops.calls.call import Call
 from ai3_ops.nn import layout
 from ai3_ops.nn.kinds import LEAVES, original_class, set_class
 from ai3_ops.nn.methods import Originals, rewritten
 from ai3_ops.nn.sites import Found, Site, find
+from ai3_ops.selecting.choice import Algorithm
 
 FORMAT = 1  # of pickled swapped modules
 FUSED = "PyTorch computes the whole layer in one call where few tokens come (docs/swap.md)"
@@ -182,53 +183,17 @@ def _new(found: Any, original: type[nn.Module], *args: Any) -> nn.Module:
     return cls.__new__(cls, *args)
 
 
-_PRODUCTS = (
-    2**23
-)  # of a row's features, those between the linear layers and the rows: below, PyTorch's one call gains more
-_whole = threading.local()  # the layers that compute as one call, by thread
+_whole = threading.local()  # the layer that PyTorch may compute in one call, by thread
 
 
 def _fast_path(layer: Any) -> int:
-    return vars(layer).get("activation_relu_or_gelu", 0) if layer in getattr(_whole, "layers", ()) else 0
+    return vars(layer).get("activation_relu_or_gelu", 0) if getattr(_whole, "layer", None) is layer else 0
 
 
 class Slow(Swapped):
-    """Holds swapped modules: PyTorch's inference fast path would not call them, and is taken where nothing else was asked for
-    than `default`, and so few tokens come that the calls themselves are what takes time.
-    """
+    """Holds swapped modules: PyTorch's inference fast path would not call them, and is not taken."""
 
     activation_relu_or_gelu = property(_fast_path, lambda self, value: vars(self).update(activation_relu_or_gelu=value))
-
-    def forward(self, src: Any, *args: Any, **kwargs: Any) -> Any:
-        """PyTorch's."""
-        forward: Any = super().forward
-        calls = [] if torch.compiler.is_compiling() else self._left_whole(src)
-        if not calls:
-            return forward(src, *args, **kwargs)
-        _whole.layers = (*(before := getattr(_whole, "layers", ())), self)
-        try:
-            for call in calls:
-                call.calls, call.torch_calls = call.calls + 1, call.torch_calls + 1
-                call.reason = FUSED
-            return forward(src, *args, **kwargs)
-        finally:
-            _whole.layers = before
-
-    def _left_whole(self, src: Any) -> list[Call]:
-        """The calls inside, where `default` leaves them all to PyTorch's fused layer."""
-        linear = vars(self)["_modules"].get("linear1")
-        if type(src) is not Tensor or src.dtype != torch.float32 or not isinstance(linear, nn.Linear):
-            return []
-        few = src.numel() * linear.out_features < _PRODUCTS
-        if not few or torch.is_grad_enabled() or transformed(src) or not src.is_cpu:
-            return []
-        children = vars(self)["_modules"].values()
-        made = [child.__dict__.get("_ai3") for child in children if isinstance(child, Swapped)]
-        calls = [call for call in made if isinstance(call, Call)]
-        for call in calls:
-            if call.algorithm is None or call.algorithm.name != "default" or call.strict or not call.calls:
-                return []
-        return calls if len(calls) == len(made) else []
 
 
 class Dense(Swapped):
@@ -359,11 +324,54 @@ def _leaf_class(
 OF_KINDS = {original: _leaf_class(original, operation, made, "ai3_ops.nn") for original, operation, made in LEAVES}
 
 
+_PRODUCTS = 2**23  # of a linear layer: below, PyTorch's one call gains more than the parts do
+
+
 class TransformerEncoderLayer(Slow, nn.TransformerEncoderLayer):
-    """nn.TransformerEncoderLayer without its fast path."""
+    """nn.TransformerEncoderLayer without its fast path, but for few tokens and where nothing else than `default` was chosen.
+
+    Not with masks, which that path takes for others (docs/pytorch.md).
+    """
 
     __module__ = "ai3_ops.nn"
     _ai3_original = nn.TransformerEncoderLayer
+
+    def forward(
+        self,
+        src: Tensor,
+        src_mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool = False,
+    ) -> Tensor:
+        """PyTorch's."""
+        masked = src_mask is not None or src_key_padding_mask is not None or is_causal
+        calls = [] if torch.compiler.is_compiling() or masked else self._left_whole(src)
+        if not calls:
+            return super().forward(src, src_mask, src_key_padding_mask, is_causal)
+        before, _whole.layer = [call.calls for call in calls], self
+        try:
+            output = super().forward(src)
+        finally:
+            _whole.layer = None
+        if [call.calls for call in calls] == before:  # it may have had reasons to call them after all
+            for call in calls:
+                call.calls, call.torch_calls, call.reason = call.calls + 1, call.torch_calls + 1, FUSED
+        return output
+
+    def _left_whole(self, src: Any) -> list[Call]:
+        """The calls inside, where `default` leaves them all to PyTorch's one call."""
+        if type(src) is not Tensor or src.dtype != torch.float32 or not src.is_cpu or torch.is_grad_enabled():
+            return []
+        if src.numel() * self.linear1.out_features >= _PRODUCTS or transformed(src) or any_autocast():
+            return []
+        made = [child.__dict__.get("_ai3") for child in self.children() if isinstance(child, Swapped)]
+        calls = [call for call in made if isinstance(call, Call)]
+        for call in calls:
+            if call.algorithm != Algorithm("default") or call.strict or not call.calls:
+                return []
+            if registry.preferred.get(call.operation) is not None:
+                return []
+        return calls if len(calls) == len(made) else []
 
 
 class TransformerEncoder(Dense, nn.TransformerEncoder):

@@ -593,9 +593,10 @@ class Conv2dCall(SwitchedCall):
             input = input.contiguous()
         return input, weight, bias, stride, *rest
 
-    def trained(self, args: tuple[Any, ...]) -> int:
-        """The weight's gradient, which PyTorch's may be wrong for (`trains_astray`), apart from others."""
-        return 2 if args[1].requires_grad else super().trained(args)
+    def trained(self, args: tuple[Any, ...]) -> Any:
+        """With the weight's gradient what decides whether PyTorch's is wrong (`trains_astray`)."""
+        weight = args[1]
+        return (weight.shape, *args[3:]) if weight.requires_grad else super().trained(args)
 
     @staticmethod
     def may_gain_on_cuda(problem: Any) -> bool:
@@ -742,7 +743,7 @@ class Conv2dCall(SwitchedCall):
         if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
             return True
         products = pixels * weight.numel()
-        if min(weight.shape[:2]) < _CHANNELS:
+        if min(channels, weight.shape[0]) < _CHANNELS:
             enough = channels > 1 and weight.shape[0] >= _FILTERS and products >= _PRODUCTS_OF_FEW
             return enough and kernel != (1, 1)
         return products >= _PRODUCTS if kernel == (1, 1) else pixels >= _PIXELS

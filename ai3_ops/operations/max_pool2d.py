@@ -97,6 +97,10 @@ class MaxPool2dCall(Call):
     }  # fmt: skip
     repeats = True
 
+    def of_module(self, args: tuple[Any, ...]) -> Any:
+        """With indices, which may be asked of the module after the swap, they are PyTorch's."""
+        return self(*args) if len(args) > 6 else super().of_module(args)
+
     def __call__(self, *args: Any, return_indices: bool = False, **kwargs: Any) -> Any:
         """As torch.nn.functional.max_pool2d."""
         if return_indices or (len(args) > 6 and args[6]):  # set on the module after the swap

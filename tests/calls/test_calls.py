@@ -458,6 +458,56 @@ def test_calls_left_while_gradients_are_on_are_counted_and_asked_about_once(laye
         assert swapped(x.detach()).requires_grad
 
 
+@pytest.mark.parametrize("changed", ["stride", "weight"])
+def test_settings_changed_after_calls_that_were_left_are_seen(changed):
+    """PyTorch's gradient of the weight of strided 1x1 layers is wrong in channels_last with AVX2 (docs/pytorch.md)."""
+    torch.manual_seed(0)
+    layer = ai3_ops.swap(nn.Conv2d(2, 8, 1 if changed == "stride" else 3, bias=False), "default").train()
+    x = torch.randn(2, 2, 14, 14).contiguous(memory_format=torch.channels_last)
+    for _ in range(4):
+        layer(x).sum().backward()
+    if changed == "weight":
+        layer.weight = nn.Parameter(torch.randn(8, 2, 1, 1).contiguous(memory_format=torch.channels_last))
+    layer.stride = (2, 2)
+    for _ in range(3):
+        layer.weight.grad = None
+        y = layer(x)
+        g = torch.randn_like(y)
+        y.backward(g)
+        w = layer.weight.detach().double().contiguous().requires_grad_()
+        F.conv2d(x.double().contiguous(), w, stride=2).backward(g.double().contiguous())
+        torch.testing.assert_close(layer.weight.grad.double(), w.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_indices_asked_for_after_calls_that_were_left():
+    pool, x = ai3_ops.swap(nn.MaxPool2d(2), "default"), torch.randn(1, 2, 6, 6, requires_grad=True)
+    for _ in range(4):
+        pool(x).sum().backward()
+    pool.return_indices = True
+    y, at = pool(x)
+    assert torch.equal(y.flatten(2), x.flatten(2).gather(2, at.flatten(2)))
+
+
+def test_sparse_weights_are_pytorchs_in_every_mode():
+    layer, x = nn.Linear(32, 32, bias=False), torch.randn(4, 32)
+    layer.weight = nn.Parameter(layer.weight.detach().to_sparse_csr(), requires_grad=False)
+    expected = layer(x)
+    swapped = ai3_ops.swap(layer, "default", inplace=True)
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode():
+            for _ in range(3):
+                torch.testing.assert_close(swapped(x), expected)
+
+
+def test_training_is_named_whatever_came_between():
+    layer = ai3_ops.swap(nn.Conv2d(16, 16, 3, padding=1), "default")
+    few, many = torch.randn(1, 16, 8, 8), torch.randn(2, 16, 40, 40)
+    for x in (few, few, few, few, many, few):
+        layer(x)
+    (row,) = ai3_ops.explain(layer).layers
+    assert "training steps" in row.reason
+
+
 @pytest.mark.skipif(LEVEL == "avx512", reason="its rule leaves other calls")
 @pytest.mark.parametrize(
     ("layer", "size", "reason"),

@@ -62,8 +62,9 @@ LONG = ("backward_opcheck", "transforms", "sizes", "out", "fused")
 def _pairs():
     for info, check in itertools.product(ALGORITHMS, CHECKS):
         long = info.rule and info.operation != "conv2d" and check in LONG
-        again = (
-            check in OF_RULES and not stands_for_its_like(info) and not (info.name == "default" and check == "opcheck")
+        own = check == "gradients" and info.backward == "own"  # kernels of its own
+        again = check in OF_RULES and not (
+            stands_for_its_like(info) or own or (info.name == "default" and check == "opcheck")
         )
         # Attention's backward operators share their rules; the presets of block_sparse have the longest lists of operands.
         long |= (

@@ -114,7 +114,8 @@ class Kernel : public testing::Test {
           }
         // What is fused: in float32 a quarter of it at every problem, in the other types one of each, by turns.
         const bool all = dtype == DType::f32;
-        const int turn = next_++, quarter = problem / 2 % 4;
+        const int turn = next_++, quarter = floats_ / 2 % 4;
+        if (all) floats_++;
         if constexpr (requires { p.has_prologue; })
           if (t.prologue)
             for (bool relu : {false, true}) {
@@ -128,6 +129,7 @@ class Kernel : public testing::Test {
           if (t.epilogue)
             for (int i = 1; i <= static_cast<int>(Activation::elu); i++) {
               if (all ? i % 4 != quarter && !at_full_size() : i != 1 + turn % static_cast<int>(Activation::elu)) continue;
+              if (all) met_ |= 1u << i;
               P fused = p;
               fused.activation = static_cast<Activation>(i);
               fused.has_residual = fused.activation != Activation::gelu && fused.activation != Activation::prelu;
@@ -140,6 +142,9 @@ class Kernel : public testing::Test {
     // block_sparse needs lists of blocks, bigbird the size of one: tests of the operators give them.
     if (!done && names_own(refusal)) GTEST_SKIP() << "problems have no parameters of its own: " << refusal;
     EXPECT_GT(done, 0) << "supports none of the problems";
+    if constexpr (requires(P p) { p.activation; })
+      EXPECT_TRUE(!t.epilogue || floats_ < 8 || met_ == (2u << static_cast<int>(Activation::elu)) - 2)
+          << "activations were left out";
   }
 
  private:
@@ -181,7 +186,8 @@ class Kernel : public testing::Test {
   }
 
   const Algorithm<P>& a_;
-  int next_ = 0;
+  int next_ = 0, floats_ = 0;  // problems so far: of all types, of float32
+  unsigned met_ = 0;           // activations of float32, a bit each
 };
 
 }  // namespace

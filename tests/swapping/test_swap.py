@@ -634,48 +634,90 @@ class MyLayer(nn.TransformerEncoderLayer):
     pass
 
 
-@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, MyLayer])
-def test_layers_of_few_tokens_take_pytorchs_fast_path(kind, monkeypatch):
+class OwnFeedForward(nn.TransformerEncoderLayer):
+    def forward(self, x, mask=None):
+        return super().forward(x, mask)
+
+    def _ff_block(self, x):
+        return self.linear2(F.silu(self.linear1(x)))
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """A list that grows with each of PyTorch's calls of a whole encoder layer."""
+    calls, function = [], torch._transformer_encoder_layer_fwd
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: (calls.append(1), function(*args))[1])
+    return calls
+
+
+def encoder_layer(kind=nn.TransformerEncoderLayer, **options):
+    torch.manual_seed(0)
+    return kind(16, 2, 32, dropout=0.0, **{"batch_first": True, **options}).eval()
+
+
+def test_layers_of_few_tokens_take_pytorchs_fast_path(fused):
     """Where nothing but `default` was asked for, and nothing is trained or watched."""
-    fused = []
-    call = torch._transformer_encoder_layer_fwd
-    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: (fused.append(1), call(*args))[1])
-    model, x = kind(16, 2, 32, dropout=0.0, batch_first=True).eval(), torch.randn(2, 5, 16)
+    model, x = encoder_layer(), torch.randn(2, 5, 16)
     swapped, named = swap(model, "default"), swap(model, {"attention": "default", "linear": "gemm"})
 
-    def fuses(module, given):
+    def fuses(module, given, **more):
         fused.clear()
-        close(module(given), model(given))
-        return len(fused) == 2  # the model's, too
+        output = module(given, **more)
+        taken = bool(fused)
+        close(output, model.double()(given.double(), **more).float())
+        model.float()
+        return taken
 
     with torch.no_grad():
         for module in (swapped, named):
-            module(x)  # the first is seen by each part
+            assert not fuses(module, x)  # the first is seen by each part
         assert fuses(swapped, x)
         assert not fuses(named, x)
         assert not fuses(swapped, torch.randn(64, 300, 16))
-        rows = explain(swapped).layers
-        assert {row.calls for row in rows if row.operation != "relu"} == {3}
-        assert any("the whole layer in one call" in row.reason for row in rows)
+        with torch.autocast("cpu", torch.bfloat16):
+            fused.clear()
+            swapped(x)
+            assert not fused
+        rows = [row for row in explain(swapped).layers if row.operation != "relu"]
+        assert {row.calls for row in rows} == {4}
+        assert fuses(swapped, x)
+        assert all("the whole layer in one call" in row.reason for row in explain(swapped).layers if row.calls)
     fused.clear()
     y = swapped(x)
     assert not fused
     assert y.requires_grad
     with torch.no_grad():
         swapped.linear1.register_forward_hook(lambda *_: None)
-        close(swapped(x), model(x))
-        assert len(fused) == 1  # the model's
+        assert not fuses(swapped, x)  # counted once
+    assert {row.calls for row in explain(swapped).layers if row.operation != "relu"} == {7}
 
 
-def test_subclasses_of_transformer_layers_call_their_swapped_modules():
-    model, x = MyLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 5, 8)
-    swapped = swap(model, {"linear": "gemm"})
-    for m in (swapped, pickle.loads(pickle.dumps(swapped))):
-        with torch.no_grad():
-            close(m(x), model(x))
-        assert type(m).__name__ == "MyLayer"
-    assert {row.calls for row in explain(swapped).layers if row.used == "gemm"} == {1}
-    assert type(unswap(swapped)) is MyLayer
+@pytest.mark.parametrize("mask", ["additive", "causal", "padding"])
+def test_layers_with_masks_take_no_fast_path(fused, mask):
+    """Which takes additive masks for boolean ones, and makes NaN of rows without tokens."""
+    model, x = nn.TransformerEncoder(encoder_layer(), 2).eval(), torch.randn(2, 5, 16)
+    given = {
+        "additive": {"mask": torch.randn(5, 5)},
+        "causal": {"mask": torch.full((5, 5), -torch.inf).triu(1), "is_causal": True},
+        "padding": {"src_key_padding_mask": torch.tensor([[False] * 3 + [True] * 2, [False] * 5])},
+    }[mask]
+    swapped = swap(model, "default")
+    expected = model(x, **given).detach()  # with gradients on, which have no fast path
+    with torch.no_grad():
+        for _ in range(3):
+            close(swapped(x, **given), expected)
+    assert not fused
+
+
+def test_subclasses_with_code_of_their_own_take_no_fast_path(fused):
+    model, x = encoder_layer(OwnFeedForward), torch.randn(2, 5, 16)
+    swapped = swap(model, {"linear": "default", "silu": "direct"})
+    expected = model(x).detach()
+    with torch.no_grad():
+        for _ in range(3):
+            close(swapped(x=x), expected)
+    assert not fused
+    assert {row.calls for row in explain(swapped).layers if row.used == "direct"} == {3}
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
