@@ -542,6 +542,43 @@ def test_random_networks(network: tuple[Pair, list[Value], bool]) -> None:
     p.check(*outputs, channels_last=channels_last)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_of_many_dimensions(dtype: torch.dtype) -> None:
+    """Of more than four that do not lie in one another: as many copies of four as the outer ones count."""
+    for size, dims in (((8, 3, 40, 5, 7), (4, 2, 0, 3, 1)), ((2, 24, 2, 3, 4, 4, 3), (0, 5, 3, 1, 6, 4, 2))):
+        p = Pair(5, dtype)
+        x = p.input(*size)
+        p.check(p.view("reshape", p.view("permute", x, dims), (size[dims[0]], -1)))
+
+
+@pytest.mark.parametrize("by", ["slices", "selects"])
+def test_a_product_with_one_pixel_of_itself(by: str) -> None:
+    """It is read until the last pixel is written."""
+    for batch in (1, 2):
+        p = Pair(6)
+        x = p.unary(p.input(batch, 8, 4, 4, layout="channels_last"), "relu")
+        if by == "slices":
+            pixel = p.slice(p.slice(x, 2, 3, 2), 1, 2, 3)
+        else:
+            pixel = p.view("reshape", p.view("select", p.view("select", x, 3, 1), 2, 2), (batch, 8, 1, 1))
+        product = p.note(p.builder.binary(x, pixel, "mul"), p.of(x) * p.of(pixel))
+        p.check(p.unary(product, "sigmoid"))
+
+
+def test_a_roll_along_a_dimension_that_is_named_twice() -> None:
+    for shifts, dims in (((2, 3), (1, 1)), ((-1, 3, 9), (0, 1, 0)), ((4, 3), (1, 1))):
+        p = Pair(7)
+        p.check(p.view("roll", p.unary(p.input(3, 7), "relu"), shifts, dims))
+
+
+def test_sizes_below_minus_one_are_refused() -> None:
+    p = Pair(8)
+    x = p.input(2, 3)
+    program = p.builder.build([p.builder.reshape(x, (-2, -3))])
+    with pytest.raises(RuntimeError, match="needs sizes of at least -1"):
+        program(*p.inputs)
+
+
 @pytest.mark.parametrize("size", [(1, 17, 11, 7), (2, 3, 4, 5), (3, 1, 1, 9), (4, 6), (2, 5, 9), (1, 1, 9)], ids=str)
 def test_every_step_after_every_permutation(size: tuple[int, ...]) -> None:
     """Whatever dimension is innermost, the first too, and whatever strides those of one element have."""

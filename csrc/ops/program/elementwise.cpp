@@ -45,7 +45,9 @@ struct MapStep final : Step {
     const Sizes order = e.of(e.value).order;
     const int x = e.rows(e.operand(0), order, true);
     const int z = !binary ? -1 : p.z_per_image ? e.rows(e.operand(1), order, false) : e.rows(e.operand(1), order, true);
-    e.overwrite(x);
+    // One pixel of x itself is read until the end.
+    const bool of_itself = p.z_per_image && e.values().position(z).root == e.values().position(x).root;
+    if (!of_itself) e.overwrite(x);
     if (z >= 0 && !p.z_per_image) e.overwrite(z);
     p.x_row = e.row(x, order), p.y_row = e.row(e.value, order), p.z_row = z < 0 ? 0 : e.row(z, order);
     const bool dense = p.x_row == p.channels && p.y_row == p.channels && (z < 0 || p.z_row == p.channels);

@@ -123,9 +123,9 @@ void Planner::add(Draft draft, const Line& text) {
   drafts.push_back(std::move(draft));
 }
 void Planner::copy(int from, int to, const Line& text) {
-  const Value& y = values.at(to);
-  if (count_of(y.sizes) == 0) return;
-  text.check(y.dtype != DType::boolean, "needs a copy of booleans");
+  const DType dtype = values.at(to).dtype;
+  if (count_of(values.at(to).sizes) == 0) return;
+  text.check(dtype != DType::boolean, "needs a copy of booleans");
   const Position x = values.position(from), target = values.position(to);
   std::vector<CopyDim> dims = copy_dims(values.at(from).sizes, x.strides, target.strides);
   // What is contiguous in x stands beside what is in y: squares of both are turned in registers.
@@ -142,7 +142,7 @@ void Planner::copy(int from, int to, const Line& text) {
     for (size_t d = outer; d-- > 0; rest /= dims[d].size)
       x_shift += rest % dims[d].size * dims[d].from, y_shift += rest % dims[d].size * dims[d].to;
     const CopyDim &n = dims[outer], &h = dims[outer + 1], &w = dims[outer + 2], &c = dims[outer + 3];
-    CopyProblem p{y.dtype, threads(), n.size, c.size, h.size, w.size, {n.from, c.from, h.from, w.from}, {n.to, c.to, h.to, w.to}};
+    CopyProblem p{dtype, threads(), n.size, c.size, h.size, w.size, {n.from, c.from, h.from, w.from}, {n.to, c.to, h.to, w.to}};
     join_rows(p);
     Draft d{};
     d.call = {std::make_shared<const CopyProblem>(p), run_copy, nullptr, {}, 2, 0, {}, nullptr, {}, 0, {}, {}, true};

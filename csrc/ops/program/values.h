@@ -1,5 +1,6 @@
 // The values of a program, and where they lie: each in memory of its own, in a part of a concatenation, or as a view of another.
 #pragma once
+#include <deque>
 #include <limits>
 #include <map>
 #include <optional>
@@ -61,7 +62,7 @@ class Values {
   Value& at(int value) { return all_[static_cast<size_t>(value)]; }
   const Value& at(int value) const { return all_[static_cast<size_t>(value)]; }
   int count() const { return static_cast<int>(all_.size()); }
-  std::vector<Value>& all() { return all_; }
+  std::deque<Value>& all() { return all_; }
   // Dense, in memory of its own; throws where that is too large.
   int add(Sizes sizes, DType dtype, Sizes order);
   // The same elements seen otherwise.
@@ -70,7 +71,7 @@ class Values {
   bool is_dense(int value, const Sizes& order) const;
 
  private:
-  std::vector<Value> all_;
+  std::deque<Value> all_;  // references stay valid as values are added
 };
 
 }  // namespace ai3::ops::program

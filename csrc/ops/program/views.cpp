@@ -19,6 +19,7 @@ struct ReshapeStep : Step {
     int64_t rest = count_of(from), open = -1;
     for (size_t d = 0; d < to.size(); d++) {
       if (to[d] == 0) r.line.check(d < from.size(), "has no dimension to keep, got " + to_string(from)), to[d] = from[d];
+      r.line.check(to[d] >= -1, "needs sizes of at least -1, got " + to_string(to));
       if (to[d] == -1) r.line.check(open < 0, "needs one open size at most"), open = static_cast<int64_t>(d);
       if (to[d] > 0) r.line.check(rest % to[d] == 0, "needs sizes that hold all elements, got " + to_string(from)), rest /= to[d];
     }
@@ -186,12 +187,17 @@ struct RollStep final : Step {
   explicit RollStep(Reader& r) {
     r.needs_operands(1);
     const Value& x = r.any_operand(0);
-    shifts = r.line.list("shifts"), dims = r.line.list("dims");
-    r.line.check(shifts.size() == dims.size(), "needs as many shifts as dims");
-    for (size_t i = 0; i < dims.size(); i++) {
-      r.line.check(dims[i] >= 0 && dims[i] < static_cast<int64_t>(x.sizes.size()),
-                   "has no such dimension: " + to_string(x.sizes));
-      if (const int64_t size = x.sizes[static_cast<size_t>(dims[i])]) shifts[i] = (shifts[i] % size + size) % size;
+    const Sizes given = r.line.list("shifts"), along = r.line.list("dims");
+    r.line.check(given.size() == along.size(), "needs as many shifts as dims");
+    for (size_t i = 0; i < along.size(); i++) {
+      const int64_t d = along[i];
+      r.line.check(d >= 0 && d < static_cast<int64_t>(x.sizes.size()), "has no such dimension: " + to_string(x.sizes));
+      const int64_t size = x.sizes[static_cast<size_t>(d)], shift = size == 0 ? 0 : (given[i] % size + size) % size;
+      const auto known = std::find(dims.begin(), dims.end(), d);
+      if (known == dims.end())
+        dims.push_back(d), shifts.push_back(shift);
+      else if (int64_t& sum = shifts[static_cast<size_t>(known - dims.begin())]; size > 0)  // named twice, shifted twice
+        sum = (sum + shift) % size;
     }
     r.output(x.sizes, x.dtype, x.order);
   }
