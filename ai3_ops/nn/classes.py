@@ -26,7 +26,6 @@ from ai3_ops.nn import layout
 from ai3_ops.nn.kinds import LEAVES, original_class, set_class
 from ai3_ops.nn.methods import Originals, rewritten
 from ai3_ops.nn.sites import Found, Site, find
-from ai3_ops.selecting.choice import Algorithm
 
 FORMAT = 1  # of pickled swapped modules
 FUSED = "PyTorch computes the whole layer in one call where few tokens come (docs/swap.md)"
@@ -364,14 +363,17 @@ class TransformerEncoderLayer(Slow, nn.TransformerEncoderLayer):
             return []
         if src.numel() * self.linear1.out_features >= _PRODUCTS or transformed(src) or any_autocast():
             return []
-        made = [child.__dict__.get("_ai3") for child in self.children() if isinstance(child, Swapped)]
-        calls = [call for call in made if isinstance(call, Call)]
+        children = self.__dict__["_modules"].values()
+        calls: list[Any] = [child.__dict__.get("_ai3") for child in children if isinstance(child, Swapped)]
         for call in calls:
-            if call.algorithm != Algorithm("default") or call.strict or not call.calls:
+            algorithm = call.algorithm if isinstance(call, Call) else None
+            if algorithm is None or algorithm.name != "default" or call.strict or not call.calls:
+                return []
+            if algorithm.parameters or algorithm.exclude or any(algorithm.backward):
                 return []
             if registry.preferred.get(call.operation) is not None:
                 return []
-        return calls if len(calls) == len(made) else []
+        return calls
 
 
 class TransformerEncoder(Dense, nn.TransformerEncoder):
