@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tester import ALGORITHMS, PROFILE, each_algorithm, stands_for_its_like
+from tester import ALGORITHMS, PROFILE, each_algorithm, name_of, stands_for_its_like
 from torch import nn
 
 import ai3_ops
@@ -38,10 +38,9 @@ def at_once(function, items):
 def _runs():
     """Each algorithm with two threads of its own; with one in `make test-full`."""
     for info in ALGORITHMS:
-        name = f"{info.operation}_{info.name}" + ("" if info.device == "cpu" else "_cuda")
         alike = [pytest.mark.full] * (not stands_for_its_like(info))
         for threads, marks in ((1, [pytest.mark.full]), (2, alike)):
-            yield pytest.param(info, threads, id=f"{name}-{threads}", marks=marks)
+            yield pytest.param(info, threads, id=f"{name_of(info)}-{threads}", marks=marks)
 
 
 @pytest.mark.parametrize(("info", "threads"), [*_runs()])

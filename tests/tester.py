@@ -32,11 +32,12 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 ALGORITHMS = [a for a in ai3_ops.algorithms() if a.device in DEVICES and not a.python]
 
 
-def _of_name(a: AlgorithmInfo) -> str:
+def name_of(a: AlgorithmInfo) -> str:
+    """The id of an algorithm's tests."""
     return f"{a.operation}_{a.name}" + ("" if a.device == "cpu" else "_cuda")
 
 
-each_algorithm = pytest.mark.parametrize("info", ALGORITHMS, ids=_of_name)
+each_algorithm = pytest.mark.parametrize("info", ALGORITHMS, ids=name_of)
 
 
 def _kind(a: AlgorithmInfo) -> tuple[object, ...]:
@@ -60,7 +61,7 @@ def stands_for_its_like(a: AlgorithmInfo) -> bool:
 each_kind = pytest.mark.parametrize(
     "info",
     [
-        pytest.param(a, id=_of_name(a), marks=[pytest.mark.full] * (not stands_for_its_like(a) and a.name != "default"))
+        pytest.param(a, id=name_of(a), marks=[pytest.mark.full] * (not stands_for_its_like(a) and a.name != "default"))
         for a in ALGORITHMS
     ],
 )

@@ -174,11 +174,7 @@ class Call(Ways):
         try:
             key = trained, self.way_key(args)
             way = self.ways.get(key)
-        except (
-            AttributeError,
-            TypeError,
-            RuntimeError,
-        ):  # an argument that is no tensor; a list among them; a sparse weight
+        except (AttributeError, TypeError, RuntimeError):  # no tensor among the arguments; a list; a sparse weight
             return self(*args)
         if way is None:
             output = self(*args)

@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies as st
-from tester import ALGORITHMS, STRATEGIES, each_algorithm, stands_for_its_like
+from tester import ALGORITHMS, STRATEGIES, each_algorithm, name_of, stands_for_its_like
 
 import ai3_ops
 from ai3_ops import registry
@@ -47,14 +47,8 @@ BY_WORDS = {
 }
 
 
-OF_RULES = (
-    "opcheck",
-    "backward_opcheck",
-    "transforms",
-    "gradients",
-    "vmap",
-    "out",
-)  # checks of an operation's rules in Python
+# Checks of an operation's rules in Python.
+OF_RULES = ("opcheck", "backward_opcheck", "transforms", "gradients", "vmap", "out")
 # Of algorithms that only choose another one, those of conv2d stand for the others in these.
 LONG = ("backward_opcheck", "transforms", "sizes", "out", "fused")
 
@@ -70,8 +64,7 @@ def _pairs():
         long |= (
             check == "backward_opcheck" and info.operation == "attention" and info.name not in ("flash", "longformer")
         )
-        name = f"{info.operation}_{info.name}" + ("" if info.device == "cpu" else "_cuda")
-        yield pytest.param(info, check, id=f"{name}-{check}", marks=[pytest.mark.full] * (long or again))
+        yield pytest.param(info, check, id=f"{name_of(info)}-{check}", marks=[pytest.mark.full] * (long or again))
 
 
 @pytest.mark.parametrize(("info", "check"), [*_pairs()])

@@ -634,6 +634,17 @@ class MyLayer(nn.TransformerEncoderLayer):
     pass
 
 
+def test_subclasses_of_transformer_layers_call_their_swapped_modules():
+    model, x = MyLayer(8, 2, 16, batch_first=True).eval(), torch.randn(2, 5, 8)
+    swapped = swap(model, {"linear": "gemm"})
+    for m in (swapped, pickle.loads(pickle.dumps(swapped))):
+        with torch.no_grad():
+            close(m(x), model(x))
+        assert type(m).__name__ == "MyLayer"
+    assert {row.calls for row in explain(swapped).layers if row.used == "gemm"} == {1}
+    assert type(unswap(swapped)) is MyLayer
+
+
 class OwnFeedForward(nn.TransformerEncoderLayer):
     def forward(self, x, mask=None):
         return super().forward(x, mask)
