@@ -142,9 +142,10 @@ class Kernel : public testing::Test {
     // block_sparse needs lists of blocks, bigbird the size of one: tests of the operators give them.
     if (!done && names_own(refusal)) GTEST_SKIP() << "problems have no parameters of its own: " << refusal;
     EXPECT_GT(done, 0) << "supports none of the problems";
-    if constexpr (requires(P p) { p.activation; })
+    if constexpr (requires(P p) { p.activation; }) {
       EXPECT_TRUE(!t.epilogue || floats_ < 8 || met_ == (2u << static_cast<int>(Activation::elu)) - 2)
           << "activations were left out";
+    }
   }
 
  private:
