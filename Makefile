@@ -32,7 +32,7 @@ build: $(BUILD)/build.ninja
 	cmake --build $(BUILD) --parallel $(JOBS) --target package_libraries
 
 # Everything that is promised, the longest at a reduced size: C++ and Python tests, sanitizers, the wheel on its torches and Pythons.
-test: cpp-test .venv/.wheel-test
+test: cpp-test
 	$(call say,Python tests)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 	$(MAKE) sanitize SANITIZERS=address LEVELS=portable ONLY_FLOAT32=ON CTEST_ARGS="-E Guards"
@@ -74,7 +74,7 @@ sanitize: .venv/.torch
 	done
 
 # The wheel, its source tree deleted, on torch 2.11 and the newest, Python 3.11, 3.12 and 3.13; and the ways to install from source.
-wheel-test: .venv/.wheel-test
+wheel-test: .venv/.torch
 	$(call say,the wheel on each torch and Python; pip install from source)
 	.venv/bin/python .ci/wheels.py
 
@@ -130,13 +130,11 @@ endef
 	  "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; done; \
 	if [ -z "$$python" ]; then echo "make: needs Python 3.11 or later, which is not on PATH (PYTHON=... names one)" >&2; exit 1; fi; \
 	"$$python" -m venv .venv || { echo "make: needs Python's venv module ($$python -m venv failed)" >&2; exit 1; }
-	.venv/bin/python -m pip install -q --upgrade pip
 	$(call say,installing torch into .venv: some gigabytes)
-	.venv/bin/python -m pip install "setuptools>=77" wheel ninja "torch>=2.11" torchvision | grep -v 'already satisfied\|^Using cached'
+	.venv/bin/python .ci/packages.py "setuptools>=77" wheel ninja rich "torch>=2.11" torchvision
 	touch $@
 
 $(BUILD)/build.ninja: .venv/.torch setup.py pyproject.toml
-	.venv/bin/python -m pip install -q rich
 	$(call say,building the package; .venv/build.log has the details)
 	.venv/bin/python -m pip install --no-build-isolation --no-deps -v -e . 2>&1 | tee .venv/build.log | { $(PROGRESS); } || \
 	  { cat .venv/build.log >&2; exit 1; }
@@ -149,9 +147,7 @@ PROGRESS = start=$$SECONDS; while read -r line; do [[ $$line =~ ^\[([0-9]+)/([0-
   done; echo
 
 # The packages of an extra of pyproject.toml.
-.venv/.demo .venv/.test .venv/.lint .venv/.wheel-test: .venv/.%: .venv/.torch pyproject.toml
-	.venv/bin/python -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  print(*p["dependencies"], *p["optional-dependencies"]["$*"], sep="\n")' > .venv/$*.txt
+.venv/.demo .venv/.test .venv/.lint: .venv/.%: .venv/.torch pyproject.toml
 	$(call say,installing what make $* needs)
-	.venv/bin/python -m pip install -q -r .venv/$*.txt
+	.venv/bin/python .ci/packages.py --extra $*
 	touch $@

@@ -21,6 +21,8 @@ import time
 import tomllib
 from pathlib import Path
 
+import packages
+
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = {"2.11": "torch==2.11.*", "newest": "torch"}
 PYTHONS = ("3.11", "3.12", "3.13")
@@ -69,14 +71,9 @@ def environment(python: str, version: str, torch: str) -> Path:
     """A virtual environment with torch and test tools; kept, since torch is a large download."""
     venv = ROOT / f".venv-wheel-{version}-torch-{torch}"
     if not (venv / ".ready").exists():
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        packages = [TORCH[torch], *project["dependencies"], *project["optional-dependencies"]["test"]]
         run(python, "-m", "venv", "--clear", venv)
-        # uv links the files that environments share, which takes seconds; it does not know all of pip's settings.
-        uv = [sys.executable, "-m", "uv", "pip", "install", "-q", "--python", venv / "bin/python", *packages]
-        env = {"UV_CACHE_DIR": str(ROOT / ".venv-wheel-cache"), "SSL_CERT_FILE": os.environ.get("PIP_CERT", "")}
-        if subprocess.run(uv, env={**{k: v for k, v in env.items() if v}, **os.environ}).returncode:
-            run(venv / "bin/python", "-m", "pip", "install", "-q", *packages)
+        if packages.install(venv / "bin/python", [TORCH[torch], *packages.of_extras("test")]):
+            sys.exit(f"wheels: {venv.name} could not be made")
         (venv / ".ready").touch()
     return venv
 

@@ -138,6 +138,37 @@ def test_make_names_a_missing_package_of_python(tmp_path):
     assert f"make: needs Python's venv module ({python} -m venv failed)" in done.stderr
 
 
+def test_packages_come_from_where_pip_takes_them(monkeypatch):
+    """What `pip config list` prints becomes uv's options; where uv fails, pip installs."""
+    packages = load("packages", ROOT / ".ci/packages.py")
+    assert packages.settings("") == ([], {})
+    printed = (
+        ":env:.find-links='/wheels'\nglobal.cert='/certificates'\nglobal.index-url='https://a/simple'\n"
+        "install.no-index='true'\nsite.extra-index-url='\\nhttps://b\\nhttps://c'\nglobal.timeout='60'\n"
+    )
+    options, environment = packages.settings(printed)
+    places = "--find-links /wheels --index-url https://a/simple --no-index"
+    assert " ".join(options) == f"{places} --extra-index-url https://b --extra-index-url https://c"
+    assert environment == {"SSL_CERT_FILE": "/certificates"}
+    assert packages.settings("global.no-index='false'\n") == ([], {})
+
+    ran = []
+
+    def run(command, **_):
+        ran.append(command)
+        return subprocess.CompletedProcess(command, int("uv" in command[1:4] and "pip" in command[3:4]), printed)
+
+    monkeypatch.setattr(packages.subprocess, "run", run)
+    assert packages.install("python", ["torch"]) == 0
+    assert [command[-1] for command in ran] == ["uv", "list", "torch", "torch"]
+    assert ran[2][2:5] == ["uv", "pip", "install"]
+    assert "--no-index" in ran[2]
+    assert ran[3] == ["python", "-m", "pip", "install", "torch"]
+    with pytest.raises(KeyError):
+        packages.of_extras("nothing")
+    assert "pytest>=8" in packages.of_extras("test")
+
+
 @pytest.mark.skipif(not shutil.which("cmake"), reason="needs cmake")
 def test_without_googletest_one_sentence_says_what_is_left_out(tmp_path):
     """Neither installed nor downloadable: no proxy listens there."""

@@ -364,7 +364,8 @@ class Builder:
         operations = {"add": "add", "mul": "multiply"}
         if name not in operations:
             raise ValueError(f"no operation {name!r} of two values; there are: {', '.join(operations)}")
-        if x.shape != y.shape and x.shape[-2:] == (1, 1):
+        ranks = len(x.shape), len(y.shape)
+        if ranks[0] < ranks[1] or (ranks[0] == ranks[1] and x.shape != y.shape and x.shape[-2:] == (1, 1)):
             x, y = y, x
         scale = len(x.shape) == 4 and y.shape == (*x.shape[:2], 1, 1)
         if x.shape != y.shape and not scale:
