@@ -1,7 +1,7 @@
 """Installs packages into a virtual environment.
 
-By uv, which takes a third of pip's time and links the files that environments share; it gets pip's settings of where packages come
-from. Where it fails, which pip's other settings may make it do, by pip.
+By uv, which takes a third of pip's time and links the files that environments share; it gets pip's settings of where they
+are. Where it fails, which other settings of pip may make it do, by pip.
 
 python .ci/packages.py [--python .venv/bin/python] [--extra test ...] [packages ...]
 """

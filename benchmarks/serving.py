@@ -3,8 +3,8 @@
     python -m benchmarks.serving [--models resnet50 ...] [--seconds 3] [--turns 3]
 
 Each engine runs in a process of its own; callers are its threads ("2x1" are two, with one thread for a call) or processes
-("2px1"): ours are forked after loading, onnxruntime's load for themselves. Turns alternate; the medians of requests a second and of
-the middle and the 99th percentile of a request's milliseconds are printed as a table in Markdown.
+("2px1"): ours are forked after loading, onnxruntime's load for themselves. Turns alternate; the medians of requests a second
+and of the middle and the 99th percentile of a request's milliseconds are printed as a table in Markdown.
 """
 
 from __future__ import annotations
