@@ -15,11 +15,11 @@ def cache_directory(kind: str = "algorithms") -> Path:
     The directory is opened once and what is opened is checked; the answer leads through that descriptor, so that what takes
     the directory's place under its name later is never looked at.
     """
-    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ai3_ops" / kind
     try:
+        directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ai3_ops" / kind
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # the latter of a user without a home
         return _private_directory(kind)
     if not os.access(directory, os.W_OK):
         return _private_directory(kind)

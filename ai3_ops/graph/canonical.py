@@ -35,6 +35,8 @@ def translates(*operators: Any) -> Callable[[Translation], Translation]:
 
 def canonicalize(network: Network) -> None:
     """Folds what depends on constants alone, and makes steps of the operators that have one."""
+    returned: Any = network.output.args[0]
+    network.dense = frozenset(place for place, node in enumerate(returned) if node.target in _COPIES)
     fold_constants(network)
     sized = _by_lengths(network)
     for node in list(network.graph.nodes):
@@ -69,6 +71,7 @@ def canonicalize(network: Network) -> None:
     network.tidy()
 
 
+_COPIES = (aten.clone.default, aten.contiguous.default)
 # What reads elements as they lie in memory.
 _AS_IT_LIES = (aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
 
@@ -283,9 +286,15 @@ def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
     shape = x.meta["shape"]
     if len(shape) < 2 or not _floating(x):
         return None
-    dtype, channels = x.meta["dtype"], shape[1] if len(shape) == 4 else shape[-1]
+    dim = 1 if len(shape) == 4 else len(shape) - 1
+    dtype, channels = x.meta["dtype"], shape[dim]
+    if x.meta["scales"] and x.meta["scales"][dim]:  # as many as the batch has
+        return None
     if isinstance(value, (int, float)):
-        return torch.full((channels,), float(value), dtype=dtype, device=net.device)
+        filled = torch.full((channels,), float(value), dtype=torch.float64, device=net.device).to(dtype)
+        return (
+            filled if filled.isfinite().all() or not math.isfinite(value) else None
+        )  # PyTorch computes with the number itself
     if not is_constant(value) or value.meta["dtype"] != dtype:
         return None
     constant = net.value(value)
@@ -316,6 +325,10 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
                 pair = one, values if name == "add" else -values
             case _:
                 pair = values if name == "mul" else 1 / values, zero
+                if (
+                    not pair[0].isfinite().all() and values.isfinite().all()
+                ):  # 1 over less than the type's smallest numbers
+                    return None
         return _affine(net, node, x, *pair, node.name, node.meta["layers"])
     if name not in ("add", "mul") or y.meta["shape"] is None or x.meta["dtype"] != y.meta["dtype"]:
         return None

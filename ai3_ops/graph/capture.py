@@ -11,7 +11,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -340,7 +340,8 @@ def _export(
             return {d: Dim.AUTO if d else Dim.DYNAMIC for d, n in enumerate(x.shape) if not d or n in lengths}
 
         shapes = pytree.tree_map(opened, (args, kwargs))
-        shapes = {**dict(zip(_names(module), shapes[0], strict=False)), **shapes[1]} if kwargs else shapes[0]
+        positional, named = _grouped(module, shapes[0]), shapes[1]
+        shapes = {**positional, **named} if kwargs else (*positional.values(),)
     with warnings.catch_warnings(), quiet(), torch.no_grad():
         warnings.simplefilter("ignore")
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False), None
@@ -394,8 +395,16 @@ def shortened(text: str, most: int = 240) -> str:
     return text if len(text) <= most else f"{text[:most].rpartition(' ')[0]} …"
 
 
-def _names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(module.forward).parameters)
+def _grouped(module: nn.Module, given: Sequence[Any]) -> dict[str, Any]:
+    """Positional arguments by their parameters' names, as export has them: what `*args` takes is one tuple."""
+    found: dict[str, Any] = {}
+    for place, (name, parameter) in enumerate(inspect.signature(module.forward).parameters.items()):
+        if place >= len(given):
+            break
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            return found | {name: tuple(given[place:])}
+        found[name] = given[place]
+    return found
 
 
 def _traced(module: nn.Module, calls: Calls) -> Made:

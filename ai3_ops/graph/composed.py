@@ -181,7 +181,7 @@ def _mask_of(network: Network, scores: _Scores, before: Node) -> Node | None:
         if mask.meta["dtype"] != dtype or mask.meta["shape"] is None:
             return None
         if not is_constant(mask):  # read as it is
-            return mask if len(scores.masks) == 1 and own == rank else None
+            return mask if len(scores.masks) == 1 and own == rank and len(mask.meta["shape"]) > 1 else None
         value = network.value(mask)
         value = value.reshape(*[1] * (own - value.ndim), *value.shape)
         if own < rank:

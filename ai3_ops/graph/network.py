@@ -141,6 +141,7 @@ class Network:
     log: list[Rewrite] = field(default_factory=list)
     checker: Checker | None = None
     lengths: Lengths | None = None  # where some are open
+    dense: frozenset[int] = frozenset()  # places of outputs that the module makes contiguous, or copies
 
     # Reading ----------------------------------------------------------------------------------------------------------
     @property
@@ -258,7 +259,9 @@ class Network:
         result = graph.graph_copy(self.graph, names)
         graph.output(result)
         constants = {k: v if device is None else v.to(device) for k, v in self.constants.items()}
-        return Network(graph, constants, self.dynamic, self.returned, list(self.log), lengths=self.lengths)
+        return Network(
+            graph, constants, self.dynamic, self.returned, list(self.log), lengths=self.lengths, dense=self.dense
+        )
 
     def tidy(self) -> None:
         """Forgets what nothing reads."""

@@ -43,6 +43,7 @@ from ai3_ops.programs.lower import (
     outside,
     parts,
     refused,
+    root_of,
 )
 from ai3_ops.programs.sized import by_sizes
 from ai3_ops.programs.timing import COSTS, paired
@@ -493,7 +494,7 @@ def lowered(
         given = [values[node] for node in part.inputs]
         key = (region.program.text, tuple(x.shape for x in given), torch.get_num_threads())
         if key not in _compared:
-            _compared[key] = _gain(module_of(part.network(network), []), region, given)
+            _compared[key] = _gain(module_of(part.network(network), [], returned=False), region, given)
         if _compared[key] >= 1:
             kept.append((part, region))
         else:
@@ -543,37 +544,27 @@ def _is_everything(network: Network, part: Part) -> bool:
 
 
 def _fresh_outputs(network: Network) -> None:
-    """Copies of inputs, constants and of what is returned twice: a caller may write into what a module returns."""
+    """Copies of inputs, constants and of what is returned twice: a caller may write into what a module returns.
+
+    Other outputs that lie in one another: `ai3_ops.programs.lower.module_of`. A view that the module makes contiguous is so.
+    """
     outputs: list[fx.Node] = []
     given: Any = network.output.args[0]
-    for node in given:
-        if node.meta["shape"] is None or (node not in outputs and not _lies_in_another(node)):
-            outputs.append(node)
-            continue
-        with network.graph.inserting_before(network.output):
-            copied = network.graph.call_function(torch.ops.aten.clone.default, (node,))
-        copied.meta.update(node.meta)
-        outputs.append(copied)
+    for place, node in enumerate(given):
+        root = None if node.meta["shape"] is None else root_of(node)
+        if root is not None and (node in outputs or root.op != "call_function"):
+            node = _copied(network, node, torch.ops.aten.clone.default)
+        if root is not None and root is not node and place in network.dense and len(node.meta["shape"]) != 4:
+            node = _copied(network, node, torch.ops.aten.contiguous.default)  # images all are, once programs are made
+        outputs.append(node)
     network.output.args = (tuple(outputs),)
 
 
-def _lies_in_another(node: fx.Node) -> bool:
-    """Whether a value may share the memory of an input or a constant: it is one, or a view of one."""
-    while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
-        views = schema is not None and any(result.alias_info is not None for result in schema.returns)
-        if not views and node.target not in (steps.flatten, steps.slice_channels, *steps.VIEWS, *_MAYBE_VIEWS):
-            return False
-        node = node.all_input_nodes[0]
-    return True
-
-
-_MAYBE_VIEWS = (
-    operator.getitem,
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.contiguous.default,
-    torch.ops.aten.flatten.using_ints,
-)
+def _copied(network: Network, node: fx.Node, operator: Any) -> fx.Node:
+    with network.graph.inserting_before(network.output):
+        copied = network.graph.call_function(operator, (node,))
+    copied.meta.update(node.meta)
+    return copied
 
 
 def _checker(network: Network, inputs: list[Any]) -> Checker | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
@@ -210,6 +210,10 @@ def build(network: Network, part: Part, keep: bool = False, pack: bool = True) -
     returned: Any = network.output.args[0] or ()
     layouts = [node not in returned and _is_image(node) for node in part.outputs]
     program = builder.build([values[node] for node in part.outputs], channels_last=layouts, keep=keep, pack=pack)
+    try:
+        program.report()
+    except RuntimeError as error:  # steps that can be read, and not be planned
+        raise ValueError(str(error)) from None
     return Region(program, tuple(algorithms))
 
 
@@ -326,8 +330,11 @@ _EMIT: dict[Any, Callable[[Builder, _Operands, dict[str, Any]], Any]] = {
 }
 
 
-def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> Body:
-    """A graph module of what the network computes, with each part as a call of its region."""
+def module_of(network: Network, regions: Sequence[tuple[Part, Region]], returned: bool = True) -> Body:
+    """A graph module of what the network computes, with each part as a call of its region.
+
+    `returned`: to a caller, who may write into one output and read another.
+    """
     graph, names = fx.Graph(), dict[fx.Node, fx.Node]()
     graph.output(graph.graph_copy(network.graph, names))
     held: dict[str, Any] = {}
@@ -343,8 +350,8 @@ def module_of(network: Network, regions: Sequence[tuple[Part, Region]]) -> Body:
                 names[node] = value  # what a later part reads
         for gone in reversed(own):
             graph.erase_node(gone)
-    if regions:
-        _contiguous_outputs(network, graph, names, {node for part, _ in regions for node in part.outputs})
+    if returned:
+        _own_outputs(network, graph, names, {node for part, _ in regions for node in part.outputs})
     constants = [n for n in graph.nodes if n.op == "get_attr"]
     for node in constants:
         if not node.users:  # packed into a region; fx's own elimination needs the order that the nodes get below
@@ -386,17 +393,41 @@ def _is_view(node: fx.Node) -> bool:
     return schema is not None and any(result.alias_info is not None for result in schema.returns)
 
 
-def _contiguous_outputs(
-    network: Network, graph: fx.Graph, names: dict[fx.Node, fx.Node], of_regions: set[fx.Node]
-) -> None:
-    """Images that PyTorch returns may be channels_last where it read a program's."""
+def root_of(node: fx.Node, own: Collection[fx.Node] = ()) -> fx.Node:
+    """The value that a view, or what may be one, lies in; the node itself where it is none, or one of `own`."""
+    while node.op == "call_function" and node not in own:
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        part = node.target is operator.getitem and not _is_view(source)  # one of several results
+        if part or not (_is_view(node) or node.target in _MAYBE_VIEWS):
+            break
+        node = source
+    return node
+
+
+_MAYBE_VIEWS = (
+    *(steps.flatten, steps.slice_channels, *steps.VIEWS, operator.getitem),
+    *(torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints),
+)
+
+
+def _own_outputs(network: Network, graph: fx.Graph, names: dict[fx.Node, fx.Node], of_regions: set[fx.Node]) -> None:
+    """What PyTorch returns is copied where it lies in another output; images may be channels_last where it read a program's."""
     output = next(iter(reversed(graph.nodes)))
     given: Any = network.output.args[0]
+    taken = {node for node in given if node.op == "call_function" and root_of(node, of_regions) is node}
     for node in given:
-        if node not in of_regions and node.op == "call_function" and len(node.meta["shape"] or ()) == 4:
+        if node in of_regions or node.op != "call_function" or node.meta["shape"] is None:
+            continue
+        root, copy = root_of(node, of_regions), None
+        if root is not node and root in taken:
+            copy = torch.ops.aten.clone.default
+        elif len(node.meta["shape"]) == 4 and of_regions:
+            copy = torch.ops.aten.contiguous.default
+        taken.add(root)
+        if copy is not None:
             with graph.inserting_before(output):
-                dense = graph.call_function(torch.ops.aten.contiguous.default, (names[node],))
-            output.replace_input_with(names[node], dense)
+                own = graph.call_function(copy, (names[node],), {"memory_format": torch.contiguous_format})
+            output.replace_input_with(names[node], own)
 
 
 def _outside(nodes: set[fx.Node]) -> Callable[[fx.Node], bool]:

@@ -149,6 +149,9 @@ void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
 }
 
 template <class T>
+inline constexpr bool turns = !std::is_same_v<T, bool>;  // masks are small: no squares of bytes
+
+template <class T>
 void copy_of(const CopyProblem& p, const T* x, T* y) {
   const Strides4 &from = p.x_stride, &to = p.y_stride;
   const int64_t line = p.width * p.channels, lines = p.batch * p.height;
@@ -165,10 +168,10 @@ void copy_of(const CopyProblem& p, const T* x, T* y) {
       } else if (from.w == 1 && to.w == 1) {
         for (int64_t c = 0; c < p.channels; c++)
           __builtin_memcpy(yi + c * to.c, xi + c * from.c, static_cast<size_t>(p.width) * sizeof(T));
-      } else if (from.w == 1 && to.c == 1) {
-        turn(xi, from.c, p.channels, p.width, yi, to.w);
-      } else if (from.c == 1 && to.w == 1) {
-        turn(xi, from.w, p.width, p.channels, yi, to.c);
+      } else if (turns<T> && from.w == 1 && to.c == 1) {
+        if constexpr (turns<T>) turn(xi, from.c, p.channels, p.width, yi, to.w);
+      } else if (turns<T> && from.c == 1 && to.w == 1) {
+        if constexpr (turns<T>) turn(xi, from.w, p.width, p.channels, yi, to.c);
       } else {
         for (int64_t w = 0; w < p.width; w++)
           for (int64_t c = 0; c < p.channels; c++) yi[w * to.w + c * to.c] = xi[w * from.w + c * from.c];
@@ -177,6 +180,7 @@ void copy_of(const CopyProblem& p, const T* x, T* y) {
   });
 }
 void copy(const CopyProblem& p, const UnaryOperands& m) {
+  if (p.dtype == DType::boolean) return copy_of(p, m.input.read<bool>(), m.output.write<bool>());
   with_type(p.dtype, [&]<class T>() {
     using Copied = std::conditional_t<sizeof(T) == 2, Bits16, T>;
     copy_of(p, m.input.read<Copied>(), m.output.write<Copied>());

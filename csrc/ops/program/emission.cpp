@@ -125,7 +125,6 @@ void Planner::add(Draft draft, const Line& text) {
 void Planner::copy(int from, int to, const Line& text) {
   const DType dtype = values.at(to).dtype;
   if (count_of(values.at(to).sizes) == 0) return;
-  text.check(dtype != DType::boolean, "needs a copy of booleans");
   const Position x = values.position(from), target = values.position(to);
   std::vector<CopyDim> dims = copy_dims(values.at(from).sizes, x.strides, target.strides);
   // What is contiguous in x stands beside what is in y: squares of both are turned in registers.

@@ -150,10 +150,9 @@ struct ExpandStep final : Step {
     Sizes sizes = r.line.list("sizes");
     r.line.check(sizes.size() == x.sizes.size(), "needs as many sizes as dimensions, got " + to_string(x.sizes));
     for (size_t d = 0; d < sizes.size(); d++) {
-      const bool open = sizes[d] == 0 && like;
-      if (open) sizes[d] = r.any_operand(1).sizes[0];
+      if (sizes[d] == 0 && like) sizes[d] = r.any_operand(1).sizes[0];
       if (sizes[d] == -1) sizes[d] = x.sizes[d];
-      r.line.check((sizes[d] > 0 || open) && (sizes[d] == x.sizes[d] || x.sizes[d] == 1), "cannot expand " + to_string(x.sizes));
+      r.line.check(sizes[d] == x.sizes[d] || (x.sizes[d] == 1 && sizes[d] >= 0), "cannot expand " + to_string(x.sizes));
     }
     const size_t rank = sizes.size();
     r.output(std::move(sizes), x.dtype, natural_order(rank));
