@@ -196,6 +196,7 @@ def test_without_googletest_one_sentence_says_what_is_left_out(tmp_path):
 
 
 def test_a_python_that_is_not_here_is_a_missing_cell(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / ".ci")  # as of a script there
     wheels = load("ai3_ops_wheels", ROOT / ".ci/wheels.py")
     monkeypatch.setattr(wheels, "interpreter", lambda version: None if version == "3.12" else sys.executable)
     monkeypatch.setattr(wheels, "environment", lambda *_: tmp_path)

@@ -418,16 +418,14 @@ def _own_outputs(network: Network, graph: fx.Graph, names: dict[fx.Node, fx.Node
     for node in given:
         if node in of_regions or node.op != "call_function" or node.meta["shape"] is None:
             continue
-        root, copy = root_of(node, of_regions), None
-        if root is not node and root in taken:
-            copy = torch.ops.aten.clone.default
-        elif len(node.meta["shape"]) == 4 and of_regions:
-            copy = torch.ops.aten.contiguous.default
+        root, own = root_of(node, of_regions), names[node]
+        with graph.inserting_before(output):
+            if root is not node and root in taken:
+                own = graph.call_function(torch.ops.aten.clone.default, (own,))
+            if len(node.meta["shape"]) == 4 and of_regions:
+                own = graph.call_function(torch.ops.aten.contiguous.default, (own,))
         taken.add(root)
-        if copy is not None:
-            with graph.inserting_before(output):
-                own = graph.call_function(copy, (names[node],), {"memory_format": torch.contiguous_format})
-            output.replace_input_with(names[node], own)
+        output.replace_input_with(names[node], own)
 
 
 def _outside(nodes: set[fx.Node]) -> Callable[[fx.Node], bool]:

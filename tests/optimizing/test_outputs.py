@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ai3_ops
+from ai3_ops.graph.network import difference
+from ai3_ops.surveying.examples import Inputs
 
 
 class Returns(nn.Module):
@@ -118,7 +120,7 @@ def test_numbers_beyond_the_type(dtype, numbers):
     fast = ai3_ops.optimize(model, x, "default", progress=False)
     assert fast.changed
     with torch.no_grad():
-        torch.testing.assert_close(fast(x), model(x), equal_nan=True)
+        assert difference(fast(x), model(x)) <= (2e-3 if dtype == torch.float16 else 1e-5)  # of the largest
 
 
 def test_products_of_two_batches():
@@ -208,7 +210,7 @@ def test_any_batch_of_arguments_without_names(recwarn):
         ((torch.randn(4, 16),), {}),
         ((torch.randn(4, 16), torch.randn(4, 16)), {"factor": torch.ones(4, 1)}),
     ):
-        fast = ai3_ops.optimize(model, (example, named) if named else example, "default", progress=False)
+        fast = ai3_ops.optimize(model, Inputs(example, named), "default", progress=False)
         given = [x[:3] for x in example], {name: x[:3] for name, x in named.items()}
         with torch.no_grad():
             torch.testing.assert_close(fast(*given[0], **given[1]), model(*given[0], **given[1]))

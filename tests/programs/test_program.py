@@ -568,11 +568,16 @@ def test_a_product_with_one_pixel_of_itself(by: str) -> None:
 @pytest.mark.parametrize("name", ["add", "mul"])
 def test_two_values_of_unequal_ranks(name: str) -> None:
     """The one of fewer dimensions is expanded, whichever comes first and however many ones the other ends in."""
-    for one, other in (((1, 5, 1, 1), (5, 1, 1)), ((5, 1, 1), (2, 5, 1, 1)), ((1, 1), (2, 3, 1, 1)), ((6,), (2, 3, 6))):
+    for one, other in (
+        ((1, 5, 1, 1), (5, 1, 1)),
+        ((5, 1, 1), (2, 5, 1, 1)),
+        ((1, 1), (2, 3, 1, 1)),
+        ((3, 6), (2, 3, 6)),
+    ):
         for sizes in ((one, other), (other, one)):
             p = Pair(9)
-            x, y = (p.unary(p.input(*size), "relu") for size in sizes)
-            p.check(p.binary(x, y, name))
+            x, y = [p.input(*size) for size in sizes]
+            p.check(p.binary(p.unary(x, "relu"), y, name))
 
 
 def test_a_roll_along_a_dimension_that_is_named_twice() -> None:
