@@ -171,7 +171,7 @@ def mutated(runner, tmp_path, network, count):
 
 @pytest.mark.parametrize("network", ["program", "parts"])
 def test_changed_files_are_refused_or_run(runner, tmp_path, network):
-    assert 500 < mutated(runner, tmp_path, network, 2_000) < 2_000
+    assert 150 < mutated(runner, tmp_path, network, 600) < 600
 
 
 @pytest.mark.full
