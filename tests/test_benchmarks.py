@@ -173,6 +173,7 @@ def test_predicted_times_of_many_threads():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.full
 def test_ways_of_running():
     pytest.importorskip("torchvision")
     name = "mobilenet_v3_small"
