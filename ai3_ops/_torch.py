@@ -168,7 +168,9 @@ def any_tangent(values: Iterable[Any]) -> bool:
 
 def is_wrapped(value: Any) -> bool:
     """Whether a transform of torch.func holds a tensor in a wrapper of its own, as vmap does."""
-    return isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)
+    if torch.compiler.is_dynamo_compiling() or not isinstance(value, Tensor):  # Dynamo cannot ask, and has no wrappers
+        return False
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
 
 
 def is_differentiated(value: Any) -> bool:

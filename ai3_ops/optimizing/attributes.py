@@ -1,12 +1,17 @@
-"""Plain values that modules have as attributes, which programs do not see: what they were, and whether one was changed."""
+"""What modules have that programs do not see, as it was: plain attributes, parameters, buffers, modules inside, and hooks.
+
+Each record is replaced as one, since other threads read it meanwhile, and is no pytree: torch.export writes copies of pytrees
+back to a module's attributes.
+"""
 
 from __future__ import annotations
 
 import inspect
 import operator
 from collections.abc import Iterable
-from itertools import repeat
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -24,12 +29,60 @@ _LONG = 64  # elements of a list that is not a setting
 _read: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
 
-class Attributes(NamedTuple):
-    """Attributes of plain values that methods read, by modules, as they were; replaced as one, for other threads."""
+_GONE = object()
+
+
+@dataclass(frozen=True)
+class Stores:
+    """Parameters, buffers and modules inside."""
+
+    where: list[dict[str, Any]]
+    values: list[Any]
+    names: list[str]
+
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> Stores:
+        """As they are."""
+        stores = [own for m in modules for own in (m._parameters, m._buffers, m._modules) if own]
+        where: list[dict[str, Any]] = [*stores, {"": None}]  # the end shows what the last one gains
+        return Stores(where, [*chain.from_iterable(map(dict.values, where))], [*chain.from_iterable(where)])
+
+    def are_same(self) -> bool:
+        """Whether all are the same objects."""
+        return all(map(operator.is_, chain.from_iterable(map(dict.values, self.where)), self.values))
+
+    def hold_those_of(self, other: Stores) -> bool:
+        """Whether the other record has the same objects under the same names, if in other dictionaries."""
+        alike = len(self.values) == len(other.values) and self.names == other.names
+        return alike and all(map(operator.is_, self.values, other.values))
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """Hooks of modules: where there were none, and how many there were elsewhere."""
+
+    none: list[dict[int, Any]]
+    had: list[tuple[dict[int, Any], int]]
+
+    @staticmethod
+    def of(modules: Iterable[nn.Module]) -> Hooks:
+        """As they are."""
+        hooks: list[Any] = [own for m in modules for own in (m._forward_hooks, m._forward_pre_hooks)]
+        return Hooks([own for own in hooks if not own], [(own, len(own)) for own in hooks if own])
+
+    def are_all(self) -> bool:
+        """Whether no other came."""
+        return not any(self.none) and all(len(hooks) <= had for hooks, had in self.had)
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Attributes of plain values that methods read, by modules."""
 
     owners: list[nn.Module]
     names: list[str]
     values: list[Any]
+    own: list[bool]  # whether the module has it, not its class
     lists: list[tuple[list[Any], Any]]  # which may change where they are, with what they held
 
     @staticmethod
@@ -43,7 +96,8 @@ class Attributes(NamedTuple):
             if _is_plain(value := vars(m).get(name, inspect.getattr_static(type(m), name, m)))
         ]
         lists = [(value, _frozen(value)) for _, _, value in found if isinstance(value, list)]
-        return Attributes([m for m, _, _ in found], [n for _, n, _ in found], [v for _, _, v in found], lists)
+        own = [name in vars(m) for m, name, _ in found]
+        return Attributes([m for m, _, _ in found], [n for _, n, _ in found], [v for _, _, v in found], own, lists)
 
     def now(self) -> Iterable[Any]:
         """What stands there now."""
@@ -57,8 +111,10 @@ class Attributes(NamedTuple):
     def changed(self) -> tuple[nn.Module, str] | None:
         """One that has another value."""
         held = {id(value): was for value, was in self.lists}
-        for m, name, value in zip(self.owners, self.names, self.values, strict=True):
-            other, was = getattr(m, name, None), held.get(id(value), value)
+        for m, name, value, own in zip(self.owners, self.names, self.values, self.own, strict=True):
+            other, was = getattr(m, name, None if own else _GONE), held.get(id(value), value)
+            if other is _GONE:  # what a class found out in another process, and would find again
+                continue
             other = _frozen(other) if isinstance(value, list) and isinstance(other, list) else other
             if type(other) is not type(was) or (other != was and other == other):
                 return m, name
@@ -67,7 +123,7 @@ class Attributes(NamedTuple):
     def renewed(self) -> Attributes:
         """With the objects that stand there now, which are equal."""
         values = [*self.now()]
-        return self._replace(values=values, lists=[(v, _frozen(v)) for v in values if isinstance(v, list)])
+        return replace(self, values=values, lists=[(v, _frozen(v)) for v in values if isinstance(v, list)])
 
 
 def _is_plain(value: Any) -> bool:

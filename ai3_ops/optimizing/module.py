@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import islice, repeat
 from types import FunctionType
 from typing import Any, NoReturn
 
@@ -39,7 +39,7 @@ from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import agree, flat
 from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.optimizing import pipeline
-from ai3_ops.optimizing.attributes import Attributes, reads
+from ai3_ops.optimizing.attributes import Attributes, Hooks, Stores, reads
 from ai3_ops.optimizing.document import Reader, Refused, Writer, reading
 from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
 from ai3_ops.programs import container
@@ -75,7 +75,7 @@ class Optimized(nn.Module):
 
     def __init__(self, original: nn.Module, settings: Settings) -> None:
         super().__init__()
-        self._ai3_attributestings = settings
+        self._ai3_settings = settings
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
         self._ai3_most = PLANS
@@ -95,18 +95,11 @@ class Optimized(nn.Module):
         # The kinds of warnings that were given; of a whole model one, which its parts share.
         self._ai3_told: set[str] = set()
         self.training = False
-        self._ai3_hooks: list[Any] = []  # of the modules inside, where they have none, or how many they have
-        self._ai3_had_hooks: list[Any] = []
-        self._ai3_known_hooks = self._watch_hooks()
+        self._ai3_hooks, self._ai3_known_hooks = self._hooks()  # of the modules inside
         self._modules.update(original._modules)
         # The original's own, so that it computes with what `functional_call` puts there.
         self._parameters, self._buffers = original._parameters, original._buffers
         self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
-        self._ai3_stores: list[Any] = []  # where parameters, buffers and modules inside are,
-        self._ai3_stored: list[Any] = []  # which they were,
-        self._ai3_names: list[str] = []  # and under which names
-        self._ai3_inside: list[nn.Module] = []  # modules that were in evaluation mode,
-        self._ai3_attributes = Attributes.of(())  # and what is set in them
         self._watch()
 
     @classmethod
@@ -221,10 +214,10 @@ class Optimized(nn.Module):
         original = self._ai3_original[0]
         runs = rehearsal or (first and first.cold) or original
         args, kwargs = as_examples(runs, args, kwargs)
-        settings = self._ai3_attributestings
+        settings = self._ai3_settings
         plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
         # The choices stay, not the selectors, which may be functions that no file holds.
-        self._ai3_attributestings = unthorough(settings, plan.resolved)
+        self._ai3_settings = unthorough(settings, plan.resolved)
         leaves = pytree.tree_leaves((args, kwargs))
         shown = [tuple(x.shape) if isinstance(x, Tensor) else repr(x) if is_cache(x) else x for x in leaves]
         self._ai3_first, self._ai3_shown = plan, shown
@@ -291,9 +284,8 @@ class Optimized(nn.Module):
     def forget_original(self) -> None:
         """Frees the original where it computes nothing any more, for no size that was planned."""
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
-            self._ai3_original, self._ai3_hooks, self._ai3_had_hooks = (), [], []
-            self._ai3_stores, self._ai3_stored, self._ai3_names = [], [], []
-            self._ai3_inside, self._ai3_attributes = [], Attributes.of(())
+            self._ai3_original, self._ai3_hooks, self._ai3_stores = (), Hooks.of(()), Stores.of(())
+            self._ai3_inside, self._ai3_attributes = list[nn.Module](), Attributes.of(())
             self._modules, self._parameters, self._buffers = {}, {}, {}
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
@@ -360,7 +352,7 @@ class Optimized(nn.Module):
                         fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
                         a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
                         plan = make_plan(
-                            self._ai3_original[0], a, k, self._ai3_attributestings, self._ai3_report.parts[0].name
+                            self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name
                         )
                     _share_packs(plan, self._ai3_plans.values())
                     if not self._ai3_asked:
@@ -552,39 +544,29 @@ class Optimized(nn.Module):
 
     def _hooked(self) -> bool:
         """Whether a module inside has a hook that came later: the original runs then, which calls it."""
-        if not any(self._ai3_hooks) and all(len(hooks) <= had for hooks, had in self._ai3_had_hooks):
+        if self._ai3_hooks.are_all():
             return False
-        before = self._ai3_hooks, self._ai3_had_hooks
-        if self._watch_hooks() <= self._ai3_known_hooks:  # those that came are passive
-            return False
-        self._ai3_hooks, self._ai3_had_hooks = before
-        return True
+        now, count = self._hooks()
+        if count > self._ai3_known_hooks:
+            return True
+        self._ai3_hooks = now  # those that came are passive
+        return False
 
-    def _watch_hooks(self) -> int:
-        """Notes the hooks of the modules inside as they are; how many of them somebody may expect to be called."""
+    def _hooks(self) -> tuple[Hooks, int]:
+        """The hooks of the modules inside as they are; how many of them somebody may expect to be called."""
         original = self._ai3_original[0]
         inside = [m for m in self._inside() if m is not original]
-        hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._ai3_hooks = [own for own in hooks if not own]
-        self._ai3_had_hooks = [(own, len(own)) for own in hooks if own]
-        return sum(len(hooks_of(m)) for m in inside)
+        return Hooks.of(inside), sum(len(hooks_of(m)) for m in inside)
 
     def _watch(self) -> None:
         """Notes what is inside as it is: where a tensor or module is replaced or a setting changed, the original computes."""
-        self._watch_stores()
         inside = self._inside()
-        self._ai3_inside = [m for m in inside if not m.training and "training" in reads(m)]
+        self._ai3_stores = Stores.of(inside)
+        self._ai3_inside = [m for m in inside if not m.training and "training" in reads(m)]  # in evaluation mode
         self._ai3_attributes = Attributes.of(inside)
 
     def _inside(self) -> list[nn.Module]:
         return [m for m in self._ai3_original[0].modules() if not isinstance(m, torch.jit.ScriptModule)]
-
-    def _watch_stores(self) -> None:
-        """Notes the parameters, buffers and modules inside."""
-        stores = [own for m in self._inside() for own in (m._parameters, m._buffers, m._modules) if own]
-        self._ai3_stores = [*stores, {"": None}]  # the end shows what the last one gains
-        self._ai3_stored = [*chain.from_iterable(map(dict.values, self._ai3_stores))]
-        self._ai3_names = [*chain.from_iterable(self._ai3_stores)]
 
     def _altered(self) -> tuple[str, str, str] | None:
         """What module inside is in training mode now, or has another plain value as an attribute, as a warning says it."""
@@ -603,19 +585,14 @@ class Optimized(nn.Module):
 
     def _replaced(self) -> bool:
         """Whether one of them is another object now."""
-        if all(map(operator.is_, chain.from_iterable(map(dict.values, self._ai3_stores)), self._ai3_stored)):
+        before = self._ai3_stores
+        if before.are_same():
             return False
-        # torch.export leaves a module with other dictionaries of the same tensors.
-        before, names = self._ai3_stored, self._ai3_names
-        self._watch_stores()
-        if (
-            len(before) == len(self._ai3_stored)
-            and all(map(operator.is_, before, self._ai3_stored))
-            and names == self._ai3_names
-        ):
-            return False
-        self._ai3_stored, self._ai3_names = before, names
-        return True
+        now = Stores.of(self._inside())
+        if not now.hold_those_of(before):
+            return True
+        self._ai3_stores = now  # torch.export leaves a module with other dictionaries of the same tensors
+        return False
 
     def _tells(self, kind: str) -> bool:
         """Whether a warning of a kind is still to be given; it is from now on."""
@@ -633,7 +610,7 @@ class Optimized(nn.Module):
             name, kind, end = altered
         else:
             kind, end = "was replaced, which programs do not see", _BACK
-            known = set(map(id, self._ai3_stored))
+            known = set(map(id, self._ai3_stores.values))
             names = (
                 f"{name}.{key}" if name else key
                 for name, m in modules.items()
