@@ -96,6 +96,23 @@ def small():
     ).eval()
 
 
+def test_one_number_is_no_batch_of_numbers(runner, tmp_path):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.linear = nn.Embedding(50, 16), nn.Linear(16, 16)
+
+        def forward(self, x):
+            return F.gelu(self.linear(self.table(x)))
+
+    fast, path = saved(Words().eval(), torch.arange(4), tmp_path)
+    runs(runner, fast, path, [torch.arange(7)], tmp_path)
+    torch.save((torch.tensor(3),), tmp_path / "inputs.pt")
+    done = call(runner, "run", path, tmp_path / "inputs.pt", tmp_path / "inputs.pt")
+    assert done.returncode == 1
+    assert "optimized for inputs of sizes [4], got [] Long" in done.stderr
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_program(runner, tmp_path, dtype):
     inputs = [torch.randn(1, 3, 8, 8, dtype=dtype)]

@@ -809,16 +809,21 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(words) or "nothing"
 
 
+def _inner(x: Tensor, start: int, stop: int | None = None) -> tuple[int, ...] | None:
+    """Those between two dimensions; None of one number, which has no batch either."""
+    return x.shape[start:stop] if x.ndim or not start else None
+
+
 def _key(leaves: list[Any], dynamic: bool) -> Any:
     """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors."""
     if len(leaves) == 1 and dynamic:
         x = leaves[0]
-        return (x.ndim, x.shape[1:], x.dtype) if isinstance(x, Tensor) else repr(x)
+        return (_inner(x, 1), x.dtype) if isinstance(x, Tensor) else repr(x)
     start = 1 if dynamic else 0
     batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else ()
     cached = any(map(is_cache, leaves))  # whichever cache, and however long it is
     return len(batches), *(
-        (x.ndim, x.shape[start : -1 if cached and as_long(x) else None], x.dtype, x.device.type)
+        (_inner(x, start, -1 if cached and as_long(x) else None), x.dtype, x.device.type)
         if isinstance(x, Tensor)
         else "a cache"
         if is_cache(x)

@@ -376,6 +376,7 @@ inline Plan plan_of(const Json& plan, const File& file) {
 
 inline Json shape_text(const at::Tensor& t, size_t start) {
   Json shape{"tuple"};
+  if (t.dim() == 0 && start > 0) return nullptr;  // one number has no batch
   for (size_t d = start; d < static_cast<size_t>(t.dim()); d++) shape.push_back(t.size(static_cast<int64_t>(d)));
   return shape;
 }
