@@ -68,7 +68,7 @@ sanitize: .venv/.torch
 	  case $$sanitizer in address) flags='$(FLAGS_address)' tests=;; thread) flags='$(FLAGS_thread)' tests='-R Threads';; esac; \
 	  cmake -S . -B build/$$sanitizer -G Ninja -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python -DAI3_BUILD_LIBRARIES=OFF \
 	    -DAI3_BUILD_TESTS=ON -DCMAKE_BUILD_TYPE=Debug $(CMAKE_ARGS) "-DAI3_SANITIZE=$$flags" "-DAI3_ONLY_LEVELS=$(LEVELS)" \
-	    -DAI3_ONLY_FLOAT32=$(ONLY_FLOAT32) > /dev/null; \
+	    -DAI3_ONLY_FLOAT32=$(ONLY_FLOAT32) -DAI3_PRECOMPILE=OFF > /dev/null; \
 	  cmake --build build/$$sanitizer --parallel $(JOBS); \
 	  $(CTEST) build/$$sanitizer $$tests $(CTEST_ARGS); \
 	done

@@ -394,7 +394,7 @@ def made(
         one, chooser = network.copy(), Chooser(settings, deadline)
         chooser.choose(one, layout)
         formatted(one, layout)
-        replayed = Replayed(module_of(one, [], returned=False), settings.cuda_graphs, settings.deterministic)
+        replayed = Replayed(module_of(one, []), settings.cuda_graphs, settings.deterministic)
         if not accurate(lambda given, run=replayed.body: run(*given)):  # type: ignore[misc]
             continue
         (took,) = gpu.in_turns([functools.partial(replayed, *inputs)], gpu.wall_seconds)

