@@ -292,9 +292,8 @@ def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
         return None
     if isinstance(value, (int, float)):
         filled = torch.full((channels,), float(value), dtype=torch.float64, device=net.device).to(dtype)
-        return (
-            filled if filled.isfinite().all() or not math.isfinite(value) else None
-        )  # PyTorch computes with the number itself
+        fits = filled.isfinite().all() or not math.isfinite(value)
+        return filled if fits else None  # PyTorch computes with the number itself
     if not is_constant(value) or value.meta["dtype"] != dtype:
         return None
     constant = net.value(value)
@@ -325,10 +324,8 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
                 pair = one, values if name == "add" else -values
             case _:
                 pair = values if name == "mul" else 1 / values, zero
-                if (
-                    not pair[0].isfinite().all() and values.isfinite().all()
-                ):  # 1 over less than the type's smallest numbers
-                    return None
+                if values.isfinite().all() and not pair[0].isfinite().all():
+                    return None  # 1 over less than the type's smallest numbers
         return _affine(net, node, x, *pair, node.name, node.meta["layers"])
     if name not in ("add", "mul") or y.meta["shape"] is None or x.meta["dtype"] != y.meta["dtype"]:
         return None

@@ -395,8 +395,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def root_of(node: fx.Node, own: Collection[fx.Node] = ()) -> fx.Node:
     """The value that a view, or what may be one, lies in; the node itself where it is none, or one of `own`."""
-    while node.op == "call_function" and node not in own:
-        source = node.all_input_nodes[0] if node.all_input_nodes else node
+    while node.op == "call_function" and node not in own and node.all_input_nodes:
+        source = node.all_input_nodes[0]
         views = _is_view(source) or source.target in _MAYBE_VIEWS
         part = node.target is operator.getitem and not views  # one of several results
         if part or not (_is_view(node) or node.target in _MAYBE_VIEWS):
