@@ -35,6 +35,7 @@ def test_every_file_of_the_cuda_part_is_an_algorithm():
     files = {
         (p.parent.name, p.stem) for p in source.glob("*/*") if p.suffix in (".cu", ".cpp") and p.parent.name != "core"
     }
+    files.remove(("attention", "sparse"))  # what three of them call
     assert {(a.operation, a.name) for a in ai3_ops.algorithms(device="cuda") if not a.python} == files
 
 
@@ -278,3 +279,30 @@ def test_a_gpu_times_by_events_and_flushes_its_own_cache(monkeypatch):
     assert surroundings.sample(lambda: calls.append("call"), lambda: calls.append("twin"), input) == 3e-3
     assert calls == ["twin", "call"]
     assert [e.waited for e in _Event.made] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "results"),
+    [
+        (
+            "_flash_attention_forward",
+            "query key value cum_seq_q cum_seq_k max_q max_k dropout_p is_causal return_debug_mask scale window_size_left "
+            "window_size_right",
+            5,
+        ),
+        (
+            "_flash_attention_backward",
+            "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal rng_state unused scale "
+            "window_size_left window_size_right",
+            3,
+        ),
+    ],
+)
+def test_flash_gives_pytorch_its_operators_arguments(name, given, results):
+    """csrc/cuda/flash.cpp hands them over by place; what follows is none there."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    arguments, count = schema.arguments, len(given.split())
+    assert [a.name for a in arguments[:count]] == given.split()
+    assert all(isinstance(a.type, torch.OptionalType) and a.default_value is None for a in arguments[count:])
+    assert [str(r.type) for r in schema.returns] == ["Tensor"] * results
+    assert len(arguments) <= 32

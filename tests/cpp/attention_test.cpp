@@ -28,7 +28,7 @@ struct CudaAttention : testing::Test {
 };
 
 enum class Mask { none, boolean, of_query, of_float };
-enum class Pattern { none, longformer, bigbird, lists };
+enum class Pattern { none, longformer, tokens, bigbird, lists, mixed };
 struct Shape {
   int64_t outer, batch, heads, kv_heads, queries, keys, size, value_size;
 };
@@ -45,9 +45,11 @@ struct Case {
   Mask mask = Mask::none;
   bool heads_inside = false;  // (N, L, H, E) in memory
   Pattern pattern = Pattern::none;
+  bool in_parameters() const { return pattern == Pattern::tokens || pattern == Pattern::mixed; }  // no mask says what is seen
 };
 // Of patterns: a window of 6 and two global tokens; blocks of 4 beside each other and at the ends; blocks of 8 as `lists` has
-// them.
+// them. `tokens` has global and padded ones by flags, and global ones' own projections; `mixed` has blocks in part, under a mask,
+// and in full, some of them repeated.
 constexpr int64_t kWindow = 6, kTokens = 2, kBlock = 4, kListed = 8, kLists = 2;
 int64_t listed(int64_t row, int64_t i, int64_t blocks) { return (row * 3 + i * 2) % blocks; }
 int64_t count_listed(int64_t row) { return row == 1 ? 0 : kLists; }
@@ -150,7 +152,9 @@ struct Call {
   std::vector<uint8_t> booleans;
   std::vector<int64_t> lengths, lengths_sizes, lengths_strides;
   Parameters of_pattern{};  // p has its mask instead
-  std::vector<int64_t> counts, indices, indices_sizes, indices_strides;
+  std::vector<int64_t> counts, indices, full_counts, full_indices, indices_sizes, indices_strides;
+  std::vector<uint8_t> global, padded;
+  std::vector<int64_t> flags_sizes, flags_strides;
   int64_t seed = 12345;
 
   Call(const Case& c, DType type) : of(c), dtype(type) {
@@ -195,11 +199,14 @@ struct Call {
         lengths.push_back(i == 1 ? c.shape.keys : i == 0 ? c.shape.keys - 4 : 0);
       lengths_sizes = {c.shape.outer, c.shape.batch}, lengths_strides = {c.shape.batch, 1}, given[Dense::key_lengths] = 1;
     }
-    if (c.mask == Mask::none && c.pattern == Pattern::none) return;
+    if (c.in_parameters()) set_pattern();
+    if (c.mask == Mask::none && (c.pattern == Pattern::none || c.in_parameters())) return;
     // One for all heads.
     const std::vector<int64_t> sizes{c.shape.outer, c.shape.batch, 1, c.shape.queries, c.shape.keys};
     p.has_mask = true;
-    if (c.pattern != Pattern::none) {
+    if (c.pattern != Pattern::none && !c.in_parameters()) {
+      mask = made(DType::f32, {of.shape.outer, of.shape.batch, 1, p.queries, p.keys}, [](int64_t) { return 0; });
+      p.mask_dtype = DType::boolean;
       for (int64_t i = 0; i < product(sizes); i++)
         booleans.push_back(sees(c, i / c.shape.keys % c.shape.queries, i % c.shape.keys));
       set_pattern();
@@ -214,23 +221,40 @@ struct Call {
   }
   void set_pattern() {
     int64_t* const given = of_pattern.values;
-    mask = made(DType::f32, {of.shape.outer, of.shape.batch, 1, p.queries, p.keys}, [](int64_t) { return 0; });
-    p.mask_dtype = DType::boolean;
+    if (of.pattern == Pattern::tokens) set_tokens();
     if (of.pattern == Pattern::longformer) given[0] = kWindow, given[1] = kTokens;
     if (of.pattern == Pattern::bigbird) given[0] = kBlock;
-    if (of.pattern != Pattern::lists) return;
+    if (of.pattern != Pattern::lists && of.pattern != Pattern::mixed) return;
     const int64_t rows = ceil_div(p.queries, kListed), blocks = ceil_div(p.keys, kListed);
     for (int64_t row = 0; row < rows; row++) {
       counts.push_back(count_listed(row));
       for (int64_t k = 0; k < kLists; k++) indices.push_back(listed(row, k, blocks));
+      if (of.pattern != Pattern::mixed) continue;
+      full_counts.push_back(row % 3);
+      for (int64_t k = 0; k < kLists; k++) full_indices.push_back(row == 0 ? 0 : row == 2 ? blocks - 1 : listed(row, 0, blocks));
+      given[2] = given[3] = 1;
     }
+    if (of.pattern == Pattern::mixed) indices[1] = indices[0];
     indices_sizes = {rows, kLists}, indices_strides = {kLists, 1}, given[0] = given[1] = 1, given[4] = kListed;
   }
+  void set_tokens() {
+    flags_sizes = {of.shape.outer, of.shape.batch, p.keys}, flags_strides = {of.shape.batch * p.keys, p.keys, 1};
+    for (int64_t i = 0; i < product(flags_sizes); i++)
+      global.push_back(i % 17 == 3), padded.push_back(i % 7 == 3 || i % p.keys > 66);
+    auto like = [&, next = size_t{7}](const Tensor& t) mutable {
+      return made(
+          dtype, t.sizes, [&](int64_t) { return drawn(Values::reals)[next++ % 900]; }, of.heads_inside);
+    };
+    own[3] = like(query), own[4] = like(key), own[5] = like(value);
+    of_pattern.values[0] = kWindow;
+    for (int place = 2; place < 7; place++) of_pattern.values[place] = 1;
+  }
+  bool by_pattern(bool wide) const { return of.pattern != Pattern::none && (!wide || of.in_parameters()); }
   AttentionProblem problem(bool wide) const {
     AttentionProblem q = p;
     q.dtype = wide ? kWide : dtype;
     if (wide && p.has_mask && p.mask_dtype != DType::boolean) q.mask_dtype = kWide;
-    if (!wide && of.pattern != Pattern::none) q.parameters = of_pattern, q.has_mask = false;
+    if (by_pattern(wide)) q.parameters = of_pattern, q.has_mask = of.mask != Mask::none;
     return q;
   }
   template <class Operands>
@@ -239,11 +263,18 @@ struct Call {
     m.mask = booleans.empty() ? mask.operand(wide) : Operand(booleans.data());
     m.dropout_seed = &seed;
     for (int i = 0; i < Parameters::kAtMost; i++) m.own[i] = own[i].operand(wide);
-    if (!wide && of.pattern != Pattern::none) m.mask = {};
-    if (!wide && !counts.empty()) {
-      m.own[0] = counts.data(), m.own[0].sizes = indices_sizes.data(), m.own[0].strides = indices_strides.data() + 1;
-      m.own[1] = indices.data(), m.own[1].sizes = indices_sizes.data(), m.own[1].strides = indices_strides.data();
-      m.own[0].rank = 1, m.own[1].rank = 2;
+    if (by_pattern(wide) && of.mask == Mask::none) m.mask = {};
+    auto give_lists = [&](int place, const std::vector<int64_t>& count, const std::vector<int64_t>& list) {
+      Operand &c = m.own[place], &l = m.own[place + 1];
+      c = count.data(), c.sizes = indices_sizes.data(), c.strides = indices_strides.data() + 1, c.rank = 1;
+      l = list.data(), l.sizes = indices_sizes.data(), l.strides = indices_strides.data(), l.rank = 2;
+    };
+    if (by_pattern(wide) && !counts.empty()) give_lists(0, counts, indices);
+    if (by_pattern(wide) && !full_counts.empty()) give_lists(2, full_counts, full_indices);
+    for (const auto& [place, flags] : {std::pair{2, &global}, {6, &padded}}) {
+      if (flags->empty()) continue;
+      m.own[place] = flags->data(), m.own[place].sizes = flags_sizes.data(), m.own[place].strides = flags_strides.data();
+      m.own[place].rank = 3;
     }
     if (!lengths.empty()) {
       m.own[Dense::key_lengths] = lengths.data();
@@ -282,7 +313,7 @@ Results results(const Algorithm<AttentionProblem>& a, const Call& call, bool wid
   AttentionOperands m;
   call.give(m, wide);
   m.output = y.as<char>(), m.logsumexp = sums.as<char>();
-  run(a.traits.workspace(p), [&](Workspace& workspace) { a.run(p, m, workspace); });
+  run(a.traits.workspace ? a.traits.workspace(p) : 0, [&](Workspace& workspace) { a.run(p, m, workspace); });
   Results r{numbers(p.dtype, y, outputs), numbers(accumulator, sums, rows), {}};
   if (!gradients) return r;
   AttentionGradients g;
@@ -319,9 +350,9 @@ void expect_near(const Numbers& got, const Numbers& expected, double limit, cons
 
 constexpr DType dtypes[] = {DType::f64, DType::f32, DType::bf16, DType::f16};
 
-void compare(const Case& c, const std::string& level, const char* by, const char* on_cpu) {
+void compare(const Case& c, const std::string& level, const char* by, const char* on_cpu, bool all_types = true) {
   for (const DType dtype : dtypes) {
-    if (!is_compiled(level, dtype)) continue;
+    if (!is_compiled(level, dtype) || (!all_types && dtype != DType::f32 && dtype != DType::bf16)) continue;
     SCOPED_TRACE(level + " " + c.name + " " + name_of(dtype));
     const Call call(c, dtype);
     const Results got = results(named(level, by), call, false),
@@ -378,6 +409,78 @@ TEST(Attention, PatternsAreFlashUnderTheirMasks) {
     }
 }
 
+TEST_F(CudaAttention, PatternsAreTheCpus) {
+  auto is = [](const Case& c, const char* by, const char* on_cpu) { compare(c, "cuda", by, on_cpu, false); };
+  is({.name = "longformer", .shape = {1, 1, 2, 1, 67, 67, 8, 5}, .dropout = 0.3, .pattern = Pattern::longformer}, "longformer",
+     "flash");
+  is({.name = "tokens", .shape = {2, 1, 2, 2, 12, 12, 33, 8}, .heads_inside = true, .pattern = Pattern::tokens}, "longformer",
+     "longformer");
+  is({.name = "more tokens", .shape = {1, 2, 2, 1, 68, 68, 8, 5}, .pattern = Pattern::tokens}, "longformer", "longformer");
+  is({.name = "bigbird", .shape = {1, 1, 2, 2, 67, 67, 8, 5}, .dropout = 0.3, .pattern = Pattern::bigbird}, "bigbird", "flash");
+  compare({.name = "lists", .shape = {1, 2, 4, 2, 11, 66, 8, 17}, .pattern = Pattern::lists}, "cuda", "block_sparse", "flash");
+  for (const Mask mask : {Mask::none, Mask::boolean, Mask::of_float})
+    is({.name = "mixed", .shape = {1, 1, 2, 1, 26, 66, 8, 5}, .mask = mask, .pattern = Pattern::mixed}, "block_sparse",
+       "block_sparse");
+}
+// PyTorch's kernels, for which the processor's stand in here: what reaches them, and what is refused.
+TEST_F(CudaAttention, FlashTakesWhatPyTorchsKernelsTake) {
+  if (AI3_KERNELS_OF_FLOAT32) GTEST_SKIP() << "built for float32 alone";
+  for (const Case& c : {Case{.name = "causal", .shape = {1, 2, 4, 2, 6, 6, 16, 16}, .causal = true, .heads_inside = true},
+                        Case{.name = "lower right", .shape = {2, 1, 2, 2, 3, 9, 8, 8}, .lower_right = true, .left = 4}}) {
+    const Call call(c, DType::bf16);
+    const Results got = results(named("cuda", "flash"), call, false),
+                  expected = results(named(usable_levels().back(), "flash"), call, false);
+    EXPECT_EQ(got.output, expected.output);
+    for (size_t i = 0; i < got.gradients.size(); i++) EXPECT_EQ(got.gradients[i].second, expected.gradients[i].second);
+  }
+  auto refused = [](Case c, DType dtype, const char* why) {
+    Reason reason{};
+    EXPECT_FALSE(named("cuda", "flash").traits.supports(Call(c, dtype).problem(false), reason)) << why;
+    EXPECT_NE(std::string(reason.text).find(why), std::string::npos) << reason.text;
+  };
+  const Case plain{.name = "plain", .shape = {1, 1, 2, 2, 4, 6, 8, 8}};
+  auto with = [&](auto change) {
+    Case c = plain;
+    change(c);
+    return c;
+  };
+  refused(plain, DType::f32, "needs bfloat16 or float16 on CUDA, got float32");
+  refused(with([](Case& c) { c.shape.size = c.shape.value_size = 12; }), DType::f16, "a multiple of 8 up to 256, got 12 and 12");
+  refused(with([](Case& c) { c.shape.value_size = 16; }), DType::f16, "needs one size");
+  refused(with([](Case& c) { c.causal = true; }), DType::f16, "needs as many queries as keys");
+  refused(with([](Case& c) { c.left = 1; }), DType::f16, "needs as many queries as keys");
+  refused(with([](Case& c) { c.mask = Mask::boolean; }), DType::f16, "takes no attn_mask");
+  refused(with([](Case& c) { c.dropout = 0.5; }), DType::f16, "takes no dropout_p");
+  refused(with([](Case& c) { c.softcap = 2; }), DType::f16, "takes no softcap");
+  refused(with([](Case& c) { c.sinks = true; }), DType::f16, "takes no sinks");
+}
+TEST_F(CudaAttention, RowsThatAPatternHidesMayBeAnything) {
+  for (const DType dtype : {DType::f32, DType::bf16}) {
+    Call call({.name = "tokens", .shape = {1, 1, 2, 1, 68, 68, 8, 5}, .pattern = Pattern::tokens}, dtype);
+    const Results before = results(named("cuda", "longformer"), call, false);
+    for (Tensor* t : {&call.query, &call.key, &call.value, &call.gradient, &call.own[3], &call.own[4], &call.own[5]})
+      for (int64_t i = 0; i < product(t->sizes); i++) {
+        const int64_t row = i / t->sizes[4] % 68, batch = i / t->sizes[4] / 68 / t->sizes[2];
+        if (call.padded[static_cast<size_t>(batch * 68 + row)]) put(dtype, t->memory->as<char>(), i, i % 2 ? NAN : INFINITY);
+      }
+    const Results after = results(named("cuda", "longformer"), call, false);
+    EXPECT_EQ(before.output, after.output);
+    EXPECT_EQ(before.logsumexp, after.logsumexp);
+    for (size_t i = 0; i < before.gradients.size(); i++)
+      EXPECT_EQ(before.gradients[i].second, after.gradients[i].second) << before.gradients[i].first;
+  }
+}
+TEST_F(CudaAttention, IndicesThatNameNoBlockAreLeftOut) {
+  const Case c{.name = "lists", .shape = {1, 1, 2, 2, 26, 20, 8, 8}, .pattern = Pattern::lists};
+  Call call(c, DType::f32), wrong(c, DType::f32);
+  for (size_t row = 0; row < wrong.counts.size(); row++)
+    if (wrong.counts[row] == kLists) call.counts[row] = 1, wrong.indices[row * kLists + 1] = row % 2 ? -1 : int64_t{1} << 40;
+  const Results right = results(named("cuda", "block_sparse"), call, false),
+                left_out = results(named("cuda", "block_sparse"), wrong, false);
+  EXPECT_EQ(right.output, left_out.output);
+  for (size_t i = 0; i < right.gradients.size(); i++) EXPECT_EQ(right.gradients[i].second, left_out.gradients[i].second);
+}
+
 // Of what no query sees; and what some see comes out there alone.
 TEST_F(CudaAttention, HiddenKeysAndValuesMayBeAnything) {
   for (const Case& c : cases)
@@ -404,6 +507,14 @@ TEST_F(CudaAttention, HiddenKeysAndValuesMayBeAnything) {
                       o * t->strides[0] + b * t->strides[1] + h * t->strides[2] + j * t->strides[3] + e,
                       (e + of_keys) % 2 ? NAN : INFINITY);
               }
+      }
+      for (Tensor* t : {&call.query, &call.gradient}) {  // the second query sees nothing
+        if (!masked || c.sinks) continue;
+        for (int64_t o = 0; o < c.shape.outer; o++)
+          for (int64_t b = 0; b < c.shape.batch; b++)
+            for (int64_t h = 0; h < c.shape.heads; h++)
+              put(dtype, t->memory->as<char>(), o * t->strides[0] + b * t->strides[1] + h * t->strides[2] + t->strides[3] + 1,
+                  NAN);
       }
       const Results after = results(on_cuda(), call, false);
       EXPECT_EQ(before.output, after.output);
@@ -439,12 +550,14 @@ TEST_F(CudaAttention, WhatIsSeenComesOut) {
 }
 
 TEST_F(CudaAttention, NoResultDependsOnTheOrderOfThreads) {
-  for (const Case& c : {cases[0], *std::prev(std::end(cases))}) {
+  const Case tokens{.name = "tokens", .shape = {1, 1, 2, 1, 68, 68, 8, 5}, .pattern = Pattern::tokens};
+  for (const Case& c : {cases[0], *std::prev(std::end(cases)), tokens}) {
+    const Algorithm<AttentionProblem>& by = named("cuda", c.pattern == Pattern::tokens ? "longformer" : "math");
     const Call call(c, DType::f32);
-    const Results first = results(on_cuda(), call, false);
+    const Results first = results(by, call, false);
     for (const unsigned seed : {1u, 2u}) {
       fake::seed = seed;
-      const Results other = results(on_cuda(), call, false);
+      const Results other = results(by, call, false);
       fake::seed = 0;
       EXPECT_EQ(first.output, other.output) << c.name;
       EXPECT_EQ(first.logsumexp, other.logsumexp) << c.name;

@@ -22,6 +22,32 @@
 #include "run.h"
 
 void* ai3::current_blas_handle() { return &fake::blas; }
+// The processor's kernel in place of PyTorch's, which needs a GPU.
+namespace {
+template <class Run>
+void flash_on_cpu(const Run& run) {
+  using namespace ai3;
+  const AlgorithmInfo* const info = algorithm(usable_levels().back(), "attention", "flash");
+  if (!info) throw std::runtime_error("no kernel attention_flash");
+  run(*reinterpret_cast<const Algorithm<AttentionProblem>*>(info));
+}
+}  // namespace
+void ai3::pytorch_flash_attention(const AttentionProblem& p, const AttentionOperands& m) {
+  flash_on_cpu([&](const Algorithm<AttentionProblem>& a) {
+    const int64_t bytes = a.traits.workspace(p);
+    const Guarded scratch(bytes, Flush::end);
+    Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+    a.run(p, m, workspace);
+  });
+}
+void ai3::pytorch_flash_attention_backward(const AttentionProblem& p, const AttentionGradients& m) {
+  flash_on_cpu([&](const Algorithm<AttentionProblem>& a) {
+    const int64_t bytes = a.traits.backward_workspace(p, m);
+    const Guarded scratch(bytes, Flush::end);
+    Workspace workspace{scratch.as<char>(), bytes, 0, nullptr};
+    a.traits.backward(p, m, workspace);
+  });
+}
 // A small workspace of cuBLAS: one piece of 1 KiB.
 [[maybe_unused]] static const int small = setenv("CUBLAS_WORKSPACE_CONFIG", ":1:1", 1);
 
@@ -63,8 +89,15 @@ TEST(Cuda, EveryKernelRefusesAGpuThatTheLibraryHasNoCodeFor) {
     kernels++;
     std::vector<P> all = problems::all(static_cast<P*>(nullptr), a.info.operation);
     if constexpr (std::is_same_v<P, AttentionProblem>)
-      if (std::string(a.info.name) == "linformer")
-        for (P& p : all) p.causal = false, p.parameters.values[0] = p.parameters.values[1] = 1;  // its projections
+      for (P& p : all) {
+        const std::string name = a.info.name;
+        if (name == "flash")
+          p.dtype = DType::bf16, p.size = p.value_size = 8, p.queries = p.keys = 4, p.dropout = 0, p.has_mask = false;
+        if (name == "math" || name == "flash") continue;
+        p.causal = false, p.queries = p.keys;
+        p.parameters.values[0] = 2, p.parameters.values[1] = 1;  // projections, a window, lists, blocks
+        p.parameters.values[4] = name == "block_sparse";
+      }
     Reason ignored{};
     std::erase_if(all, [&](const P& q) { return !supported(a, q, ignored); });
     ASSERT_FALSE(all.empty());

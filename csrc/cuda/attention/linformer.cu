@@ -90,7 +90,7 @@ int64_t linformer_backward_workspace(const AttentionProblem& p, const AttentionG
     const int64_t each = checked_mul(p.kv_heads, checked_mul(p.projected, p.keys));  // of a projection, at most
     int64_t bytes =
         sum_of({cublas_workspace(), checked_mul(2, projected_bytes(p, p.size)), checked_mul(2, projected_bytes(p, p.value_size)),
-                differentiate_bytes(inner, {.grad_query = m.grad_query, .grad_key = &p, .grad_value = &p})});
+                math_backward_bytes(inner, {.grad_query = m.grad_query, .grad_key = &p, .grad_value = &p})});
     if (!kWidens<T>) return bytes;
     auto take = [&](int64_t times, int64_t rows, int64_t size) {
       bytes = checked_add(bytes, checked_mul(times, piece_bytes<A>(checked_mul(rows, size))));

@@ -20,7 +20,7 @@ bool math_supports(const AttentionProblem& p, Reason& reason) {
 
 AI3_ALGORITHM(attention, math, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .supports = math_supports,
               .workspace = attend_bytes, .gradients = math_gradients, .backward = math_backward,
-              .backward_workspace = differentiate_bytes, .parameters = AI3_ATTENTION_PARAMETERS)
+              .backward_workspace = math_backward_bytes, .parameters = AI3_ATTENTION_PARAMETERS)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -66,10 +66,14 @@ template <class A>
 __device__ __forceinline__ bool is_finite(A x) {
   return x - x == A(0);
 }
-// Copies rows in the accumulator's type. Where `unclean` is given, what is not finite becomes 0 there, and it gets whether a row
-// had any such.
-template <class T>
-__global__ void __launch_bounds__(kRowThreads) copy_rows(Rows<T> from, int64_t outer_batch, Acc<T>* to, int32_t* unclean) {
+// Copies rows in the accumulator's type, those that are not `used` as zeros. Where `unclean` is given, what is not finite becomes
+// 0 there, and it gets whether a row had any such.
+struct EveryRow {
+  __device__ constexpr bool operator()(int64_t) const { return true; }
+};
+template <class T, class Used>
+__global__ void __launch_bounds__(kRowThreads)
+    copy_rows(Rows<T> from, int64_t outer_batch, Used used, Acc<T>* to, int32_t* unclean) {
   const int64_t warps = kRowThreads / kWarp, lane = threadIdx.x % kWarp;
   for (int64_t r = blockIdx.x * warps + threadIdx.x / kWarp; r < from.batch * from.heads * from.rows; r += gridDim.x * warps) {
     const Quotient by_head = divided(r, from.rows), by_batch = divided(by_head.quotient, from.heads),
@@ -77,8 +81,9 @@ __global__ void __launch_bounds__(kRowThreads) copy_rows(Rows<T> from, int64_t o
     const T* const row = from.data + by_outer.quotient * from.at.outer + by_outer.rest * from.at.batch +
                          by_batch.rest * from.at.head + by_head.rest * from.at.row;
     int32_t odd = 0;
+    const bool as_it_is = used(r);
     for (int64_t c = lane; c < from.size; c += kWarp) {
-      const Acc<T> value = load_acc(row + c);
+      const Acc<T> value = as_it_is ? load_acc(row + c) : Acc<T>(0);
       const bool keep = !unclean || is_finite(value);
       to[r * from.size + c] = keep ? value : Acc<T>(0);
       odd |= !keep;
@@ -126,7 +131,8 @@ struct Weighted {
     A* const to = take<A>(workspace, count * rows.size);
     int32_t* const flags = hides ? take<int32_t>(workspace, count) : nullptr;
     data = to, at = rows.dense(outer_batch), unclean = flags;
-    launch(copy_rows<T>, {blocks_for_warps(count)}, kRowThreads, 0, workspace, what, rows, outer_batch, to, flags);
+    launch(copy_rows<T, EveryRow>, {blocks_for_warps(count)}, kRowThreads, 0, workspace, what, rows, outer_batch, EveryRow{}, to,
+           flags);
     if (!hides) return;
     int32_t* const sums = take<int32_t>(workspace, heads);
     counts = sums;
@@ -135,34 +141,49 @@ struct Weighted {
   }
 };
 // Adds what Weighted left out to the products of a chunk's weights: rows of `ld` weights, one for each key.
-template <class T>
-__global__ void __launch_bounds__(kRowThreads) add_unclean(Scores<T> of, Chunk chunk, const Acc<T>* weights, int64_t ld,
-                                                           Weighted<T> values, Acc<T>* to, AttentionStrides at) {
+template <class S, class T = typename S::Element>
+__global__ void __launch_bounds__(kRowThreads)
+    add_unclean(S of, Chunk chunk, const Acc<T>* weights, int64_t ld, Weighted<T> values, Acc<T>* to, AttentionStrides at) {
   const int64_t group = of.heads / of.kv_heads, rows = chunk.batches * of.heads * chunk.queries;
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
     const ScoreRow row = of.row(chunk, r);
     const int64_t head = (row.outer * of.batch + row.batch) * of.kv_heads + row.head / group;
-    if (values.counts[head] == 0) continue;
+    if (values.counts[head] == 0 || !of.computes(row)) continue;
     const T* const from = values.from.data + row.outer * values.from.at.outer + row.batch * values.from.at.batch +
                           row.head / group * values.from.at.head;
     for (int64_t c = threadIdx.x; c < values.from.size; c += kRowThreads) {
       Acc<T> sum = 0;
       for (int64_t j = row.first; j < row.end; j++) {
-        if (!values.unclean[head * of.keys + j] || !of.sees(row, j)) continue;
+        if (!values.unclean[head * of.keys + j] || !of.reaches(row, j) || !of.sees(row, j)) continue;
         const Acc<T> value = load_acc(from + j * values.from.at.row + c);
         if (!is_finite(value)) sum += weights[r * ld + j] * value;
       }
-      if (sum != 0) to[Scores<T>::offset(row, at) + c] += sum;
+      if (sum != 0) to[S::offset(row, at) + c] += sum;
     }
   }
 }
+
+// Of rows that gradients are summed from, zeros in place of those that see no key or are another pass's: their weights are 0, and
+// 0 times NaN is not.
+template <class S>
+struct RowsThatSee {
+  S of;
+  const typename S::A* logsumexp;
+  __device__ bool operator()(int64_t r) const {
+    ScoreRow row;
+    const Quotient by_head = divided(r, of.queries), by_batch = divided(by_head.quotient, of.heads),
+                   by_outer = divided(by_batch.quotient, of.batch);
+    row.outer = by_outer.quotient, row.batch = by_outer.rest, row.head = by_batch.rest, row.query = by_head.rest, row.number = r;
+    return of.computes(row) && logsumexp[r] != S::kHidden;
+  }
+};
 
 // What was computed in the accumulator's type becomes elements.
 template <class T>
 void narrow_to(T* to, const Acc<T>* from, int64_t count, const Workspace& workspace, const char* what) {
   for_each(count, workspace, what, [=] __device__(int64_t i) { store_acc(to + i, from[i]); });
 }
-// The same of rows that may lie apart.
+// The same of rows that may lie apart; zeros from null.
 template <class T>
 void store_rows(const Acc<T>* from, int64_t rows, int64_t outer_batch, int64_t heads, int64_t queries, int64_t size, T* to,
                 const AttentionStrides& at, const Workspace& workspace, const char* what) {
@@ -170,7 +191,7 @@ void store_rows(const Acc<T>* from, int64_t rows, int64_t outer_batch, int64_t h
     const Quotient element = divided(i, size), query = divided(element.quotient, queries), head = divided(query.quotient, heads),
                    batch = divided(head.quotient, outer_batch);
     store_acc(to + batch.quotient * at.outer + batch.rest * at.batch + head.rest * at.head + query.rest * at.row + element.rest,
-              from[i]);
+              from ? from[i] : Acc<T>(0));
   });
 }
 

@@ -18,9 +18,21 @@ struct ScoreRow {
   int64_t own_key, first, end;
 };
 
+// What a pattern of keys changes of all that: here nothing. A kernel that passes over the keys of a row asks which of them a
+// pattern reaches, and changes none of a row that is another pass's.
+struct EveryKey {
+  __device__ static constexpr bool computes(const ScoreRow&) { return true; }
+  __device__ static constexpr bool reaches(const ScoreRow&, int64_t) { return true; }
+  template <class A>
+  __device__ static A added(const ScoreRow&, int64_t, A of_mask) {
+    return of_mask;
+  }
+};
+
 // T is the storage type of what a call's tensors hold; scores are computed in its accumulator.
-template <class T>
-struct Scores {
+template <class T, class Sight = EveryKey>
+struct Scores : Sight {
+  using Element = T;
   using A = Acc<T>;
   static constexpr A kHidden = -std::numeric_limits<A>::infinity();
   struct Positions {
@@ -98,8 +110,9 @@ struct Scores {
     return at.outer * s.outer + at.batch * s.batch + at.head * s.head + at.query * s.row;
   }
 
-  // What the mask adds: of a key that it hides -inf.
-  __device__ A masked(const ScoreRow& at, int64_t key) const {
+  // What the mask adds, and a pattern: of a key that they hide -inf.
+  __device__ A masked(const ScoreRow& at, int64_t key) const { return Sight::added(at, key, of_mask(at, key)); }
+  __device__ A of_mask(const ScoreRow& at, int64_t key) const {
     if (!mask) return A(0);
     const int64_t i = offset(at, mask_at) + key * mask_column;
     switch (mask_dtype) {
