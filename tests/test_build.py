@@ -141,16 +141,19 @@ def test_make_names_a_missing_package_of_python(tmp_path):
 def test_packages_come_from_where_pip_takes_them(monkeypatch):
     """What `pip config list` prints becomes uv's options; where uv fails, pip installs."""
     packages = load("packages", ROOT / ".ci/packages.py")
-    assert packages.settings("") == ([], {})
+    best = ["--index-strategy", "unsafe-best-match"]
+    assert packages.settings("") == (best, {})
     printed = (
         ":env:.find-links='/wheels'\nglobal.cert='/certificates'\nglobal.index-url='https://a/simple'\n"
         "install.no-index='true'\nsite.extra-index-url='\\nhttps://b\\nhttps://c'\nglobal.timeout='60'\n"
     )
     options, environment = packages.settings(printed)
     places = "--find-links /wheels --index-url https://a/simple --no-index"
-    assert " ".join(options) == f"{places} --extra-index-url https://b --extra-index-url https://c"
+    assert " ".join(options) == f"{' '.join(best)} {places} --extra-index-url https://b --extra-index-url https://c"
     assert environment == {"SSL_CERT_FILE": "/certificates"}
-    assert packages.settings("global.no-index='false'\n") == ([], {})
+    assert packages.settings("global.no-index='false'\n") == (best, {})
+    assert packages.settings("global.timeout='60'\n") == (best, {})
+    assert packages.settings(":env:.constraint='versions.txt'\n") is None  # which uv would not read: by pip
 
     ran = []
 
@@ -159,8 +162,9 @@ def test_packages_come_from_where_pip_takes_them(monkeypatch):
         return subprocess.CompletedProcess(command, int("uv" in command[1:4] and "pip" in command[3:4]), printed)
 
     monkeypatch.setattr(packages.subprocess, "run", run)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
     assert packages.install("python", ["torch"]) == 0
-    assert [command[-1] for command in ran] == ["uv", "list", "torch", "torch"]
+    assert [command[-1] for command in ran] == ["list", "uv", "torch", "torch"]
     assert ran[2][2:5] == ["uv", "pip", "install"]
     assert "--no-index" in ran[2]
     assert ran[3] == ["python", "-m", "pip", "install", "torch"]

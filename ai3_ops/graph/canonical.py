@@ -33,10 +33,21 @@ def translates(*operators: Any) -> Callable[[Translation], Translation]:
     return register
 
 
+def _made_dense(node: Any) -> bool:
+    """Whether a value is a copy in its dimensions' order, or computed of one element by element."""
+    while node.target not in _COPIES:
+        if node.op != "call_function" or len(node.all_input_nodes) != 1 or "memory_format" in node.kwargs:
+            return False
+        if node.target not in _KEEPS and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
 def canonicalize(network: Network) -> None:
     """Folds what depends on constants alone, and makes steps of the operators that have one."""
     returned: Any = network.output.args[0]
-    network.dense = frozenset(place for place, node in enumerate(returned) if node.target in _COPIES)
+    network.dense = frozenset(place for place, node in enumerate(returned) if _made_dense(node))
     fold_constants(network)
     sized = _by_lengths(network)
     for node in list(network.graph.nodes):
@@ -72,6 +83,7 @@ def canonicalize(network: Network) -> None:
 
 
 _COPIES = (aten.clone.default, aten.contiguous.default)
+_KEEPS = (aten.detach.default, aten.alias.default, aten._to_copy.default)  # the order in memory
 # What reads elements as they lie in memory.
 _AS_IT_LIES = (aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
 
@@ -288,7 +300,8 @@ def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
         return None
     dim = 1 if len(shape) == 4 else len(shape) - 1
     dtype, channels = x.meta["dtype"], shape[dim]
-    if x.meta["scales"] and x.meta["scales"][dim]:  # as many as the batch has
+    scales = x.meta["scales"]
+    if net.dynamic if scales is None else scales[dim]:  # as many as the batch has, or who knows
         return None
     if isinstance(value, (int, float)):
         filled = torch.full((channels,), float(value), dtype=torch.float64, device=net.device).to(dtype)
@@ -353,7 +366,10 @@ def _with_table(net: Network, node: fx.Node, x: fx.Node, y: Any, name: str) -> f
         return None
     if name in ("sub", "div"):
         value = net.value(y)
-        y = net.constant(-value if name == "sub" else 1 / value, f"{y.target}.{name}", node)
+        other = -value if name == "sub" else 1 / value
+        if value.isfinite().all() and not other.isfinite().all():
+            return None  # 1 over less than the type's smallest numbers
+        y = net.constant(other, f"{y.target}.{name}", node)
     return net.step(node, steps.binary, x, y, {"sub": "add", "div": "mul"}.get(name, name), layers=node.meta["layers"])
 
 
