@@ -549,9 +549,6 @@ _LEAVES_NCHW = _library.registry()["level"] == "avx2"
 # 1x1 on a single pixel (squeeze-excite): below so many weights a call costs more than the products
 # (docs/algorithms/conv2d/default.md).
 _OF_ONE_PIXEL = 2**17 if _LEAVES_NCHW else 2**15
-# An NCHW image of two to four channels takes `direct`, which beats PyTorch but for few filters: less than a vector with AVX-512,
-# up to one and a half or three with AVX2 (two cores of Zen 5; 1.08 to 1.31 of its time, others 0.76 to 1.03).
-_LEAVES_OF_IMAGES = frozenset((*range(1, 16), 24) if _LEAVES_NCHW else range(1, 16))
 # Channels in and out, and what they and the pixels multiply to, from which Winograd's beats PyTorch (docs/benchmarks/cuda.md).
 _CHANNELS_ON_CUDA, _WORK_ON_CUDA = 64, 2**28
 _LANES_16_BITS = 16  # of `depthwise` with AVX-512, which computes in float32
@@ -663,10 +660,6 @@ class Conv2dCall(SwitchedCall):
         inputs, outputs = args[0].numel(), math.prod(problem.shape)
         if tuple(weight.shape[2:]) == (1, 1) and args[6] == 1 and outputs == weight.shape[0] and preferred is None:
             return weight.numel() >= _OF_ONE_PIXEL
-        window = tuple(weight.shape[2:]) != (1, 1)
-        image = 1 < weight.shape[1] <= 4 and window and args[6] == 1 and args[0].stride()[1] != 1
-        if image and weight.shape[0] in _LEAVES_OF_IMAGES and preferred is None:
-            return self.resolved("default", args) != "direct"
         if not _LEAVES_NCHW or problem.channels_last or outputs <= _SMALL or 2 * outputs < inputs:
             return True
         chosen = self.resolved("default", args)

@@ -40,8 +40,6 @@ struct Blocking {
         out_channels(p.out_channels / groups) {
     const int64_t tile = 2 * lanes_of(p);
     for (block = 4; block < tile && block < out_channels;) block *= 2;
-    // An odd number of vectors in windows of few products: a block each. None is half empty then, and tiles are alike.
-    if (out_channels % tile == tile / 2 && has_few_products(p) && !is_pointwise(p)) block = tile / 2;
     blocks = ceil_div(out_channels, block);
   }
   // Groups that are packed as one are computed as one where their channels lie side by side.
@@ -236,7 +234,7 @@ class DirectConvolution {
         filters(p.out_channels / groups),
         few(has_few_products(p)),
         whole(whole_kernel()),
-        tile_pixels(tile_size(whole.x_pixel)),
+        tile_pixels(tile_size(whole.x_pixel, b.block > width)),
         interior(
             inside(-p.pad_w, p.stride_w, p.in_width - (p.kernel_width - 1) * p.dilation_w, tiles_are_alike() ? p.out_width : 0)),
         whole_rows(inside(-p.pad_h, p.stride_h, p.in_height - (p.kernel_height - 1) * p.dilation_h, p.out_height)),
@@ -320,20 +318,23 @@ class DirectConvolution {
     return span;
   }
   // Fewer pixels of a tile where they share one set of the first-level cache.
-  AI3_INLINE int64_t tile_size(int64_t x_pixel) const {
-    const int64_t most = b.block <= width && !spread ? kNarrowPixels : kPixels;
+  AI3_INLINE int64_t tile_size(int64_t x_pixel, bool two) const {
+    const int64_t most = two || spread ? kPixels : kNarrowPixels;
     return same<T, A> && p.x_stride.c == 1 && rows_collide<T>(x_pixel) ? most / 2 : most;
   }
-  // Pixels whose window lies inside the image's columns are most of a row, and where sums need no buffer and each block is of
-  // whole vectors, their tiles differ in their address alone. The few pixels beside them are tiles of their own then, which go
-  // down the rows; of a narrow row they are too many, and cost more than is saved where there are many products.
+  // Pixels whose window lies inside the image's columns are most of a row, and where sums need no buffer their tiles differ in
+  // their address alone. The few pixels beside them are tiles of their own then, which go down the rows; of a narrow row they are
+  // too many, and cost more than is saved where there are many products.
   bool tiles_are_alike() const {
     const bool pays = p.pad_w == 0 || p.out_width > kPixels || few;
-    return pays && in_place && !prologue && b.channels > 0 && b.block % width == 0 && filters % b.block == 0;
+    return pays && in_place && !prologue && b.channels > 0 && (b.joined == 1 || spread);
   }
+  // Output channels of the last block of a group.
+  AI3_INLINE int64_t last_count() const { return spread ? b.block : filters - (b.blocks - 1) * b.block; }
   Lines lines_of_output() const {
     const int64_t size = static_cast<int64_t>(sizeof(T)), written = p.batch * p.out_height * p.y_stride.h * size;
-    const bool whole_lines = has_whole_lines<T>(p.y_stride, operands.y) && b.block * size % 64 == 0 && !needs_finish;
+    const bool whole_lines =
+        has_whole_lines<T>(p.y_stride, operands.y) && b.block * size % 64 == 0 && last_count() == b.block && !needs_finish;
     if (whole_lines && written >= (p.in_channels <= 4 ? kLargeFromImages : kLargeFrom)) return Lines::past_caches;
     return written >= kPrefetchedFrom ? Lines::prefetched : Lines::cached;
   }
@@ -427,53 +428,74 @@ class DirectConvolution {
       finish<T>(p, sums, sums_pixel, pixels, count, by.of.slope, at.residual ? at.residual + shift : nullptr, out);
   }
 
-  // `count` pixels by `blocks` blocks, in tiles that differ in their address alone: pixels are span.x_pixel apart in the image
-  // and q.y_stride.w in the output.
-  void alike_tiles(const Conv2dProblem& q, Span span, int64_t count, Operands at, const Filters& by, int64_t blocks) const {
+  // Blocks of output channels, which begin there and are `count` each: whole vectors where there are several.
+  struct Some {
+    int64_t y;
+    Filters by;
+    int64_t blocks, count;
+  };
+  // body(some) for blocks [begin, end) of a group: those that are alike, and the last where it has fewer channels.
+  template <class Body>
+  AI3_INLINE void each_alike(int64_t group, Share of, const Body& body) const {
+    const bool cut = of.end == b.blocks && (last_count() != b.block || b.block % width != 0);
+    const int64_t whole_ones = of.end - of.begin - cut;
+    if (whole_ones > 0) body(Some{y_channel(group, of.begin), filters_of(group, of.begin), whole_ones, b.block});
+    if (cut) body(Some{y_channel(group, of.end - 1), filters_of(group, of.end - 1), 1, last_count()});
+  }
+
+  // `count` pixels by some blocks, in tiles that differ in their address alone: pixels are span.x_pixel apart in the image and
+  // q.y_stride.w in the output.
+  void alike_tiles(const Conv2dProblem& q, Span span, int64_t count, Operands at, const Filters& by, const Some& some) const {
     if constexpr (same<T, A>) {
+      const bool two = some.count > width;
       span = joined(span);
-      span.blocks = blocks, span.lines = lines;
+      span.blocks = some.blocks, span.lines = lines, span.rest = some.count % width;
       if (by.of.bias) span.start_block = b.block;
-      const bool finished = few && !spread && needs_finish && is_applied_in_registers(q.activation, at.residual);
+      alignas(64) A start[2 * width];
+      const A* starts = by.of.bias ? by.of.bias : kZeros<A>;
+      if (by.of.bias && span.rest) {
+        for (int64_t k = 0; k < 2 * width; k++) start[k] = k < some.count ? by.of.bias[k] : A(0);
+        starts = start;
+      }
+      const bool finished = few && !spread && !span.rest && needs_finish && is_applied_in_registers(q.activation, at.residual);
       if (finished) {
         span.activation = q.activation;
         if (at.residual) span.residual_behind = reinterpret_cast<const char*>(at.residual) - reinterpret_cast<const char*>(at.y);
       }
-      int64_t tiles = ceil_div(count, tile_size(span.x_pixel));
+      int64_t tiles = ceil_div(count, tile_size(span.x_pixel, two));
       while (tiles > 0) {  // first the wider tiles
         const int64_t pixels = ceil_div(count, tiles), wider = count - (pixels - 1) * tiles;
         span.tiles = finished || !needs_finish ? wider : 1;
         if (pointwise) span.ahead = pixels * span.x_pixel;  // the next tile's
-        const A* const starts = by.of.bias ? by.of.bias : kZeros<A>;
         if (finished)
-          accumulate<kNarrowPixels, true>(pixels, b.block > width, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+          accumulate<kNarrowPixels, true>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
         else
-          accumulate<kNarrowPixels>(pixels, b.block > width, at.x, by.weights, at.y, q.y_stride.w, starts, span);
-        if (needs_finish && !finished) finish<T>(q, at.y, q.y_stride.w, pixels, blocks * b.block, by.of.slope, at.residual, at.y);
+          accumulate<kNarrowPixels>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+        if (needs_finish && !finished)
+          finish<T>(q, at.y, q.y_stride.w, pixels, some.blocks * some.count, by.of.slope, at.residual, at.y);
         const int64_t done = span.tiles * pixels;
         tiles -= span.tiles, count -= done, at = at.from(done * span.x_pixel, done * q.y_stride.w);
       }
     }
   }
   // Those of a row's columns, which see the kernel's rows `valid`.
-  void row_tiles(const Operands& at, int64_t row, Range valid, Range columns, const Filters& by, int64_t blocks,
-                 bool prefetches) const {
+  void row_tiles(const Operands& image, int64_t row, Range valid, Range columns, const Some& some, bool prefetches) const {
     Span span = whole;
     span.rows = valid.size(), span.ahead = prefetches ? p.stride_h * p.x_stride.h : 0;
     const int64_t top = row * p.stride_h - p.pad_h + valid.begin * p.dilation_h, left = columns.begin * p.stride_w - p.pad_w;
     alike_tiles(p, span, columns.size(),
-                at.from(top * p.x_stride.h + left * p.x_stride.w, row * p.y_stride.h + columns.begin * p.y_stride.w),
-                by.from(valid.begin * span.w_row), blocks);
+                image.from(top * p.x_stride.h + left * p.x_stride.w, some.y + row * p.y_stride.h + columns.begin * p.y_stride.w),
+                some.by.from(valid.begin * span.w_row), some);
   }
   // Those of a column beside the interior, in rows that see all of the kernel's rows: tiles go down.
-  void column_tiles(const Operands& at, Range rows, int64_t column, const Filters& by, int64_t blocks) const {
+  void column_tiles(const Operands& image, Range rows, int64_t column, const Some& some) const {
     const Range seen = seen_from(column);
     Span span = whole;
     span.columns = seen.size(), span.x_pixel = p.stride_h * p.x_stride.h;
     const int64_t top = rows.begin * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w + seen.begin * p.dilation_w;
     alike_tiles(turned, span, rows.size(),
-                at.from(top * p.x_stride.h + left * p.x_stride.w, rows.begin * p.y_stride.h + column * p.y_stride.w),
-                by.from(seen.begin * span.w_column), blocks);
+                image.from(top * p.x_stride.h + left * p.x_stride.w, some.y + rows.begin * p.y_stride.h + column * p.y_stride.w),
+                some.by.from(seen.begin * span.w_column), some);
   }
   // Columns [begin, end) of a row, tile by tile, each by the blocks `of` a group.
   void single_tiles(const Operands& image, int64_t row, int64_t begin, int64_t end, int64_t group, Share of) const {
@@ -494,8 +516,6 @@ class DirectConvolution {
         edges_alike ? Range{larger(rows.begin, whole_rows.begin), smaller(rows.end, whole_rows.end)} : Range{0, 0};
     for (int64_t block = of.begin; block < of.end; block += tasks.pass) {
       const Share pass{block, smaller(of.end, block + tasks.pass)};
-      const Operands at = image.from(0, y_channel(group, block));
-      const Filters by = filters_of(group, block);
       for (int64_t row = rows.begin; row < rows.end; row++) {
         const int64_t columns = smaller(p.out_width, all_pixels - row * p.out_width);
         const Range valid = inside(row * p.stride_h - p.pad_h, p.dilation_h, p.in_height, p.kernel_height);
@@ -504,11 +524,15 @@ class DirectConvolution {
         const bool edges = row < edge_rows.begin || row >= edge_rows.end;
         if (edges) single_tiles(image, row, 0, alike_begin, group, pass);
         if (alike_begin < alike_end)
-          row_tiles(at, row, valid, {alike_begin, alike_end}, by, pass.end - pass.begin, block == of.begin);
+          each_alike(group, pass, [&](const Some& some) {
+            row_tiles(image, row, valid, {alike_begin, alike_end}, some, block == of.begin);
+          });
         if (edges) single_tiles(image, row, alike_end, columns, group, pass);
       }
       if (edge_rows.size() > 0)
-        for_edges([&](int64_t column) { column_tiles(at, edge_rows, column, by, pass.end - pass.begin); });
+        for_edges([&](int64_t column) {
+          each_alike(group, pass, [&](const Some& some) { column_tiles(image, edge_rows, column, some); });
+        });
     }
     if (lines == Lines::past_caches) finish_streaming();
   }

@@ -41,6 +41,7 @@ struct Span {
   // behind it (0: none): one more pointer would have no register.
   Activation activation = Activation::none;
   int64_t residual_behind = 0;
+  int64_t rest = 0;  // elements of a tile's last vector that are stored, where that is a part of one (0: all)
 };
 template <class A>
 constexpr A kZeros[2 * Vec<A>::width] = {};
@@ -123,23 +124,25 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
 #pragma GCC unroll 16
         for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-          for (int q = 0; q < v; q++) put(rows[j] + q * width, sum[j][q]);
+          for (int q = 0; q < v; q++) put(rows[j] + q * width, sum[j][q], q == v - 1);
       };
       if constexpr (finished)
         with_registers(
             span.activation, span.residual_behind != 0, [&]<Activation activation, bool added>() __attribute__((always_inline)) {
-              each([&](A * p, Vec<A> s) __attribute__((always_inline)) {
+              each([&](A * p, Vec<A> s, bool) __attribute__((always_inline)) {
                 if constexpr (added)
                   s += load(reinterpret_cast<const A*>(reinterpret_cast<const char*>(p) + span.residual_behind));
                 store(p, activate_inline(activation, s));
               });
             });
       else if (span.lines == Lines::past_caches)
-        each([](A* p, Vec<A> s) { store_streaming(p, s); });
+        each([](A* p, Vec<A> s, bool) { store_streaming(p, s); });
       else if (span.lines == Lines::added_to)
-        each([](A* p, Vec<A> s) { store(p, load(p) + s); });
+        each([](A* p, Vec<A> s, bool) { store(p, load(p) + s); });
+      else if (span.rest)
+        each([rest = span.rest](A* p, Vec<A> s, bool last) { last ? store_partial(p, s, rest) : store(p, s); });
       else
-        each([](A* p, Vec<A> s) { store(p, s); });
+        each([](A* p, Vec<A> s, bool) { store(p, s); });
       wb += span.w_block, from += span.start_block, to += v * width, prefetched += next_column * span.columns;
     } while (--blocks);
     x += n * x_pixel, tile += n * tile_pixel;
@@ -220,7 +223,10 @@ AI3_INLINE void finish_as(const Conv2dProblem& p, const Acc<T>* tile, int64_t ti
     for (int64_t j0 = 0; j0 < pixels; j0 += width) {
       const int64_t channels = smaller(width, count - k0), columns = smaller(width, pixels - j0);
       Vec<A> rows[width];
-      for (int j = 0; j < width; j++) rows[j] = j < columns ? load(tile + (j0 + j) * tile_pixel + k0) : Vec<A>(A(0));
+      for (int j = 0; j < width; j++) {
+        const A* const sums = tile + (j0 + j) * tile_pixel + k0;  // which may be the output
+        rows[j] = j >= columns ? Vec<A>(A(0)) : channels < width ? load_partial(sums, channels) : load(sums);
+      }
       if (!by_pixel) transpose(rows);
       for (int64_t i = 0; i < (by_pixel ? columns : channels); i++)
         put(rows[i], by_pixel ? k0 : k0 + i, by_pixel ? (j0 + i) * p.y_stride.w + k0 : (k0 + i) * p.y_stride.c + j0,
