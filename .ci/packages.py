@@ -23,8 +23,18 @@ CACHE = ROOT / ".venv-cache"
 WHERE = ("index-url", "extra-index-url", "find-links", "no-index")
 # Those that change nothing of what is installed.
 OTHER = (
-    *("cert", "disable-pip-version-check", "no-python-version-warning", "progress-bar", "quiet", "verbose", "no-color", "no-input"),
-    *("root-user-action", "no-warn-script-location", "timeout", "default-timeout", "retries", "cache-dir", "no-cache-dir", "log"),
+    *("cert", "disable-pip-version-check", "no-python-version-warning", "progress-bar", "quiet", "verbose", "no-color"),
+    *(
+        "no-input",
+        "root-user-action",
+        "no-warn-script-location",
+        "timeout",
+        "default-timeout",
+        "retries",
+        "cache-dir",
+        "no-cache-dir",
+    ),
+    "log",
 )
 
 
@@ -35,7 +45,7 @@ def of_extras(*extras: str) -> list[str]:
 
 
 def settings(listed: str) -> tuple[list[str], dict[str, str]] | None:
-    """uv's options and environment for what `pip config list` prints, such as `global.index-url='https://...'`; None of others."""
+    """uv's options and environment of `pip config list`'s lines, such as `global.index-url='https://...'`; None of others."""
     options: list[str] = ["--index-strategy", "unsafe-best-match"]  # as pip, which takes the newest of all indexes
     environment = {}
     for line in listed.splitlines():

@@ -34,14 +34,10 @@ def translates(*operators: Any) -> Callable[[Translation], Translation]:
 
 
 def _made_dense(node: Any) -> bool:
-    """Whether a value is a copy in its dimensions' order, or computed of one element by element."""
-    while node.target not in _COPIES:
-        if node.op != "call_function" or len(node.all_input_nodes) != 1 or "memory_format" in node.kwargs:
-            return False
-        if node.target not in _KEEPS and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
-            return False
-        node = node.all_input_nodes[0]
-    return True
+    """Whether a value is a copy in its dimensions' order, or follows one as it lies."""
+    while node.target in _KEEPS:
+        node = node.args[0]
+    return node.target in _COPIES
 
 
 def canonicalize(network: Network) -> None:

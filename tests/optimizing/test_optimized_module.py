@@ -844,3 +844,26 @@ def test_an_optimized_part_is_not_hooked_by_a_swap():
         with torch.no_grad():
             swapped(x)
     assert [layer.name for layer in ai3_ops.explain(swapped).layers] == ["1"]
+
+
+class _Pairs(nn.Module):
+    """Of all pairs of a batch's items: as many columns as it has, and one more."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.layer(x)
+        z = y @ y.t()
+        return torch.cat([z, z[:, :1]], 1) * 0.5 + 1.0
+
+
+@pytest.mark.filterwarnings("ignore:ai3_ops.optimize")
+def test_numbers_hold_for_columns_that_may_follow_the_batch():
+    model = _Pairs().eval()
+    fast = ai3_ops.optimize(model, torch.randn(4, 8), "default", progress=False)
+    with torch.no_grad():
+        for n in (4, 2, 7):
+            x = torch.randn(n, 8)
+            torch.testing.assert_close(fast(x), model(x))
