@@ -79,7 +79,7 @@ def canonicalize(network: Network) -> None:
 
 
 _COPIES = (aten.clone.default, aten.contiguous.default)
-_KEEPS = (aten.detach.default, aten.alias.default, aten._to_copy.default)  # the order in memory
+_KEEPS = (aten.detach.default, aten.alias.default)  # a value as it lies
 # What reads elements as they lie in memory.
 _AS_IT_LIES = (aten.view_as_complex.default, aten.view.dtype, aten.as_strided.default)
 

@@ -554,8 +554,7 @@ def _fresh_outputs(network: Network) -> None:
         root = None if node.meta["shape"] is None else root_of(node)
         if root is not None and (node in outputs or root.op != "call_function"):
             node = _copied(network, node, torch.ops.aten.clone.default)
-        follows = root is not node or node.target is torch.ops.aten._to_copy.default
-        if root is not None and follows and place in network.dense and len(node.meta["shape"]) != 4:
+        if root is not None and root is not node and place in network.dense and len(node.meta["shape"]) != 4:
             node = _copied(network, node, torch.ops.aten.contiguous.default)  # images all are, once programs are made
         outputs.append(node)
     network.output.args = (tuple(outputs),)

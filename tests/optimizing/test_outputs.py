@@ -33,7 +33,6 @@ OUTPUTS = {
     "two parts": lambda y, _: tuple(part.contiguous() for part in y.chunk(2, -1)),
     "transpose alone": lambda y, _: y.transpose(1, 2).contiguous(),
     "detached": lambda y, _: (y, y.transpose(1, 2).contiguous().detach()),
-    "of another type": lambda y, _: (y, y.transpose(1, 2).contiguous().bfloat16()),
     "row alone": lambda y, _: y[:, :1].expand(-1, 5, -1).contiguous(),
     "of the input": lambda y, x: (y, x.transpose(1, 2).contiguous(), x[:, 0].clone()),
     "einsum": lambda y, x: (y, torch.einsum("bij->bji", y).clone(), torch.einsum("bij->bji", x).clone()),
