@@ -315,6 +315,13 @@ def _by_channel(net: Network, x: fx.Node, value: Any) -> Tensor | None:
     return None
 
 
+def _inverse(value: Tensor) -> Tensor | None:
+    """1 / value; None where that is beyond the type, or less than its smallest normal number and so has lost digits."""
+    inverse = 1 / value
+    kept = inverse.isfinite() & (inverse.abs() >= torch.finfo(value.dtype).tiny)
+    return inverse if bool((kept | ~value.isfinite()).all()) else None
+
+
 def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.Node | None:
     """add, sub, mul, div: with a constant an affine step, of two values of the network a binary one."""
     if not isinstance(x, fx.Node) or is_constant(x):
@@ -332,9 +339,10 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
             case "add" | "sub":
                 pair = one, values if name == "add" else -values
             case _:
-                pair = values if name == "mul" else 1 / values, zero
-                if values.isfinite().all() and not pair[0].isfinite().all():
-                    return None  # 1 over less than the type's smallest numbers
+                factors = values if name == "mul" else _inverse(values)
+                if factors is None:
+                    return None
+                pair = factors, zero
         return _affine(net, node, x, *pair, node.name, node.meta["layers"])
     if name not in ("add", "mul") or y.meta["shape"] is None or x.meta["dtype"] != y.meta["dtype"]:
         return None
@@ -362,9 +370,9 @@ def _with_table(net: Network, node: fx.Node, x: fx.Node, y: Any, name: str) -> f
         return None
     if name in ("sub", "div"):
         value = net.value(y)
-        other = -value if name == "sub" else 1 / value
-        if value.isfinite().all() and not other.isfinite().all():
-            return None  # 1 over less than the type's smallest numbers
+        other = -value if name == "sub" else _inverse(value)
+        if other is None:
+            return None
         y = net.constant(other, f"{y.target}.{name}", node)
     return net.step(node, steps.binary, x, y, {"sub": "add", "div": "mul"}.get(name, name), layers=node.meta["layers"])
 

@@ -33,7 +33,7 @@ AttentionProblem problem_from(const Query& q) {
   AttentionProblem p{};
   p.dtype = q.dtype, p.outer = 1, p.batch = s[0], p.heads = s[1], p.kv_heads = s[2], p.queries = s[3], p.keys = s[4];
   p.size = s[5], p.value_size = s[6], p.has_mask = s[7] != 0, p.causal = s[8] != 0, p.dropout = s[9] != 0;
-  p.projected = s[10];
+  p.projected = s[10], p.scale = 1;
   set_threads(p);
   return p;
 }

@@ -453,6 +453,13 @@ TEST_F(CudaAttention, FlashTakesWhatPyTorchsKernelsTake) {
   refused(with([](Case& c) { c.dropout = 0.5; }), DType::f16, "takes no dropout_p");
   refused(with([](Case& c) { c.softcap = 2; }), DType::f16, "takes no softcap");
   refused(with([](Case& c) { c.sinks = true; }), DType::f16, "takes no sinks");
+  for (const double scale : {0.0, -0.5, static_cast<double>(INFINITY)}) {
+    AttentionProblem p = Call(plain, DType::f16).problem(false);
+    p.scale = scale;
+    Reason reason{};
+    EXPECT_FALSE(named("cuda", "flash").traits.supports(p, reason));
+    EXPECT_NE(std::string(reason.text).find("needs scale above 0"), std::string::npos) << reason.text;
+  }
 }
 TEST_F(CudaAttention, RowsThatAPatternHidesMayBeAnything) {
   for (const DType dtype : {DType::f32, DType::bf16}) {
@@ -470,15 +477,21 @@ TEST_F(CudaAttention, RowsThatAPatternHidesMayBeAnything) {
       EXPECT_EQ(before.gradients[i].second, after.gradients[i].second) << before.gradients[i].first;
   }
 }
-TEST_F(CudaAttention, IndicesThatNameNoBlockAreLeftOut) {
+TEST_F(CudaAttention, WhatNamesNoBlockIsLeftOut) {
   const Case c{.name = "lists", .shape = {1, 1, 2, 2, 26, 20, 8, 8}, .pattern = Pattern::lists};
-  Call call(c, DType::f32), wrong(c, DType::f32);
-  for (size_t row = 0; row < wrong.counts.size(); row++)
-    if (wrong.counts[row] == kLists) call.counts[row] = 1, wrong.indices[row * kLists + 1] = row % 2 ? -1 : int64_t{1} << 40;
-  const Results right = results(named("cuda", "block_sparse"), call, false),
-                left_out = results(named("cuda", "block_sparse"), wrong, false);
-  EXPECT_EQ(right.output, left_out.output);
-  for (size_t i = 0; i < right.gradients.size(); i++) EXPECT_EQ(right.gradients[i].second, left_out.gradients[i].second);
+  Call call(c, DType::f32), wrong(c, DType::f32), longer(c, DType::f32);
+  for (size_t row = 0; row < wrong.counts.size(); row++) {
+    if (wrong.counts[row] == kLists) {
+      call.counts[row] = 1, wrong.indices[row * kLists + 1] = row % 2 ? -1 : int64_t{1} << 40;
+      longer.counts[row] = 1000000, longer.indices[row * kLists + 1] = -1;
+    }
+  }
+  const Results right = results(named("cuda", "block_sparse"), call, false);
+  for (const Call* other : {&wrong, &longer}) {
+    const Results left_out = results(named("cuda", "block_sparse"), *other, false);
+    EXPECT_EQ(right.output, left_out.output);
+    for (size_t i = 0; i < right.gradients.size(); i++) EXPECT_EQ(right.gradients[i].second, left_out.gradients[i].second);
+  }
 }
 
 // Of what no query sees; and what some see comes out there alone.

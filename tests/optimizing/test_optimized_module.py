@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import math
 import pickle
 import re
 import threading
@@ -867,3 +868,25 @@ def test_numbers_hold_for_columns_that_may_follow_the_batch():
         for n in (4, 2, 7):
             x = torch.randn(n, 8)
             torch.testing.assert_close(fast(x), model(x))
+
+
+class _Divided(nn.Module):
+    def __init__(self, divisors):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("divisors", divisors)
+
+    def forward(self, x):
+        return torch.relu(self.conv(x)) * 1e-2 / self.divisors
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (4, 6, 6)], ids=["channels", "table"])
+def test_divisors_that_have_no_inverse(shape):
+    """1 over less than the smallest numbers is infinite, and 0 times that is not 0; whatever stands beside it."""
+    divisors = torch.ones(4, 1, 1)
+    divisors[0], divisors[1] = math.inf, 1e-39
+    model = _Divided(divisors.expand(shape).contiguous()).eval()
+    fast = ai3_ops.optimize(model, torch.randn(1, 3, 8, 8), "default", progress=False, verify="off")
+    x = torch.randn(1, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x), model(x))

@@ -12,6 +12,7 @@ enum class Token : uint8_t { ordinary, global, padded };
 struct BlockLists {
   const int64_t *counts = nullptr, *indices = nullptr;
   AttentionStrides counts_at = {}, indices_at = {};
+  int64_t most = 0;  // that a list has room for
 };
 
 struct SparsePattern {
@@ -52,7 +53,8 @@ AI3_INLINE BlockLists lists_of(const Operand& counts, const Operand& indices) {
   return {counts.read<int64_t>(),
           indices.read<int64_t>(),
           {stride_of(counts, 3), stride_of(counts, 2), stride_of(counts, 1), stride_of(counts, 0)},
-          strides_of(indices, 2)};
+          strides_of(indices, 2),
+          indices.sizes[indices.rank - 1]};
 }
 AI3_INLINE SparsePattern listed_blocks(const AttentionProblem& p, const Operand* own) {
   SparsePattern s{SparsePattern::Kind::blocks};
@@ -195,7 +197,7 @@ struct BigBirdLists {
   AI3_INLINE SparsePattern pattern(const AttentionProblem& p, const int64_t* counts, const int64_t* lists) const {
     SparsePattern s{SparsePattern::Kind::blocks};
     s.block = p.parameters.whole(BigBird::block_size), s.ends_see_all = true;
-    s.partial = {counts, lists, {0, 0, blocks, 1}, {0, 0, blocks * most, most}};
+    s.partial = {counts, lists, {0, 0, blocks, 1}, {0, 0, blocks * most, most}, most};
     // As transformers, which computes attention in full where it would list nearly all.
     if (eval && p.queries <= (5 + 2 * random) * s.block) s.block = p.queries > 1 ? p.queries : 1;
     return s;

@@ -6,10 +6,14 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
+constexpr int64_t kGrid = 65535;  // blocks of a grid's second and third dimension
+
 bool flash_supports(const AttentionProblem& p, Reason& reason) {
   if (!device_supports(p, reason) || !parameters_fit(p, reason)) return false;
   if (p.dtype != DType::bf16 && p.dtype != DType::f16)
     return refuse(reason, "needs bfloat16 or float16 on CUDA, got %s", name_of(p.dtype));
+  // Its kernels hide keys before they scale scores, and take the largest of those for the largest of the scaled ones.
+  if (!(p.scale > 0 && p.scale < __builtin_inf())) return refuse(reason, "needs scale above 0 on CUDA, got %g", p.scale);
   if (p.has_mask) return refuse(reason, "takes no attn_mask on CUDA");
   if (p.dropout > 0) return refuse(reason, "takes no dropout_p on CUDA");
   for (const Dense::Place place : {Dense::sinks, Dense::alibi_slopes, Dense::key_lengths, Dense::rel_h})
@@ -19,6 +23,13 @@ bool flash_supports(const AttentionProblem& p, Reason& reason) {
   if (size >= 0 && value_size >= 0 && (size != value_size || size % 8 != 0 || size < 8 || size > 256))
     return refuse(reason, "needs one size of query, key and value on CUDA, a multiple of 8 up to 256, got %lld and %lld", size,
                   value_size);
+  const int capability = current_capability();
+  if (size > 192 && (capability == 86 || capability == 89 || capability >= 120))
+    return refuse(reason, "needs sizes up to 192 on GPUs of compute capability %d.%d, got %lld", capability / 10, capability % 10,
+                  size);
+  if (p.batch > kGrid || p.heads > kGrid)
+    return refuse(reason, "needs at most %lld batches and heads on CUDA, got %lld and %lld", static_cast<long long>(kGrid),
+                  static_cast<long long>(p.batch), static_cast<long long>(p.heads));
   // A window, and a diagonal, end at the last key of the last query, with as many of both at those of one number.
   const bool hides = p.causal || p.lower_right || p.window_left >= 0 || p.window_right >= 0;
   const auto queries = static_cast<long long>(p.queries), keys = static_cast<long long>(p.keys);

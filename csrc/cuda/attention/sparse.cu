@@ -73,7 +73,7 @@ struct Sizes {
     tiles = checked_product({part.batches, tile_heads, query_tiles, key_tiles});
   }
 };
-// Of the rows from first_row on. What is no block's number, which nobody could check, is left out.
+// Of the rows from first_row on. Nobody could check lists: what is beyond their room, or no block's number, is left out.
 void count_listed(const AttentionProblem& p, const SparsePattern& s, const Chunk& c, const Sparse& t, int32_t* counts,
                   const Workspace& workspace) {
   for_each(2 * c.batches * t.table_heads * t.rows * t.blocks, workspace, kWhat, [=] __device__(int64_t i) { counts[i] = 0; });
@@ -93,7 +93,7 @@ void count_listed(const AttentionProblem& p, const SparsePattern& s, const Chunk
                const AttentionStrides &n = lists.counts_at, &l = lists.indices_at;
                const int64_t listed = lists.counts[outer * n.outer + batch * n.batch + head * n.head + row * n.row];
                const int64_t* const list = lists.indices + outer * l.outer + batch * l.batch + head * l.head + row * l.row;
-               for (int64_t k = 0; k < listed; k++)
+               for (int64_t k = 0; k < listed && k < lists.most; k++)
                  if (list[k] >= 0 && list[k] < t.blocks) to[2 * list[k] + in_full]++;
              };
              count(partial, 0), count(full, 1);
@@ -329,7 +329,7 @@ AttentionGradients gradients_without_own(const AttentionGradients& m) {
   for (Operand& t : g.grad_own) t = {};
   return g;
 }
-// Parts follow each other on one stream and share their memory.
+// Parts follow each other on one stream, and in the same memory: what the largest takes, and each in its turn.
 int64_t most(int count, const auto& bytes) {
   int64_t most = 0;
   for (int i = 0; i < count; i++) {
@@ -337,6 +337,16 @@ int64_t most(int count, const auto& bytes) {
     if (here > most) most = here;
   }
   return most;
+}
+void in_turn(int count, Workspace& workspace, const auto& body) {
+  const int64_t begin = workspace.used;
+  int64_t end = begin;
+  for (int i = 0; i < count; i++) {
+    workspace.used = begin;
+    body(i);
+    if (workspace.used > end) end = workspace.used;
+  }
+  workspace.used = end;
 }
 
 }  // namespace
@@ -350,10 +360,8 @@ int64_t sparse_workspace(const SparsePart* parts, int count) {
 void attend_sparse(const SparsePart* parts, const AttentionOperands* operands, int count, Workspace& workspace) {
   with_type(parts->p->dtype, [&]<class T>() {
     attend_by<T>(*parts->p, without_own(*operands), workspace, [&](Acc<T>* sums, const AttentionStrides& at) {
-      for (int i = 0; i < count; i++) {
-        Workspace rest = workspace;
-        attend_into<T, ByTiles>(*parts[i].p, without_own(operands[i]), sums, at, rest, *parts[i].s);
-      }
+      in_turn(count, workspace,
+              [&](int i) { attend_into<T, ByTiles>(*parts[i].p, without_own(operands[i]), sums, at, workspace, *parts[i].s); });
     });
   });
 }
@@ -405,10 +413,9 @@ void differentiate_sparse(const SparsePart* parts, const AttentionGradients* gra
       if (of_query && mine && !shared) clear(mine, elements, workspace);  // rows of other parts
       if (shared && !of_query) (of_key ? sums[i].adds_keys : sums[i].adds_values) = true;
     });
-    for (int i = 0; i < count; i++) {
-      Workspace rest = workspace;
-      differentiate_into<T, ByTiles>(*parts[i].p, gradients_without_own(gradients[i]), sums[i], rest, *parts[i].s);
-    }
+    in_turn(count, workspace, [&](int i) {
+      differentiate_into<T, ByTiles>(*parts[i].p, gradients_without_own(gradients[i]), sums[i], workspace, *parts[i].s);
+    });
     each_gradient(parts, gradients, count, [&](int i, auto which, const Operand& to, int64_t elements, bool shared) {
       const A* const from = which == &AttentionGradients::grad_query ? sums[i].query
                             : which == &AttentionGradients::grad_key ? sums[i].key
