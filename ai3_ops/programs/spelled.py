@@ -16,7 +16,8 @@ from ai3_ops.programs.body import Body
 
 
 def spelled(body: Body) -> fx.Graph:
-    """Another graph; the body's own where it has no steps, or where the sizes of its inputs are not known any more.
+    """Another graph; the body's own where it has no steps, or where sizes are not known: of its inputs any more, or behind an
+    operator that asks for values (istft).
 
     A step stays one where its operators would hold the batch's size as a number.
     """
@@ -27,7 +28,10 @@ def spelled(body: Body) -> fx.Graph:
     graph.output(graph.graph_copy(body.graph, {}))
     with mode, torch.no_grad():
         given = [torch.empty(n.meta["shape"], dtype=n.meta["dtype"]) for n in inputs]
-        FakeTensorProp(fx.GraphModule(body, graph), mode).propagate_dont_convert_inputs(*given)
+        try:
+            FakeTensorProp(fx.GraphModule(body, graph), mode).propagate_dont_convert_inputs(*given)
+        except RuntimeError:  # there are no values
+            return body.graph
         for node in list(graph.nodes):
             if is_step(node) and node.target is not steps.expand:
                 _spell(graph, node)

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../ops/tensor/stable.h"
 #include "core/pytorch.h"
 
 namespace {
@@ -68,11 +69,11 @@ class Call {
   explicit Call(const char* name, const A&... arguments) {
     static_assert(sizeof...(A) < kRoom);
     size_t i = 0;
-    ((stack_[i++] = torch::stable::detail::from(arguments)), ...);
+    ((stack_[i++] = ops::to_stack(arguments)), ...);
     STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack_.data(), TORCH_ABI_VERSION));
   }
   // Each once, in order: the stack owns them.
-  Tensor take() { return torch::stable::detail::to<Tensor>(stack_[next_++]); }
+  Tensor take() { return ops::from_stack<Tensor>(stack_[next_++]); }
 
  private:
   static constexpr size_t kRoom = 32;

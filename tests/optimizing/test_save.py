@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import Residual, optimized
+from nets import Residual, check, optimized, seeded
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -516,3 +516,28 @@ def test_what_a_file_cannot_hold_is_pickled_as_it_is(path):
         ai3_ops.save(fast, path)
     for again in (pickle.loads(pickle.dumps(fast)), saved_by_torch(fast, path)):
         assert equal(again(x), fast(x))
+
+
+class _Masked(nn.Module):
+    """A network between Fourier transforms, of which the way back asks its window for values."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [
+            nn.Sequential(nn.Conv2d(2, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 2, 3, padding=1)) for _ in range(3)
+        ]
+        self.layers = nn.Sequential(*layers)
+        self.register_buffer("window", torch.hann_window(64))
+
+    def forward(self, x):
+        spectrum = torch.view_as_real(torch.stft(x, 64, 16, 64, self.window, return_complex=True))
+        y = self.layers(spectrum.permute(0, 3, 1, 2).contiguous()).permute(0, 2, 3, 1).contiguous()
+        return torch.istft(torch.view_as_complex(y), 64, 16, 64, self.window, length=x.shape[-1])
+
+
+def test_operators_that_ask_for_values(path):
+    x = torch.randn(1, 2048)
+    fast = check(seeded(_Masked()), x, selectors="default")
+    ai3_ops.save(fast, path)
+    with torch.no_grad():
+        assert torch.equal(ai3_ops.load(path)(x), fast(x))
