@@ -208,10 +208,14 @@ def test_swaps_leave_no_memory_behind(count):
         return pages * os.sysconf("SC_PAGE_SIZE"), len(gc.get_objects()), len(linecache.cache)
 
     swaps(100)
-    before = swaps(50)
-    after = swaps(count)
-    grown = [b - a for a, b in zip(before, after, strict=True)]
-    assert grown[0] < count << 13, f"{grown[0] / count:.0f} bytes a swap"
+    for _ in range(3):  # pages come in larger pieces now and then; what is left behind, each time
+        before = swaps(50)
+        after = swaps(count)
+        grown = [b - a for a, b in zip(before, after, strict=True)]
+        if grown[0] < count << 13:
+            break
+    else:
+        pytest.fail(f"{grown[0] / count:.0f} bytes a swap")
     assert grown[1] < count / 2
     assert grown[2] <= 2
 
