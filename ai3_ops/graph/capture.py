@@ -234,7 +234,7 @@ def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) ->
     if len(batches) == 1 and 0 not in batches:
         alone = module is not calls.module or calls.cold is None  # a second try, or of a graph
         alone = alone or any(isinstance(x, Past) for x in inputs)  # whose length is the open one
-        # What unrolls steps needs their number; to find that out, export bounds the sizes of each: minutes, of a dual-path network.
+        # What unrolls steps needs their number; to find that out, export bounds the sizes of each: minutes, of dual paths.
         alone = alone or any(isinstance(m, nn.RNNBase) for m in module.modules())
         for lengths in dict.fromkeys((frozenset[int]() if alone else _lengths(tensors), frozenset[int]())):
             # It needs these sizes, or something else is amiss, which the last try says.
