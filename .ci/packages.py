@@ -23,18 +23,18 @@ CACHE = ROOT / ".venv-cache"
 WHERE = ("index-url", "extra-index-url", "find-links", "no-index")
 # Those that change nothing of what is installed.
 OTHER = (
-    *("cert", "disable-pip-version-check", "no-python-version-warning", "progress-bar", "quiet", "verbose", "no-color"),
     *(
-        "no-input",
-        "root-user-action",
-        "no-warn-script-location",
-        "timeout",
-        "default-timeout",
-        "retries",
-        "cache-dir",
-        "no-cache-dir",
+        "cert",
+        "disable-pip-version-check",
+        "no-python-version-warning",
+        "progress-bar",
+        "quiet",
+        "verbose",
+        "no-color",
+        "log",
     ),
-    "log",
+    *("no-input", "root-user-action", "no-warn-script-location", "timeout", "default-timeout", "retries"),
+    *("cache-dir", "no-cache-dir"),
 )
 
 

@@ -451,7 +451,7 @@ def test_default_leaves_to_pytorch_what_gains_nothing_in_nchw(layer, size, left)
     assert ai3_ops.explain(swapped).layers[0].torch_calls == left
 
 
-@pytest.mark.parametrize("filters", [3, 8, 12, 24, 28])
+@pytest.mark.parametrize("filters", [3, 8, 12, 16, 24, 28, 32])
 @pytest.mark.parametrize("last", [False, True])
 def test_default_takes_images_of_few_filters(filters, last):
     model, x = nn.Sequential(nn.Conv2d(3, filters, 3, 2, 1)).eval(), torch.randn(1, 3, 64, 64)

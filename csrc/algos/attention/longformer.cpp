@@ -22,8 +22,8 @@ SparsePattern tokens_of(const AttentionProblem& p, const Operand* own, Workspace
       if (tokens[b * p.keys + n] == Token::global) globals[b * p.keys + counts[b]++] = static_cast<int32_t>(n);
     }
   }
-  SparsePattern s{SparsePattern::Kind::band};
-  s.half = p.parameters.whole(Longformer::window) / 2, s.tokens = tokens, s.globals = globals, s.global_count = counts;
+  SparsePattern s = band_of(p);
+  s.tokens = tokens, s.globals = globals, s.global_count = counts;
   return s;
 }
 int64_t longformer_workspace(const AttentionProblem& p) {

@@ -83,6 +83,12 @@ AI3_INLINE static bool longformer_fits(const AttentionProblem& p, Reason& reason
   if (p.keys >= int64_t{1} << 31) return refuse(reason, "needs fewer than 2^31 keys");
   return (!p.causal && !p.has_mask) || refuse(reason, "takes no attn_mask and no is_causal, but key_padding");
 }
+// The ordinary queries' pattern, without what each token is.
+AI3_INLINE SparsePattern band_of(const AttentionProblem& p) {
+  SparsePattern s{SparsePattern::Kind::band};
+  s.half = p.parameters.whole(Longformer::window) / 2;
+  return s;
+}
 // What each token is, from the call's tensors.
 struct TokenKinds {
   int64_t batch, first;

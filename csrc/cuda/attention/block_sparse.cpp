@@ -9,9 +9,8 @@ bool block_sparse_supports(const AttentionProblem& p, Reason& reason) {
 }
 // Of a pattern that has no lists yet, for what it takes.
 SparsePattern blocks_of(const AttentionProblem& p) {
-  SparsePattern s{SparsePattern::Kind::blocks};
-  s.block = p.parameters.whole(BlockSparse::block_size);
-  return s;
+  const Operand none[Parameters::kAtMost] = {};
+  return listed_blocks(p, none);
 }
 
 int64_t block_sparse_workspace(const AttentionProblem& p) {

@@ -23,11 +23,6 @@ struct Parts {
   }
   Parts(const Parts&) = delete;
 };
-SparsePattern band_of(const AttentionProblem& p) {
-  SparsePattern s{SparsePattern::Kind::band};
-  s.half = p.parameters.whole(Longformer::window) / 2;
-  return s;
-}
 
 int64_t longformer_workspace(const AttentionProblem& p) {
   const Parts<AttentionOperands> of(p, {}, band_of(p));

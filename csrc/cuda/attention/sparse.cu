@@ -433,8 +433,8 @@ SparsePattern tokens_of(const AttentionProblem& p, const Operand* own, Workspace
     const Quotient by_batch = divided(i, keys);
     tokens[i] = kinds(by_batch.quotient, by_batch.rest);
   });
-  SparsePattern s{SparsePattern::Kind::band};
-  s.half = p.parameters.whole(Longformer::window) / 2, s.tokens = tokens;
+  SparsePattern s = band_of(p);
+  s.tokens = tokens;
   return s;
 }
 int64_t list_bytes(const AttentionProblem& p) {
