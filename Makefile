@@ -31,11 +31,10 @@ build: $(BUILD)/build.ninja
 	$(call say,building the libraries)
 	cmake --build $(BUILD) --parallel $(JOBS) --target package_libraries
 
-# Everything that is promised, the longest at a reduced size: C++ and Python tests, sanitizers, the wheel on its torches and Pythons.
+# Everything that is promised, the longest at a reduced size: C++ and Python tests, the wheel on its torches and Pythons.
 test: cpp-test
 	$(call say,Python tests)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
-	$(MAKE) sanitize SANITIZERS=address LEVELS=portable ONLY_FLOAT32=ON CTEST_ARGS="-E Guards"
 	$(call say,the wheel on each torch and Python: short tests)
 	.venv/bin/python .ci/wheels.py --reduced
 
@@ -46,7 +45,7 @@ cpp-test: build .venv/.test
 	cmake --build $(BUILD) --parallel $(JOBS)
 	$(CTEST) $(BUILD)
 
-# The same at full size.
+# The same at full size, and under sanitizers.
 test-full: test
 	$(call say,C++ tests of all problems)
 	cmake -S . -B $(BUILD) $(CMAKE_ARGS) -DAI3_TEST_SPLITS=ON >> .venv/build.log

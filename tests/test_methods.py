@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tester import ALGORITHMS
+from tester import ALGORITHMS, window_for
 from torch import nn
 
 import ai3_ops
@@ -118,7 +118,8 @@ def test_an_unknown_level_is_an_error(fork):
 # What each operation must have on the CPU.
 NAMES = {
     "conv2d": "direct smm im2col kn2row implicit_gemm implicit_precomp_gemm gemm winograd winograd_f2 winograd_f4 "
-    "winograd_f6 winograd_general winograd_f4_bf16 fft depthwise onednn guess default",
+    "winograd_f6 winograd_general winograd_f4_bf16 fft depthwise patch_gemm onednn guess default",
+    "conv1d": "direct im2col implicit_precomp_gemm fft winograd depthwise patch_gemm onednn default",
     "linear": "gemm onednn gemm_bf16 default",
     **dict.fromkeys(("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "relu", "flatten"), "direct default"),
 }
@@ -217,13 +218,13 @@ def test_transforms_round_as_only_they_do():
 
 @pytest.mark.parametrize("name", [a.name for a in own("conv2d") if a.accuracy == "exact"])
 def test_sums_of_products_are_exact_on_integers(name):
-    groups = 16 if name == "depthwise" else 1
-    x, w = integers(1, 16, 14, 14), integers(16, 16 // groups, 3, 3)
-    exact = torch.conv2d(x.double(), w.double(), groups=groups)
-    assert torch.equal(getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, groups=groups).double(), exact)
+    window = window_for(name, 16)
+    x, w = integers(1, 16, 14, 14), integers(16, 16 // window[-1], 3, 3)
+    exact = torch.conv2d(x.double(), w.double(), None, *window)
+    assert torch.equal(getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, None, *window).double(), exact)
 
 
-@pytest.mark.parametrize("name", [a.name for a in own("conv2d") if a.accuracy == "exact"])
+@pytest.mark.parametrize("name", [a.name for a in own("conv2d") if a.accuracy == "exact" and a.name != "patch_gemm"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_only_patches_hold_the_padding(name, layout):
     """Its zeros are NaN where they are multiplied with an infinite weight."""
@@ -288,7 +289,7 @@ def test_gemm_bf16_rounds_its_operands_and_nothing_else():
     assert torch.equal(torch.ops.ai3.linear_gemm(x, w).double(), x.double() @ w.double().T)
 
 
-CALL = {"conv2d": "run(x, w[:, : 16 // groups], groups=groups)", "linear": "run(x[0, 0], x[0, 1])"}
+CALL = {"conv2d": "run(x, w[:, : 16 // window[-1]], None, *window)", "linear": "run(x[0, 0], x[0, 1])"}
 ONEDNN = "torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)"
 MKL = "torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON)"
 
@@ -300,7 +301,7 @@ def logged():
     asked = [(s, o, name) for s in switches for o, names in OWN.items() for name in (*names, *VENDOR_NAMES[o])]
     lines = ["import os, torch, ai3_ops", "x, w = torch.randn(1, 16, 20, 20), torch.randn(16, 16, 3, 3)"]
     for i, (switch, operation, name) in enumerate(asked):
-        lines += [f"groups, run = {16 if name == 'depthwise' else 1}, torch.ops.ai3.{operation}_{name}"]
+        lines += [f"window, run = {window_for(name, 16, padding=0)}, torch.ops.ai3.{operation}_{name}"]
         lines += [f"with torch.inference_mode(), {switch}:", f"    {CALL[operation]}"]
         lines += [f"os.write(1, b'end of {i}\\n')"]  # past Python's buffer, as the libraries write past it
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)

@@ -32,11 +32,16 @@ SIZES = {**NETWORKS, DEPTHWISE: 33}
 def pairs():
     """Each algorithm and each network at least once, an algorithm with a network that has layers for it."""
     winograd = [a for a in ALGORITHMS if a.startswith("winograd")]
-    general = [a for a in ALGORITHMS if a not in winograd and a != "depthwise"]
+    general = [a for a in ALGORITHMS if a not in winograd and a not in ("depthwise", "patch_gemm")]
     with_3x3 = [name for name in NETWORKS if name not in ("swin_b", "vit_b_16")]
     longest = max(len(general), len(NETWORKS))
     turns = zip(itertools.cycle(NETWORKS), itertools.islice(itertools.cycle(general), longest), strict=False)
-    return [*turns, *zip(itertools.cycle(reversed(with_3x3)), winograd, strict=False), (DEPTHWISE, "depthwise")]
+    return [
+        *turns,
+        *zip(itertools.cycle(reversed(with_3x3)), winograd, strict=False),
+        (DEPTHWISE, "depthwise"),
+        ("swin_b", "patch_gemm"),
+    ]
 
 
 # max|y - y64| / max|y64| of the logits: float32 rounding through all layers; more where an algorithm states more.
@@ -134,7 +139,8 @@ def test_all_operations_at_once(name):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_networks_whole(name, algorithm):
-    fits = {"winograd": name not in ("swin_b", "vit_b_16"), "depthwise": False}.get(algorithm.partition("_")[0], True)
+    vision = name in ("swin_b", "vit_b_16")  # transformers
+    fits = {"winograd": not vision, "depthwise": False, "patch": vision}.get(algorithm.partition("_")[0], True)
     count = check_conv2d(name, 299 if name == "inception_v3" else 224, algorithm)
     assert count > 0 or not fits
 

@@ -71,6 +71,12 @@ each_selection = pytest.mark.parametrize(
 _layouts = st.sampled_from(["contiguous", "contiguous", "channels_last", "transposed", "sliced", "expanded"])
 
 
+def window_for(algorithm: str, channels: int, kernel: int = 3, padding: int = 1) -> tuple[int, int, int, int]:
+    """Stride, padding, dilation and groups that an algorithm of conv2d has for a layer, of whatever kind its layers are."""
+    follows = algorithm == "patch_gemm"
+    return kernel if follows else 1, 0 if follows else padding, 1, channels if algorithm == "depthwise" else 1
+
+
 def integers(*shape: int, most: int = 1, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Whole numbers up to `most`, whose products are summed without rounding; always the same ones for a shape."""
     return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)

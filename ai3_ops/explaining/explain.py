@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ai3_ops import _tables, registry
 from ai3_ops._tables import shown_bytes
@@ -414,7 +414,7 @@ def _listed(
             seen_calls = lost["seen"] | lost["composed"]
             unreached.append(Unreached(name, kind, lost["reason"], seen_calls, lost["source"]))
         if isinstance(mark, Call):
-            layers.append(_layer(name, mark, ""))
+            layers.append(_layer(name, mark, "", module._parameters.get("weight")))
         elif isinstance(mark, list):
             layers += [_layer(name, Call.of_note(note), "") for note in mark]
         elif isinstance(mark, Sites):
@@ -452,13 +452,15 @@ def _listed(
     return layers, unreached, optimized, notes, uncovered
 
 
-def _layer(module: str, call: Call, trouble: str) -> Layer:
+def _layer(module: str, call: Call, trouble: str, weight: Tensor | None = None) -> Layer:
     call.revive()
     swapped = call.algorithm is not None
     rule = call.algorithm is not None and registry.is_rule(call.operation, call.algorithm.name)
     used, why = str(call.algorithm), ""
     if call.operator is None:  # perhaps an algorithm that this process has not registered
         used = "torch"
+    elif rule and call.example is not None and _is_left(call, weight):
+        used, why = "torch", "" if call.reason else call.why_left
     elif rule and call.example is not None:
         used, why = _chosen(call)
     elif rule:
@@ -550,6 +552,21 @@ _TAG = 64  # bytes of a packed tensor that say what it was made for
 
 _UNCALLED = "chosen at the first call"
 _UNKNOWN = "not known yet: chosen at the first call, or at a swap with example inputs"
+
+
+def _is_left(call: Call, weight: Tensor | None) -> bool:
+    """Whether `default` leaves the first call seen to PyTorch, with the weight as it lies now."""
+    assert call.example is not None
+    own = Spec.of(weight)
+    specs = [own if weight is not None and isinstance(a, Spec) and a.shape == own.shape else a for a in call.example]
+    if any(a.device != "cpu" for a in specs if isinstance(a, Spec)):
+        return False
+    # Memory that is not written takes no room.
+    args = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype) if isinstance(a, Spec) else a for a in specs]
+    try:
+        return call.leaves(tuple(args))
+    except RuntimeError:  # which the call would raise, too
+        return False
 
 
 def _chosen(call: Call) -> tuple[str, str]:

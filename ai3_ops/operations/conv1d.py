@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from operator import index
 from typing import Any, ClassVar
 
@@ -10,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops import _library
+from ai3_ops import _library, _torch, registry
+from ai3_ops.calls.ways import REMEMBERED
 from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw
 from ai3_ops.operations.conv2d import Conv2d, Conv2dCall, conv, of_module
 
@@ -34,6 +36,10 @@ class Conv1d(Conv2d):
         conv((2, 16, 50), (16, 1, 5), 2, 3, 2, 16),
         conv((1, 33, 29), (34, 33, 1)),
         conv((2, 5, 31), (7, 5, 4), (3,), (5,), (2,)),
+        conv((2, 4, 13), (6, 2, 3), 3, groups=2),
+        conv((1, 18, 25), (17, 18, 7), padding=3),
+        conv((2, 3, 90), (4, 3, 40), 1, 20),
+        conv((1, 2, 300), (3, 2, 140), 1, 70),
         *(conv((2, 4, 19), (6, 4, 3), padding=1, layouts=(at,) * 3) for at in ("transposed", "sliced", "expanded")),
     )
     layers = (
@@ -42,6 +48,8 @@ class Conv1d(Conv2d):
         conv((1, 1, 16000), (64, 1, 10), 5, bias=False),
         conv((4, 128, 200), (128, 128, 1)),
         conv((1, 256, 400), (256, 1, 31), padding=15, groups=256),
+        conv((1, 768, 499), (768, 48, 128), padding=64, groups=16),
+        conv((1, 7, 512), (128, 7, 16), 16),
     )
 
     def line(self, y: Tensor, x: Tensor, *args: Any) -> str:
@@ -54,6 +62,8 @@ class Conv1d(Conv2d):
         kernel, length = pick((1, 1, 2, 3, 3, 3, 5, 7, 10, 31)), pick((1, 7, 16, 31, 64, 200, 1000))
         stride, dilation, groups = pick((1, 1, 1, 2, 3)), pick((1, 1, 1, 2, 3)), pick((1, 1, 1, 2, 4, 0))
         padding = pick((0, dilation * (kernel - 1) // 2, kernel - 1))
+        if draw.chance(0.1):  # patches that follow one another
+            stride, padding, dilation = kernel, 0, 1
         channels, filters = pick(CHANNELS), pick(CHANNELS)
         if groups == 0:  # depthwise
             groups, filters = channels, channels * pick((1, 1, 2))
@@ -85,8 +95,12 @@ class Conv1d(Conv2d):
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
-_PRODUCTS, _LARGE = 2**21, 3 * 2**19  # of a call; elements of an input, beyond which strides gain nothing
-_GAINS = _library.registry()["level"] == "avx512"  # with AVX2 PyTorch's are faster (docs/algorithms/conv1d/default.md)
+# Products of a call below which nothing gains, and below which `direct` does not; elements of an input beyond which strides
+# gain nothing with it.
+_FEW, _PRODUCTS, _LARGE = 2**18, 2**21, 3 * 2**19
+# Whether `direct` gains: with AVX2 PyTorch's are faster (docs/algorithms/conv1d/default.md).
+_DIRECT_GAINS = _library.registry()["level"] == "avx512"
+_WINOGRADS_CHANNELS = 80  # of a group: with fewer, F(4, 3) gains with two threads alone
 
 
 def _number(stride: Any) -> int:
@@ -99,6 +113,38 @@ def _number(stride: Any) -> int:
         return 0
 
 
+def _batched(input: Tensor) -> tuple[int, ...]:
+    return tuple(input.shape) if input.ndim == 3 else (1, *input.shape)
+
+
+@lru_cache(maxsize=REMEMBERED)
+def _resolved(_: int, exclude: str, *sizes: int) -> str:
+    names = [
+        "batch",
+        "in_channels",
+        "in_length",
+        "out_channels",
+        "kernel_length",
+        "stride",
+        "padding",
+        "dilation",
+        "groups",
+    ]
+    asked: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    if exclude:
+        asked["exclude"] = exclude
+    try:
+        return registry.resolve_sizes("conv1d", "default", "cpu", torch.float32, **asked)
+    except RuntimeError:  # which the call raises, too
+        return ""
+
+
+@_torch.constant_when_compiled
+def _chosen(generation: int, exclude: str, *sizes: int) -> str:
+    """What `default` takes for float32 on the CPU, by the registry's generation and sizes as the registry names them."""
+    return _resolved(generation, exclude, *sizes)
+
+
 class Conv1dCall(Conv2dCall):
     """torch.nn.functional.conv1d."""
 
@@ -107,9 +153,8 @@ class Conv1dCall(Conv2dCall):
     function = torch.conv1d
     modules: ClassVar = {nn.Conv1d: of_module}
     why_left = (
-        "PyTorch is faster for some calls: with few products, groups, one tap or 16 bits (docs/algorithms/conv1d/default.md)"
-        if _GAINS
-        else "PyTorch is faster with AVX2 (docs/algorithms/conv1d/default.md)"
+        "PyTorch is faster for some calls: with few products, no method that saves some, or 16 bits "
+        "(docs/algorithms/conv1d/default.md)"
     )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -117,20 +162,30 @@ class Conv1dCall(Conv2dCall):
         return self.run_or_leave(*self.arguments(*args, **kwargs))
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """With AVX-512, in float32, without groups, with kernels of more than one tap, where there is much to compute."""
+        """In float32, by methods that save work; with AVX-512 also `direct`, without groups, where there is much to compute."""
         input, weight = args[:2]
         if input.device.type != "cpu" or weight.ndim != 3:
             return True
-        if not _GAINS:
-            return False
         if torch.is_autocast_enabled("cpu") or input.dtype != torch.float32 or weight.dtype != torch.float32:
             return False
-        if args[6] != 1 or weight.shape[2] == 1:
+        step, taps = _number(args[3]), weight.shape[2]
+        if step < 1:
+            return True  # the operator refuses it
+        products = input.numel() // step * weight.shape[0] * taps
+        if taps == 1 or products < _FEW:
             return False
-        step = _number(args[3])
-        if step > 1 and input.numel() >= _LARGE:
-            return False
-        return step < 1 or input.numel() // step * weight.shape[0] * weight.shape[2] >= _PRODUCTS
+        window = [_number(a) for a in args[3:6]]
+        exclude = self.algorithm.excluded if self.algorithm is not None else ""
+        chosen = _chosen(registry.generation(), exclude, *_batched(input), *weight.shape[::2], *window, args[6])
+        if chosen == registry.preferred.get(self.operation):
+            return True
+        channels = weight.shape[1]
+        if chosen == "fft":
+            return channels > 1 or step == 1
+        if chosen in ("depthwise", "winograd"):
+            return chosen == "depthwise" or taps > 3 or channels >= _WINOGRADS_CHANNELS
+        direct = _DIRECT_GAINS and args[6] == 1 and (step == 1 or input.numel() < _LARGE)
+        return direct and products >= _PRODUCTS
 
     def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
         """Never."""

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tester import window_for
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
@@ -66,9 +67,11 @@ def pair(request):
     make, shape = MODULES[operation]
     module, x = make(), torch.randn(shape)
     if name.startswith("winograd"):
-        module.stride = (1, 1)
+        module.stride = (1,) * len(module.stride)
     if name == "depthwise":
-        module = nn.Conv2d(4, 8, 3, groups=4)
+        module = (nn.Conv1d if operation == "conv1d" else nn.Conv2d)(4, 8, 3, groups=4)
+    if name == "patch_gemm":
+        module.stride, module.padding = module.kernel_size, (0,) * len(module.kernel_size)
     tolerance = 5e-2 if ai3_ops.registry.algorithm(operation, name).accuracy == "approximate" else 2e-4
     return module, ai3_ops.swap(module, {operation: name}, x, strict=True), x, tolerance
 
@@ -330,8 +333,7 @@ def test_the_weights_memory_format_is_the_outputs(algorithm, kernel):
     """Also once the weight is packed, and when the format changes afterwards."""
     if kernel == 1 and algorithm.startswith("winograd"):
         pytest.skip("needs a kernel of more than one tap")
-    groups = 8 if algorithm == "depthwise" else 1
-    module, x = nn.Conv2d(8, 8, kernel, groups=groups), torch.randn(1, 8, 9, 7)
+    module, x = nn.Conv2d(8, 8, kernel, *window_for(algorithm, 8, kernel, padding=0)), torch.randn(1, 8, 9, 7)
     swapped = ai3_ops.swap(module, algorithm, x, strict=True)
     for layout in (torch.channels_last, torch.contiguous_format, torch.channels_last):
         module.to(memory_format=layout), swapped.to(memory_format=layout)
@@ -603,8 +605,8 @@ def test_what_is_remembered_of_a_call_follows_the_module(name):
 @pytest.fixture
 def gaining(monkeypatch):
     """`default` gains in conv1d and layer_norm, as it does with AVX-512."""
-    for operation in LEFT:
-        monkeypatch.setattr(f"ai3_ops.operations.{operation}._GAINS", True)
+    monkeypatch.setattr("ai3_ops.operations.conv1d._DIRECT_GAINS", True)
+    monkeypatch.setattr("ai3_ops.operations.layer_norm._GAINS", True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -710,10 +712,17 @@ def test_conv1d_default_has_a_second_choice():
     ]
     ask = ai3_ops.registry.resolve_sizes
     sizes = dict(zip(names, depthwise, strict=True), has_bias=1)
-    assert ask("conv1d", "default", "cpu", torch.float32, **sizes) == "im2col"
-    dense = sizes | {"groups": 1}
-    assert ask("conv1d", "default", "cpu", torch.float32, **dense) == "direct"
-    assert ask("conv1d", "default", "cpu", torch.float32, **dense, exclude="direct") == "im2col"
+
+    def chosen(exclude="", **other):
+        return ask("conv1d", "default", "cpu", torch.float32, **sizes | other, exclude=exclude)
+
+    assert chosen() == "depthwise"
+    assert chosen("depthwise") == "im2col"
+    assert chosen(groups=1) == "fft"
+    assert chosen("fft,winograd", groups=1) == "direct"
+    assert chosen("fft,winograd,direct", groups=1) == "im2col"
+    assert chosen(groups=1, kernel_length=3) == "winograd"
+    assert chosen("winograd", groups=1, kernel_length=3) == "direct"  # spectra would be 17 times the weight
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,26 @@ def _of_one_length(p):
     return p["queries"] == p["keys"] and not p["is_causal"]
 
 
+def _of_a_line(p):
+    return p["kernel_length"] in (3, 7) and p["stride"] == p["dilation"] == 1
+
+
+def _patches_follow(p):
+    kernel, stride, padding, dilation = zip(
+        *(
+            (p[f"kernel_{n}"], p[f"stride_{n[0]}"], p[f"pad_{n[0]}"], p[f"dilation_{n[0]}"])
+            for n in ("height", "width")
+        ),
+        strict=True,
+    )
+    return kernel == stride and not any(padding) and all(d == 1 for d in dilation)
+
+
 MUST_SUPPORT = {
+    ("conv1d", "winograd"): _of_a_line,
+    ("conv1d", "depthwise"): lambda p: p["groups"] == p["in_channels"],
+    ("conv1d", "patch_gemm"): lambda p: p["kernel_length"] == p["stride"] and p["padding"] == 0 and p["dilation"] == 1,
+    ("conv2d", "patch_gemm"): _patches_follow,
     ("conv2d", "winograd*"): _winograd,
     ("conv2d", "depthwise"): lambda p: p["groups"] == p["in_channels"],
     ("attention", "block_sparse"): lambda p: not p["is_causal"],

@@ -47,6 +47,7 @@ constexpr problems::Conv kPadded = {1, 0, kHeight, kWidth, 0, 3, 3, 1, 1, 1, 1, 
 constexpr problems::Conv kernel_of(int64_t r, int64_t s) {
   return {1, 0, kHeight + r - 1, kWidth + s - 1, 0, r, s, 1, 1, 0, 0, 1, 1, 1};
 }
+constexpr problems::Conv kFollowing = {1, 0, 3 * kHeight, 3 * kWidth, 0, 3, 3, 3, 3, 0, 0, 1, 1, 1};
 constexpr problems::Conv kLargeKernel = {1, 0, 24, 24, 0, 11, 11, 1, 1, 5, 5, 1, 1, 1};
 
 struct Promise {
@@ -56,7 +57,8 @@ struct Promise {
 };
 void PrintTo(const Promise& p, std::ostream* out) { *out << p.why; }
 constexpr double kDirect = kPixels * 9, kLargeDirect = 24 * 24 * 121;
-constexpr double kLargeSpectra = 4. * 32 * 16 * 3;  // four tiles of 32x32, half of whose spectrum says all, complex products
+constexpr double kLargeSpectra = 4. * 32 * 16 * 3;   // four tiles of 32x32, half of whose spectrum says all, complex products
+constexpr double kLineSpectra = kHeight * 129. * 3;  // a tile of 256 for each row, complex products of 129 frequencies
 constexpr double kInside = (3 * kHeight - 2) * (3 * kWidth - 2);  // of kPadded's products, those whose input exists
 const std::multimap<std::string, Promise> promises = {
     {"direct", {"each product once", kNoPadding, kDirect, kDirect}},
@@ -71,6 +73,7 @@ const std::multimap<std::string, Promise> promises = {
     {"implicit_precomp_gemm", {"pointers to a row of zeros stand for the padding", kPadded, kDirect, kDirect}},
     {"kn2row", {"R*S products of the input with a 1x1 kernel", kNoPadding, kDirect, kDirect}},
     {"kn2row", {"sums are shifted, so padding is not multiplied", kPadded, kInside, kInside}},
+    {"patch_gemm", {"each product once", kFollowing, kDirect, kDirect}},
     {"winograd_f2", {"16 for 36: 2.25 times fewer", kNoPadding, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
     {"winograd_f4", {"36 for 144: 4 times fewer", kNoPadding, kDirect * 36 / 144, 1.02 * kDirect * 36 / 144}},
     {"winograd_f6", {"64 for 324: 5.06 times fewer", kNoPadding, kDirect * 64 / 324, 1.02 * kDirect * 64 / 324}},
@@ -83,6 +86,7 @@ const std::multimap<std::string, Promise> promises = {
     {"winograd_general", {"F(4, 7), 10 for 28", kernel_of(7, 1), kPixels * 2.5, 1.02 * kPixels * 2.5}},
     {"winograd_f2", {"padding costs nothing more", kPadded, kDirect * 16 / 36, 1.02 * kDirect * 16 / 36}},
     {"fft", {"below direct for large kernels", kLargeKernel, kLargeSpectra, kLargeDirect / 4}},
+    {"fft", {"in one dimension for kernels of one row", kernel_of(1, 128), kLineSpectra, kLineSpectra}},
 };
 
 // The counting kernels of an operation that can do p.

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from tester import window_for
 
 import ai3_ops
 from ai3_ops import _library
@@ -178,11 +179,9 @@ SLOPES = {
 @pytest.mark.parametrize("algorithm", [n for n in names("conv2d") if hasattr(ops, f"_conv2d_{n}_pack")])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_conv2d_packed(algorithm, layout):
-    groups = 4 if algorithm == "depthwise" else 1
-    dtype = torch.float32
+    window, dtype = window_for(algorithm, 4), torch.float32
     x = data(2, 4, 7, 6).to(dtype).contiguous(memory_format=layout)
-    w, b = data(8, 4 // groups, 3, 3).to(dtype), data(8).to(dtype)
-    window = (1, 1, 1, groups)
+    w, b = data(8, 4 // window[-1], 3, 3).to(dtype), data(8).to(dtype)
     pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
     assert pack.ndim == 1
     assert pack.dtype == dtype
@@ -199,7 +198,7 @@ def test_conv2d_packed(algorithm, layout):
     else:
         with pytest.raises(RuntimeError, match="fuses no"):
             run(x, pack, w.shape, b, *window, None, "relu")
-    whole = torch.zeros(2, 12, 7, 6, dtype=dtype).contiguous(memory_format=layout)
+    whole = torch.zeros(2, 12, *expected.shape[2:], dtype=dtype).contiguous(memory_format=layout)
     for out in (torch.empty_like(expected), whole[:, 2:10], whole.flip(3)[..., :]):
         out = out if out.shape == expected.shape else out[:, :8]
         run_out(x, pack, w.shape, b, *window, out=out)
@@ -238,11 +237,10 @@ def test_activations_of_extreme_values_are_aten_s(name, layout):
     slope = torch.linspace(-0.5, 0.9, 10) if name == "prelu" else SLOPES.get(name)
     function = (lambda t: F.prelu(t, slope)) if name == "prelu" else ACTIVATIONS[name]
     for algorithm in (a.name for a in ai3_ops.registry.algorithms("conv2d", "cpu") if a.epilogue):
-        groups = 10 if algorithm == "depthwise" else 1
+        window = window_for(algorithm, 10)
         x = torch.zeros(1, 10, 9, 7).contiguous(memory_format=layout)
-        w = torch.zeros(10, 10 // groups, 3, 3)
-        fused = getattr(ops, f"_conv2d_{algorithm}_fused")
-        y = fused(x, w, values, 1, 1, 1, groups, None, name, slope)
+        w = torch.zeros(10, 10 // window[-1], 3, 3)
+        y = getattr(ops, f"_conv2d_{algorithm}_fused")(x, w, values, *window, None, name, slope)
         expected = function(values[None, :, None, None].expand_as(y).contiguous())
         torch.testing.assert_close(y, expected, equal_nan=True, rtol=1e-6, atol=1e-6, check_stride=False, msg=algorithm)
     for algorithm in (a.name for a in ai3_ops.registry.algorithms("linear", "cpu") if a.epilogue):
@@ -473,10 +471,10 @@ def test_out_shares_no_memory_with_what_is_read():
 @pytest.mark.parametrize("algorithm", names("conv2d", sliced=True, accuracy="exact", rule=False))
 def test_out_may_be_other_channels_of_the_input_s_buffer(algorithm, dtype, layout):
     """As a concatenation without a copy has it."""
-    groups = 4 if algorithm == "depthwise" else 1
+    kernel = 1 if algorithm == "patch_gemm" else 3
+    window = window_for(algorithm, 4, kernel)
     buffer = data(2, 12, 6, 7).mul(3).round().clamp(-2, 2).to(dtype).contiguous(memory_format=layout)
-    w, b = data(4, 4 // groups, 3, 3).round().clamp(-2, 2).to(dtype), data(4).round().to(dtype)
-    window = (1, 1, 1, groups)
+    w, b = data(4, 4 // window[-1], kernel, kernel).round().clamp(-2, 2).to(dtype), data(4).round().to(dtype)
     pack, before = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window), buffer.clone()
     run = getattr(ops, f"_conv2d_{algorithm}_packed_out")
     for first, out in [(0, slice(4, 8)), (5, slice(1, 5)), (0, slice(8, 12)), (8, slice(0, 4))]:
@@ -507,9 +505,10 @@ def called(run, *arguments, **options) -> set[str]:
 def test_slices_of_channels_are_read_and_written_where_they_lie(algorithm, layout):
     """No operator of PyTorch's runs, so none that allocates or copies; of those who do not promise it, one does."""
     info = ai3_ops.registry.algorithm("conv2d", algorithm, "cpu")
-    groups = 4 if algorithm == "depthwise" else 1
+    kernel = 1 if algorithm == "patch_gemm" else 3  # whose output has the input's sizes
+    window = window_for(algorithm, 4, kernel)
     x, y = (data(2, 12, 6, 7).float().contiguous(memory_format=layout) for _ in range(2))
-    w, b, window = data(4, 4 // groups, 3, 3).float(), data(4).float(), (1, 1, 1, groups)
+    w, b = data(4, 4 // window[-1], kernel, kernel).float(), data(4).float()
     pack = getattr(ops, f"_conv2d_{algorithm}_pack")(w, *window)
     run = getattr(ops, f"_conv2d_{algorithm}_packed_out")
     alone = {f"ai3::_conv2d_{algorithm}_packed_out", "aten::transpose_"}  # which raises out's version
@@ -547,9 +546,11 @@ PACKED_OUT = [(o, n) for o in ("conv2d", "linear") for n in names(o) if hasattr(
 def test_out_forms_pass_opcheck(operation, algorithm):
     info = ai3_ops.registry.algorithm(operation, algorithm, "cpu")
     dtype = torch.float64 if "float64" in info.dtypes else torch.float32
-    groups = 4 if algorithm == "depthwise" else 1
+    stride, padding, dilation, groups = window_for(algorithm, 4)
+    image = (2, 1) if algorithm == "patch_gemm" else (6, 5)
+    of_conv2d = ([stride], [padding], [dilation], groups)
     shapes, window = {
-        "conv2d": (((2, 4, 6, 5), (8, 4 // groups, 3, 3), (8,), (2, 8, 6, 5)), ([1], [1], [1], groups)),
+        "conv2d": (((2, 4, 6, 5), (8, 4 // groups, 3, 3), (8,), (2, 8, *image)), of_conv2d),
         "linear": (((5, 3), (4, 3), (4,), (5, 4)), ()),
     }[operation]
     x, w, b, out = (data(*s).to(dtype) for s in shapes)

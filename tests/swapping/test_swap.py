@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from modules import EVERY, Modes, close, layers
+from tester import window_for
 from torch import nn
 
 import ai3_ops
@@ -828,13 +829,13 @@ PACKING = [a.name for a in ai3_ops.algorithms("conv2d", "cpu") if a.packs]
 
 @pytest.mark.parametrize("algorithm", [*PACKING, "default"])
 def test_packs_follow_their_weights(algorithm):
-    groups = 4 if algorithm == "depthwise" else 1
-    model = nn.Conv2d(4, 4, 3, padding=1, groups=groups).double()
+    window = stride, _, dilation, groups = window_for(algorithm, 4)
+    model = nn.Conv2d(4, 4, 3, *window).double()
     swapped, x = swap(model, algorithm), torch.randn(2, 4, 9, 9).double()
 
     def agree():
         with torch.no_grad():
-            close(swapped(x), F.conv2d(x, swapped.weight, swapped.bias, padding=1, groups=groups))
+            close(swapped(x), F.conv2d(x, swapped.weight, swapped.bias, *window))
 
     agree()
     packs = swapped._ai3.packs
@@ -860,7 +861,7 @@ def test_packs_follow_their_weights(algorithm):
     other = {"weight": nn.Parameter(torch.randn_like(swapped.weight)), "bias": torch.zeros(4).double()}
     with torch.no_grad():
         actual = torch.func.functional_call(swapped, other, x)
-        close(actual, F.conv2d(x, *other.values(), padding=1, groups=groups))
+        close(actual, F.conv2d(x, *other.values(), *window))
     agree()
     for copied in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
         assert copied._ai3.packs.bytes == 0
@@ -868,10 +869,10 @@ def test_packs_follow_their_weights(algorithm):
     swapped.to(memory_format=torch.channels_last)
     agree()
     with torch.inference_mode():
-        constant = swap(nn.Conv2d(4, 4, 3, groups=groups).double(), algorithm)
-        close(constant(x), F.conv2d(x, constant.weight, constant.bias, groups=groups))
+        constant = swap(nn.Conv2d(4, 4, 3, stride, 0, dilation, groups).double(), algorithm)
+        close(constant(x), F.conv2d(x, constant.weight, constant.bias, stride, 0, dilation, groups))
         constant.weight.mul_(2)
-        close(constant(x), F.conv2d(x, constant.weight, constant.bias, groups=groups))
+        close(constant(x), F.conv2d(x, constant.weight, constant.bias, stride, 0, dilation, groups))
 
 
 @pytest.mark.skipif("fft" not in PACKING, reason="needs the algorithm with the largest packs")

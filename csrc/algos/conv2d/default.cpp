@@ -4,6 +4,8 @@
 #include "problem.h"
 #include "winograd.h"
 
+#include "../core/work.h"
+
 namespace ai3::inline AI3_LEVEL {
 namespace {
 

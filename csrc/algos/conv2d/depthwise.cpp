@@ -7,6 +7,7 @@
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
 #include "backward.h"
+#include "lent.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -800,4 +801,7 @@ AI3_ALGORITHM(conv2d, depthwise, .epilogue = true, .supports = supports, .worksp
               .backward_workspace = backward_workspace, .sliced = true)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_depthwise_record() { return conv2d_depthwise_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

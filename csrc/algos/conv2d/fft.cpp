@@ -9,11 +9,29 @@
 #include "../core/fft.h"
 
 #include "backward.h"
+#include "lent.h"
 #include "problem.h"
 #include "transform_domain.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
+
+// The three factors of a complex product (Gauss) of the input's spectrum and the weights', which is scaled and conjugate, and
+// the product of them.
+template <class Z, class Out>
+AI3_INLINE void put_factors(int64_t position, const Z& z, const Out& out) {
+  out(position, z.re + z.im), out(position + 1, z.re), out(position + 2, z.im);
+}
+template <class Z, class Out>
+AI3_INLINE void put_weight_factors(int64_t position, const Z& z, Vec<double> scale, const Out& out) {
+  const auto c = z.re * scale, d = Vec<double>(0.) - z.im * scale;
+  out(position, c), out(position + 1, d - c), out(position + 2, c + d);
+}
+template <class In>
+AI3_INLINE auto product_of(int64_t position, const In& in) {
+  const auto common = in(position);
+  return Complex<decltype(in(0)[0])>{common - in(position + 2), common + in(position + 1)};
+}
 
 template <int F>
 struct Fourier {
@@ -43,28 +61,19 @@ struct Fourier {
   }
   template <class In, class Out>
   [[gnu::noinline]] static void forward(const In& in, const Out& out) {
-    spectrum(in, [&](int64_t position, const auto& z) {
-      out(position, z.re + z.im), out(position + 1, z.re), out(position + 2, z.im);
-    });
+    spectrum(in, [&](int64_t position, const auto& z) { put_factors(position, z, out); });
   }
   template <class In, class Out>
   [[gnu::noinline]] static void weights(const In& in, const Out& out) {
     const Vec<double> scale = 1. / (4. * F * F);  // of both spectra and the inverse transform
-    spectrum(in, [&](int64_t position, const auto& z) {
-      const auto c = z.re * scale, d = Vec<double>(0.) - z.im * scale;
-      out(position, c), out(position + 1, d - c), out(position + 2, c + d);
-    });
+    spectrum(in, [&](int64_t position, const auto& z) { put_weight_factors(position, z, scale, out); });
   }
   template <class In, class Out>
   [[gnu::noinline]] static void inverse(const In& in, const Out& out, int64_t rows, int64_t columns) {
     using Z = Complex<decltype(in(0)[0])>;
     Z half[F][kColumns], line[F], spare[F];
     for (int k = 0; k < kColumns; k++) {
-      for (int i = 0; i < F; i++) {
-        const int64_t position = 3 * (k * F + i);
-        const auto common = in(position);
-        line[i] = {common - in(position + 2), common + in(position + 1)};
-      }
+      for (int i = 0; i < F; i++) line[i] = product_of(3 * (k * F + i), in);
       const Z* column = fft<F, true>(line, spare);
       for (int i = 0; i < rows + 1 && i < F; i++) half[i][k] = column[i];
     }
@@ -83,10 +92,67 @@ struct Fourier {
   }
 };
 
-// The tile: the least of 16, 32 and 64 inputs that takes a kernel into its half.
+// Of kernels of height 1, such as conv1d's: tiles in one dimension. A real line of F points is a complex one of F / 2, even
+// points beside odd ones, whose spectrum of F / 2 + 1 numbers is untangled after the transform and tangled before the inverse
+// (Cooley, Lewis & Welch 1970).
+template <int F>
+struct FourierLine {
+  static constexpr int kHalf = F / 2, kExtentH = 1, kExtentW = F, kMostTapsH = 1, kMostTapsW = F / 2,
+                       kPositions = 3 * (kHalf + 1);
+  static constexpr double kForwardFlops = 2.5 * F * __builtin_ctz(kHalf) + 5. * F, kInverseFlops = kForwardFlops;
+
+  // put(k, X_k) of the spectrum of in(0, j), times 2: X_k = (Z_k + conj Z_-k) - i e^(-2 pi i k / F) (Z_k - conj Z_-k).
+  template <class In, class Put>
+  AI3_INLINE static void spectrum(const In& in, const Put& put) {
+    using Z = Complex<decltype(in(0, 0)[0])>;
+    Z line[kHalf], spare[kHalf];
+    for (int j = 0; j < kHalf; j++) line[j] = {in(0, 2 * j), in(0, 2 * j + 1)};
+    const Z* z = fft<kHalf, false>(line, spare);
+    for (int k = 0; k <= kHalf; k++) {
+      const Z a = z[k % kHalf], b = z[(kHalf - k) % kHalf];
+      put(3 * k, minus_i(Z{a.re + b.re, a.im - b.im}, twiddle<F, false>(Z{a.re - b.re, a.im + b.im}, k)));
+    }
+  }
+  template <class In, class Out>
+  [[gnu::noinline]] static void forward(const In& in, const Out& out) {
+    spectrum(in, [&](int64_t position, const auto& z) { put_factors(position, z, out); });
+  }
+  template <class In, class Out>
+  [[gnu::noinline]] static void weights(const In& in, const Out& out) {
+    const Vec<double> scale = 1. / (4. * F);  // of both spectra and the inverse transform
+    spectrum(in, [&](int64_t position, const auto& z) { put_weight_factors(position, z, scale, out); });
+  }
+  template <class In, class Out>
+  [[gnu::noinline]] static void inverse(const In& in, const Out& out, int64_t, int64_t columns) {
+    using Z = Complex<decltype(in(0)[0])>;
+    Z x[kHalf + 1], line[kHalf], spare[kHalf];
+    for (int k = 0; k <= kHalf; k++) x[k] = product_of(3 * k, in);
+    for (int k = 0; k < kHalf; k++) {
+      const Z a = x[k], b = x[kHalf - k];
+      line[k] = plus_i(Z{a.re + b.re, a.im - b.im}, twiddle<F, true>(Z{a.re - b.re, a.im + b.im}, k));
+    }
+    const Z* both = fft<kHalf, true>(line, spare);
+    for (int j = 0; j < columns; j += 2) {
+      out(0, j, both[j / 2].re);
+      if (j + 1 < columns) out(0, j + 1, both[j / 2].im);
+    }
+  }
+};
+
+// The tile: the least of 16, 32 and 64 inputs that takes a kernel into its half; of 32, 64, 128 and 256 in one dimension.
 struct TileForKernel {
   template <class Body>
   AI3_INLINE static auto with(const Conv2dProblem& p, const Body& body) {
+    if (p.kernel_height == 1) {
+      auto fits = [&](int64_t extent) {
+        const Axis w(1, 1, p.kernel_width, p.stride_w, 0, p.dilation_w, extent, extent / 2);
+        return w.branches == w.residues;
+      };
+      if (fits(32)) return body.template operator()<FourierLine<32>>();
+      if (fits(64)) return body.template operator()<FourierLine<64>>();
+      if (fits(128)) return body.template operator()<FourierLine<128>>();
+      return body.template operator()<FourierLine<256>>();
+    }
     auto fits = [&](int64_t extent, int64_t most_taps) {
       const Axis h(1, 1, p.kernel_height, p.stride_h, 0, p.dilation_h, extent, most_taps);
       const Axis w(1, 1, p.kernel_width, p.stride_w, 0, p.dilation_w, extent, most_taps);
@@ -108,4 +174,7 @@ AI3_ALGORITHM(conv2d, fft, .accuracy = Accuracy::bounded, .error_bound = 5e-6, .
               .cost = Tiles::cost, .packed_bytes = Tiles::packed_bytes, .pack = Tiles::pack, .gradients = by_patches)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_fft_record() { return conv2d_fft_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

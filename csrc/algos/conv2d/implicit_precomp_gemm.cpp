@@ -3,6 +3,7 @@
 // Nothing is gathered: with 8 bytes for a tap and a pixel the buffer is 2 / channels of a float im2col matrix of one image, and
 // it serves all images and groups. Input that is not float or double in NHWC is copied once.
 #include "backward.h"
+#include "lent.h"
 #include "patches.h"
 #include "problem.h"
 
@@ -78,4 +79,7 @@ AI3_ALGORITHM(conv2d, implicit_precomp_gemm, .epilogue = true, .workspace = conv
               .gradients = by_patches, .sliced = true)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_implicit_precomp_gemm_record() { return conv2d_implicit_precomp_gemm_algorithm; }
+
 }  // namespace ai3::inline AI3_LEVEL

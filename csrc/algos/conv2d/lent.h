@@ -4,9 +4,14 @@
 
 namespace ai3::inline AI3_LEVEL {
 
+const Algorithm<Conv2dProblem>& conv2d_depthwise_record();
 const Algorithm<Conv2dProblem>& conv2d_direct_record();
+const Algorithm<Conv2dProblem>& conv2d_fft_record();
 const Algorithm<Conv2dProblem>& conv2d_im2col_record();
+const Algorithm<Conv2dProblem>& conv2d_implicit_precomp_gemm_record();
+const Algorithm<Conv2dProblem>& conv2d_patch_gemm_record();
 const Algorithm<Conv2dProblem>& conv2d_winograd_f4_record();  // on CUDA
+const Algorithm<Conv2dProblem>& conv2d_winograd_general_record();
 
 // The functions of such a record. A record of another file is no constant, the address of these is.
 template <const Algorithm<Conv2dProblem>& (*record)()>

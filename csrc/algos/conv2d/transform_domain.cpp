@@ -120,8 +120,26 @@ void pack_domain(const DomainPlan& d, const void* weight, Stored* packed, bool t
 
 template <class T>
 void finish_tile(const TileOutput<T>& to, const Vec<Acc<T>>* tile, int64_t pitch) {
+  using A = Acc<T>;
+  constexpr int64_t width = Vec<A>::width;
+  if (to.step_w != 1 || to.channel_step == 1 || to.residual) {
+    for (int64_t i = 0; i < to.rows; i++)
+      for (int64_t j = 0; j < to.columns; j++) to.put(i, j, tile[i * pitch + j]);
+    return;
+  }
   for (int64_t i = 0; i < to.rows; i++)
-    for (int64_t j = 0; j < to.columns; j++) to.put(i, j, tile[i * pitch + j]);
+    for (int64_t j = 0; j < to.columns; j += width) {
+      const int64_t columns = smaller(width, to.columns - j);
+      Vec<A> square[width];
+#pragma GCC unroll 16
+      for (int64_t k = 0; k < width; k++)
+        square[k] = k < columns ? to.epilogue.partial(tile[i * pitch + j + k] + to.epilogue.bias) : Vec<A>(A{0});
+      transpose(square);
+      T* y = to.y + i * to.step_h + j;
+#pragma GCC unroll 16
+      for (int64_t c = 0; c < width; c++, y += to.channel_step)
+        if (c < to.epilogue.count) columns == width ? store(y, square[c]) : store_partial(y, square[c], columns);
+    }
 }
 
 namespace {

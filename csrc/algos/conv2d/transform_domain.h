@@ -269,7 +269,7 @@ struct DomainPlan {
 // Taps of a filter panel's weights for a transform in double, in(u, v) of one vector of filters; those that a branch does not
 // have are 0.
 struct Taps {
-  static constexpr int64_t kMost = 64;
+  static constexpr int64_t kMost = 256;
   DType dtype;
   int64_t rows[kMost], columns[kMost];  // the kernel's, of the branch's; -1: none
   int64_t kernel_width, taps;
@@ -303,7 +303,8 @@ struct Phases {
 template <class A, class Stored>
 void run_domain(const DomainPlan& d, const Phases& phases, const Conv2dOperands& operands, bool streaming, Workspace& workspace);
 
-// What follows the inverse transform of a tile, where it lies in memory, `pitch` vectors a row: bias, residual, activation.
+// What follows the inverse transform of a tile, where it lies in memory, `pitch` vectors a row: bias, residual, activation. In
+// NCHW the columns of each channel follow one another: squares of them and channels turn in registers.
 template <class T>
 struct TileOutput {
   using A = Acc<T>;
@@ -356,7 +357,9 @@ struct TransformDomain : DomainPlan {
   static constexpr int64_t kWidth = V::width, kExtentH = Transform::kExtentH, kExtentW = Transform::kExtentW,
                            kPositions = Transform::kPositions;
   static constexpr int64_t kSkew = 64 / static_cast<int64_t>(sizeof(A));
-  static constexpr bool kUnrolled = kPositions <= 64;  // its tiles are small, and the stride of its convolutions is 1
+  static constexpr bool kUnrolled = requires {
+    Transform::kOutputsH;
+  };  // its tiles are small, and its convolutions have stride 1
 
   explicit TransformDomain(const Conv2dProblem& problem) : DomainPlan(problem, sizes_of<Transform>(sizeof(A), sizeof(Stored))) {}
 
@@ -401,9 +404,13 @@ struct TransformDomain : DomainPlan {
     if (bottom - top < kExtentH || right - left < kExtentW) __builtin_memset(tile, 0, sizeof(tile));
     for (; c < end; c += kWidth) {
       const int64_t count = smaller(kWidth, end - c);
-      for (int64_t i = top; i < bottom; i++)
-        for (int64_t j = left; j < right; j++)
-          store(tile[i][j], load_channels(from + i * step_h + j * step_w + c * p.x_stride.c, p.x_stride.c, count));
+      const T* channels = from + c * p.x_stride.c;
+      for (int64_t i = top; i < bottom && left < right; i++)
+        if (step_w == 1 && p.x_stride.c != 1 && count == kWidth)
+          copy_rows(channels + i * step_h + left, 1, p.x_stride.c, right - left, kWidth, tile[i][left], kWidth);
+        else
+          for (int64_t j = left; j < right; j++)
+            store(tile[i][j], load_channels(channels + i * step_h + j * step_w, p.x_stride.c, count));
       // Behind the last channel of the last branch a row has room for the rest of a vector.
       if (count == kWidth || branches == 1)
         forward_vectors<Transform>(tile[0][0], kExtentW * kWidth, kWidth, to + c, stride, 1);
@@ -472,6 +479,15 @@ struct TransformDomain : DomainPlan {
       const TileOutput<T> rest{epilogue, y, residual, step_h, step_w, p.y_stride.c, rows, columns};
       const intptr_t apart = reinterpret_cast<intptr_t>(residual) - reinterpret_cast<intptr_t>(y);
       const bool vector = p.y_stride.c == 1 && count == kWidth && !is_called(p.activation);
+      if constexpr (kExtentH == 1 && !kUnrolled) {
+        if (!vector) {
+          V line[kExtentW];
+          auto put = [&](int64_t, int64_t j, V v) { line[j] = v; };
+          Transform::inverse(Positions<const A>{from, stride}, put, rows, columns);
+          finish_tile(rest, line, kExtentW);
+          continue;
+        }
+      }
       if constexpr (!kUnrolled) {
         const Outputs<Finish::general> direct{epilogue, y, step_h, step_w, streaming, residual != nullptr, apart, rows, columns};
         auto put = [&](int64_t i, int64_t j, V v) { vector ? direct(i, j, v) : rest.put_called(i, j, v); };

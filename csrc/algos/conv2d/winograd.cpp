@@ -6,6 +6,7 @@
 // Never F6: accuracy. Other kernels: the one form for their size.
 #include "winograd.h"
 
+#include "../core/work.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {

@@ -269,13 +269,6 @@ inline bool winograd_supports_any(const Conv2dProblem& p, Reason& reason) {
   return winograd_steps(p, "3x3, 5x5, 1x3, 3x1, 1x7 or 7x1", known, reason);
 }
 
-// What rules compare: the operations, or those that moving the bytes takes as long as, whichever are more.
-AI3_INLINE double work(const Cost& cost) {
-  constexpr double operations_per_byte = 8;
-  const double memory = operations_per_byte * cost.bytes;
-  return cost.flops > memory ? cost.flops : memory;
-}
-
 #define AI3_WINOGRAD_TRAITS(...)                                                                                      \
   .epilogue = true, .supports = winograd_supports, .workspace = TransformDomainTraits<__VA_ARGS__>::workspace,        \
   .cost = TransformDomainTraits<__VA_ARGS__>::cost, .packed_bytes = TransformDomainTraits<__VA_ARGS__>::packed_bytes, \

@@ -144,7 +144,7 @@ __device__ __forceinline__ void add_products(A (&sums)[kMicro][kMicro], int64_t 
     __syncthreads();  // what was there has been read
     fill(left, a_by_depth, k, a), fill(right, b_by_depth, k, b);
     __syncthreads();
-#pragma unroll
+#pragma unroll 4
     for (int64_t i = 0; i < kStep; i++) {
       A of_rows[kMicro], of_columns[kMicro];
 #pragma unroll
@@ -161,14 +161,19 @@ __device__ __forceinline__ void add_products(A (&sums)[kMicro][kMicro], int64_t 
 }
 template <class A>
 constexpr int64_t kTileBytes = 2 * kStep* kTileRow* static_cast<int64_t>(sizeof(A));
-// body(row of the tile, column, sum) for those of a thread.
-template <class A, class Body>
-__device__ __forceinline__ void each_sum(A (&sums)[kMicro][kMicro], const Body& body) {
+// Puts a thread's sums where they belong: row(m) says where row m of the tile begins, null of a row that is not there, and
+// put(element, sum) is called for each of its columns.
+template <class A, class Row, class Put>
+__device__ __forceinline__ void put_sums(A (&sums)[kMicro][kMicro], int64_t columns, const Row& row, const Put& put) {
   const int thread = static_cast<int>(threadIdx.x), x = thread % (kTile / kMicro), y = thread / (kTile / kMicro);
 #pragma unroll
-  for (int r = 0; r < kMicro; r++)
+  for (int r = 0; r < kMicro; r++) {
+    A* const to = row(y * kMicro + r);
+    if (!to) continue;
 #pragma unroll
-    for (int j = 0; j < kMicro; j++) body(y * kMicro + r, x * kMicro + j, sums[r][j]);
+    for (int j = 0; j < kMicro; j++)
+      if (const int64_t n = x * kMicro + j; n < columns) put(to[n], sums[r][j]);
+  }
 }
 template <class T>
 struct At {
@@ -198,9 +203,8 @@ __global__ void __launch_bounds__(kTileThreads)
         sums, size, shared<A>(), [&](int64_t e, int64_t m) { return m < rows ? load_acc(q + m * queries.at.row + e) : A(0); },
         [&](int64_t e, int64_t n) { return n < columns ? load_acc(k + n * keys.at.row + e) : A(0); });
     A* const here = to + ((batch * of.heads + head) * c.queries + first) * ld + key;
-    each_sum(sums, [&](int64_t m, int64_t n, A sum) {
-      if (m < rows && n < columns) here[m * ld + n] = sum;
-    });
+    put_sums(
+        sums, columns, [&](int64_t m) { return m < rows ? here + m * ld : nullptr; }, [](A& element, A sum) { element = sum; });
   }
 }
 // Weights, or their gradients, times rows of keys or values.
@@ -223,11 +227,12 @@ __global__ void __launch_bounds__(kTileThreads)
           sums, depth, shared<A>(), [&](int64_t e, int64_t m) { return m < rows ? w[m * ld + key + e] : A(0); },
           [&](int64_t e, int64_t n) { return column + n < size ? k[(key + e) * keys.at.row + n] : A(0); });
     }
-    each_sum(sums, [&](int64_t m, int64_t n, A sum) {
-      if (m >= rows || column + n >= size) return;
+    auto begin = [&](int64_t m) -> A* {
+      if (m >= rows) return nullptr;
       const ScoreRow row = of.row(c, (batch * of.heads + head) * c.queries + first + m);
-      if (of.computes(row)) to.data[S::offset(row, to.at) + column + n] = sum;
-    });
+      return of.computes(row) ? to.data + S::offset(row, to.at) + column : nullptr;
+    };
+    put_sums(sums, size - column, begin, [](A& element, A sum) { element = sum; });
   }
 }
 // The other way: for each key what the queries of all heads that share it have, in their order.
@@ -253,9 +258,9 @@ __global__ void __launch_bounds__(kTileThreads)
             [&](int64_t e, int64_t n) { return column + n < size ? q[e * queries.at.row + n] : A(0); });
       }
     A* const here = to.head(c.outer, c.first_batch + batch, kv_head) + key * to.at.row + column;
-    each_sum(sums, [&](int64_t m, int64_t n, A sum) {
-      if (m < keys && column + n < size) here[m * to.at.row + n] = first ? sum : here[m * to.at.row + n] + sum;
-    });
+    put_sums(
+        sums, size - column, [&](int64_t m) { return m < keys ? here + m * to.at.row : nullptr; },
+        [&](A& element, A sum) { element = first ? sum : element + sum; });
   }
 }
 

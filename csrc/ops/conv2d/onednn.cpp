@@ -43,4 +43,7 @@ AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, onednn, .dtypes = kOneDnnDtypes, .supports 
                              .workspace = workspace, .tensors = conv2d_onednn)
 
 }  // namespace
+
+const Algorithm<Conv2dProblem>& conv2d_onednn_record() { return conv2d_onednn_algorithm; }
+
 }  // namespace ai3::ops
