@@ -64,6 +64,7 @@ ALLOCATES = {"aten::empty", "aten::empty_like", "aten::empty_strided"}
 VIEWS = {"aten::unsqueeze", "aten::squeeze", "aten::as_strided"}  # which compute nothing: conv1d's images of height 1
 VENDORS = {
     ("conv2d", "gemm"): "aten::bmm",
+    ("conv1d", "onednn"): "aten::mkldnn_convolution",
     ("conv2d", "onednn"): "aten::mkldnn_convolution",
     ("linear", "onednn"): "mkldnn::",
 }

@@ -79,12 +79,16 @@ def pair(request):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_short_way_gives_what_the_long_way_gives(pair, mode):
     module, swapped, x, tolerance = pair
+    # oneDNN's reordered weights have another order of sums than plain ones, seen with conv1d's.
+    same = swapped._ai3.algorithm.name != "onednn" if hasattr(swapped._ai3, "algorithm") else True
     for given in (x, x[:1], x.flip(0)):
         long = swapped(given.clone().requires_grad_()).detach()
         for _ in range(2):
             with mode():
                 short = swapped(given)
-            assert torch.equal(short, long)
+            if same:
+                assert torch.equal(short, long)
+            torch.testing.assert_close(short, long, rtol=1e-6, atol=1e-6)
             assert short.stride() == long.stride()
             assert not short.requires_grad
         torch.testing.assert_close(short, module(given), rtol=tolerance, atol=tolerance)
@@ -514,7 +518,7 @@ def test_training_is_named_whatever_came_between():
 @pytest.mark.parametrize(
     ("layer", "size", "reason"),
     [
-        (lambda: nn.Conv1d(8, 8, 3), (1, 8, 20), "with AVX2 (docs/algorithms/conv1d"),
+        (lambda: nn.Conv1d(8, 8, 3), (1, 8, 20), "no method that saves some"),
         (lambda: nn.LayerNorm(8), (2, 8), "with AVX2 (docs/algorithms/layer_norm"),
         (lambda: nn.Linear(8, 8), (2, 8), "few features"),
     ],
@@ -622,7 +626,7 @@ def test_default_conv1d_under_autocast_is_pytorchs(dtype, gaining):
 
 
 LEFT = {  # a module, an input for which its call is left to PyTorch, and one for which it is not
-    "conv1d": (lambda: nn.Conv1d(4, 8, 3), (2, 4, 16), (2, 4, 2**16)),
+    "conv1d": (lambda: nn.Conv1d(96, 64, 3), (2, 96, 4), (2, 96, 1024)),
     "layer_norm": (lambda: nn.LayerNorm(512), (2, 512), (512, 512)),
 }
 
@@ -717,7 +721,8 @@ def test_conv1d_default_has_a_second_choice():
         return ask("conv1d", "default", "cpu", torch.float32, **sizes | other, exclude=exclude)
 
     assert chosen() == "depthwise"
-    assert chosen("depthwise") == "im2col"
+    assert chosen("depthwise") == "fft"
+    assert chosen("depthwise,fft") == "im2col"
     assert chosen(groups=1) == "fft"
     assert chosen("fft,winograd", groups=1) == "direct"
     assert chosen("fft,winograd,direct", groups=1) == "im2col"

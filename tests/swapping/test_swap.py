@@ -877,7 +877,7 @@ def test_packs_follow_their_weights(algorithm):
 
 @pytest.mark.skipif("fft" not in PACKING, reason="needs the algorithm with the largest packs")
 def test_packs_that_dwarf_their_weights_are_not_kept():
-    small, large = swap(nn.Conv2d(2, 2, 3), "fft"), swap(nn.Conv2d(64, 64, 1), "fft")
+    small, large = swap(nn.Conv2d(2, 2, 3), "fft"), swap(nn.Conv2d(128, 128, 1), "fft")
     with torch.no_grad():
         for model in (small, large):
             x = torch.randn(1, model.in_channels, 5, 5)
