@@ -89,14 +89,15 @@ const std::multimap<std::string, Promise> promises = {
     {"fft", {"in one dimension for kernels of one row", kernel_of(1, 128), kLineSpectra, kLineSpectra}},
 };
 
-// The counting kernels of an operation that can do p.
+// The counting kernels of an operation that can do p; conv1d's have conv2d's problem, too.
 template <class P>
-std::vector<std::string> methods(const P& p) {
+std::vector<std::string> methods(const std::string& operation, const P& p) {
   std::vector<std::string> names;
   each_kernel([&]<class Q>(const Algorithm<Q>& a) {
     if constexpr (std::is_same_v<P, Q>) {
       Reason reason;
-      if (a.info.level == std::string("counting") && (!a.traits.supports || a.traits.supports(p, reason)))
+      if (a.info.level == std::string("counting") && a.info.operation == operation &&
+          (!a.traits.supports || a.traits.supports(p, reason)))
         names.push_back(a.info.name);
     }
   });
@@ -108,7 +109,7 @@ std::multimap<std::string, Promise> all_promises() {
   std::multimap<std::string, Promise> all = promises;
   problems::Conv c = kNoPadding;
   c.c = c.k = kChannels;
-  for (const std::string& name : methods(problems::conv2d(c, true, false)))
+  for (const std::string& name : methods("conv2d", problems::conv2d(c, true, false)))
     if (!promises.count(name)) all.insert({name, {"each product once", kNoPadding, kDirect, kDirect}});
   return all;
 }
@@ -146,7 +147,7 @@ class CountingLinear : public testing::TestWithParam<std::string> {};
 TEST_P(CountingLinear, EachProductOnce) {
   EXPECT_EQ(per_channel_pair([](int64_t in, int64_t out) { return count_linear(GetParam(), in, out); }), kWidth);
 }
-INSTANTIATE_TEST_SUITE_P(, CountingLinear, testing::ValuesIn(methods(linear_problem(kChannels, kChannels))),
+INSTANTIATE_TEST_SUITE_P(, CountingLinear, testing::ValuesIn(methods("linear", linear_problem(kChannels, kChannels))),
                          [](const auto& info) { return info.param; });
 
 TEST(CountingGemm, FewOutputsMultiplyNoPanelOfZeros) { EXPECT_EQ(count_linear("gemm", 32, 3), 32 * 3 * kWidth); }

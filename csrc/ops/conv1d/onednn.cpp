@@ -13,8 +13,8 @@ namespace {
 void conv1d_onednn(const Conv2dProblem& p, void* call) { conv2d_onednn_record().traits.tensors(p, call); }
 int64_t workspace(const Conv2dProblem& p) { return conv2d_onednn_record().traits.workspace(p); }
 
-AI3_ALGORITHM_WITHOUT_KERNEL(conv1d, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<Conv2dProblem>,
-                             .workspace = workspace, .tensors = conv1d_onednn)
+AI3_ALGORITHM_WITHOUT_KERNEL(conv1d, onednn, .deterministic = false, .dtypes = kOneDnnDtypes,
+                             .supports = onednn_supports<Conv2dProblem>, .workspace = workspace, .tensors = conv1d_onednn)
 
 }  // namespace
 }  // namespace ai3::ops

@@ -1,5 +1,6 @@
 // oneDNN's convolution through the copy that PyTorch bundles, so that no second thread pool comes in. Where the call has a slot
-// for packs, the weight is reordered once, into the blocked form that oneDNN wants (PyTorch's opaque kind of tensor).
+// for packs, the weight is reordered once, into the blocked form that oneDNN wants (PyTorch's opaque kind of tensor). With few
+// channels it multiplies matrices of patches, whose sums it splits by the number of threads: the last bits depend on that.
 #include "../tensor/onednn.h"
 
 #include "../conv2d.h"
@@ -39,8 +40,8 @@ int64_t workspace(const Conv2dProblem& p) {
                                                checked_mul(p.kernel_height, p.kernel_width)));
 }
 
-AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, onednn, .dtypes = kOneDnnDtypes, .supports = onednn_supports<Conv2dProblem>,
-                             .workspace = workspace, .tensors = conv2d_onednn)
+AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, onednn, .deterministic = false, .dtypes = kOneDnnDtypes,
+                             .supports = onednn_supports<Conv2dProblem>, .workspace = workspace, .tensors = conv2d_onednn)
 
 }  // namespace
 
