@@ -76,7 +76,7 @@ def _algorithms(operation: str | None = None) -> list[registry.AlgorithmInfo]:
 
 def _convolutions() -> list[str]:
     """Those by cuDNN: what it names, and neither our kernels nor rules."""
-    own = "direct", "smm", "im2col", "kn2row", "depthwise", "winograd_f2", "winograd_f4"
+    own = "direct", "smm", "im2col", "kn2row", "depthwise", "patch_gemm", "winograd_f2", "winograd_f4"
     return [a.name for a in _algorithms("conv2d") if a.name not in own and not a.rule]
 
 
