@@ -31,11 +31,12 @@ build: $(BUILD)/build.ninja
 	$(call say,building the libraries)
 	cmake --build $(BUILD) --parallel $(JOBS) --target package_libraries
 
-# Everything that is promised, the longest at a reduced size: C++ and Python tests, the wheel on its torches and Pythons.
+# Everything that is promised, the longest at a reduced size: C++ and Python tests, the wheel on its oldest torch and Python and
+# the newest.
 test: cpp-test
 	$(call say,Python tests)
 	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
-	$(call say,the wheel on each torch and Python: short tests)
+	$(call say,the wheel on the oldest torch and Python and the newest: short tests)
 	.venv/bin/python .ci/wheels.py --reduced
 
 CTEST = ctest --output-on-failure --no-tests=ignore --parallel $(WORKERS) --test-dir

@@ -60,7 +60,7 @@ def check(level: str, each: int, limit: float) -> None:
     [level if level in ("AVX2", here[-1]) else pytest.param(level, marks=pytest.mark.full) for level in here],
 )
 def test_gradients_and_onednn_at_each_level(level):
-    check(level, 60 if level == here[-1] else 240, limit=600)
+    check(level, 120 if level == here[-1] else 240, limit=600)
 
 
 @pytest.mark.full
