@@ -102,7 +102,7 @@ def test_wheel(temporary: Path, reduced: bool) -> None:
     for torch, version in itertools.product(TORCH, PYTHONS):
         python = interpreter(version)
         ends = (next(iter(TORCH)), versions()[0]), ("newest", versions()[-1])
-        if reduced and python is not None and (torch, version) not in ends:  # to make an environment takes longer than its tests
+        if reduced and python is not None and (torch, version) not in ends:  # environments take long to make
             continue
         if python is None:
             print(
