@@ -1,11 +1,11 @@
 // conv2d's patch_gemm on images of height 1.
-#include "../conv2d/lent.h"
+#include "../conv2d/delegated.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-using Of = Lent<conv2d_patch_gemm_record>;
+using Of = Delegated<conv2d_patch_gemm_record>;
 
 AI3_REGISTER_(conv1d, patch_gemm, Of::run, .epilogue = true, .supports = Of::supports, .workspace = Of::workspace,
               .cost = Of::cost, .packed_bytes = Of::packed_bytes, .pack = Of::pack, .gradients = Of::gradients)

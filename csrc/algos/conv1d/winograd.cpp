@@ -1,11 +1,11 @@
 // conv2d's winograd_general on images of height 1.
-#include "../conv2d/lent.h"
+#include "../conv2d/delegated.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-using Of = Lent<conv2d_winograd_general_record>;
+using Of = Delegated<conv2d_winograd_general_record>;
 
 AI3_REGISTER_(conv1d, winograd, Of::run, .accuracy = Accuracy::bounded, .error_bound = 2e-5, .epilogue = true,
               .supports = Of::supports, .workspace = Of::workspace, .cost = Of::cost, .packed_bytes = Of::packed_bytes,

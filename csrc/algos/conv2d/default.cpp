@@ -1,10 +1,9 @@
 // The project's choice by shape, without measuring: the first row that fits and whose algorithm supports the case. Nothing
 // approximate, and `winograd` never takes F(6x6, 3x3).
+#include "../core/work.h"
 #include "patches.h"
 #include "problem.h"
 #include "winograd.h"
-
-#include "../core/work.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {

@@ -7,7 +7,7 @@
 #include "../core/epilogue.h"
 #include "../core/lanes.h"
 #include "backward.h"
-#include "lent.h"
+#include "delegated.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {

@@ -5,8 +5,8 @@
 // Strides are read from the problem, so NCHW and NHWC differ only in how a finished tile is stored.
 #include "../core/grid.h"
 #include "backward.h"
+#include "delegated.h"
 #include "direct_tile.h"
-#include "lent.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {

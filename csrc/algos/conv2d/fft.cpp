@@ -9,7 +9,7 @@
 #include "../core/fft.h"
 
 #include "backward.h"
-#include "lent.h"
+#include "delegated.h"
 #include "problem.h"
 #include "transform_domain.h"
 

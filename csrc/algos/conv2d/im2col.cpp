@@ -2,7 +2,7 @@
 // matrix is built in parts that fit the L3 cache, all groups beside each other: rows of patches for NHWC, panels of patch columns
 // for NCHW.
 #include "backward.h"
-#include "lent.h"
+#include "delegated.h"
 #include "patches.h"
 #include "problem.h"
 

@@ -3,7 +3,7 @@
 // Nothing is gathered: with 8 bytes for a tap and a pixel the buffer is 2 / channels of a float im2col matrix of one image, and
 // it serves all images and groups. Input that is not float or double in NHWC is copied once.
 #include "backward.h"
-#include "lent.h"
+#include "delegated.h"
 #include "patches.h"
 #include "problem.h"
 

@@ -4,8 +4,8 @@
 // lies: the product reads them through a pointer to each run, and nothing is gathered, computed beforehand or padded. Input that
 // is not float or double in NHWC is copied once.
 #include "backward.h"
+#include "delegated.h"
 #include "following_patches.h"
-#include "lent.h"
 #include "patches.h"
 #include "problem.h"
 

@@ -304,7 +304,7 @@ template <class A, class Stored>
 void run_domain(const DomainPlan& d, const Phases& phases, const Conv2dOperands& operands, bool streaming, Workspace& workspace);
 
 // What follows the inverse transform of a tile, where it lies in memory, `pitch` vectors a row: bias, residual, activation. In
-// NCHW the columns of each channel follow one another: squares of them and channels turn in registers.
+// NCHW the columns of each channel follow one another: squares of them and channels are transposed in registers.
 template <class T>
 struct TileOutput {
   using A = Acc<T>;

@@ -1,7 +1,7 @@
 // Winograd's minimal filtering for kernels of other sizes than 3x3: F(2x2, 5x5), 36 products instead of 100; and in one dimension
 // F(4, 7), 10 instead of 28, and F(4, 3), 6 instead of 12. 3x3 kernels get F(2x4, 3x3), between F(2x2) and F(4x4): 24 instead
 // of 72.
-#include "lent.h"
+#include "delegated.h"
 #include "problem.h"
 #include "winograd_gradient.h"
 

@@ -1,11 +1,11 @@
 // conv2d's direct on images of height 1.
 #include "../../algos/conv1d/problem.h"
-#include "../../algos/conv2d/lent.h"
+#include "../../algos/conv2d/delegated.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-using Of = Lent<conv2d_direct_record>;
+using Of = Delegated<conv2d_direct_record>;
 
 AI3_REGISTER_(conv1d, direct, Of::run, .supports = Of::supports, .workspace = Of::workspace, .gradients = Of::gradients)
 

@@ -1,11 +1,11 @@
 // conv2d's patch_gemm on images of height 1.
 #include "../../algos/conv1d/problem.h"
-#include "../../algos/conv2d/lent.h"
+#include "../../algos/conv2d/delegated.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-using Of = Lent<conv2d_patch_gemm_record>;
+using Of = Delegated<conv2d_patch_gemm_record>;
 
 AI3_REGISTER_(conv1d, patch_gemm, Of::run, .supports = Of::supports, .workspace = Of::workspace, .packed_bytes = Of::packed_bytes,
               .pack = Of::pack, .gradients = Of::gradients)

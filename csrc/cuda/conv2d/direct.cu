@@ -1,6 +1,6 @@
 // Direct convolution: every output is its own sum of products, without workspace. A thread computes kChannels output channels of
 // one pixel, so that an input element that it has read serves that many products.
-#include "../../algos/conv2d/lent.h"
+#include "../../algos/conv2d/delegated.h"
 #include "../core/device.cuh"
 #include "gradients.cuh"
 

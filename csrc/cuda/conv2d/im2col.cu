@@ -2,7 +2,7 @@
 // cuBLAS multiplies it with the weights. Images, or rows of one that is too large, go through the workspace in chunks, so that it
 // stays bounded, but for the float32 sums of all outputs where a bias is added in 16 bits. A 1x1 kernel with stride 1 is a
 // product already, and its input is multiplied where it lies.
-#include "../../algos/conv2d/lent.h"
+#include "../../algos/conv2d/delegated.h"
 #include "../core/cublas.cuh"
 #include "../core/device.cuh"
 #include "gradients.cuh"

@@ -1,9 +1,9 @@
 // Patches that follow one another: the stride is the kernel and nothing is padded. In NHWC a row of a patch is one run of memory
 // and the same rows of the patches of a row of outputs are a matrix, which cuBLAS multiplies where it lies: one product for each
 // row of the kernel, added up in the accumulator's type. With several groups, whose channels lie between each other's, one for
-// each tap. Other images are turned into NHWC first; sums that are not the output yet go through the workspace.
+// each tap. Other images are copied into NHWC first; sums that are not the output yet go through the workspace.
+#include "../../algos/conv2d/delegated.h"
 #include "../../algos/conv2d/following_patches.h"
-#include "../../algos/conv2d/lent.h"
 #include "../core/cublas.cuh"
 #include "../core/device.cuh"
 #include "gradients.cuh"
@@ -21,14 +21,14 @@ bool supports(const Conv2dProblem& p, Reason& reason) {
 }
 int64_t inputs_of(const Conv2dProblem& p) { return checked_product({p.batch, p.in_channels, p.in_height, p.in_width}); }
 int64_t outputs_of(const Conv2dProblem& p) { return checked_product({p.batch, p.out_channels, p.out_height, p.out_width}); }
-bool is_turned(const Conv2dProblem& p) { return p.x_stride.c != 1 && p.in_channels > 1; }
+bool is_transposed(const Conv2dProblem& p) { return p.x_stride.c != 1 && p.in_channels > 1; }
 // Sums of 16 bits would be rounded after each product, and those in NHWC are what the next layer of NCHW does not read.
 bool sums_apart(const Conv2dProblem& p) { return size_of(p.dtype) == 2 || (p.y_stride.c != 1 && p.out_channels > 1); }
 int64_t workspace_of(const Conv2dProblem& p) {
   return with_type(p.dtype, [&]<class T>() {
-    const int64_t turned = is_turned(p) ? piece_bytes<T>(inputs_of(p)) : 0;
+    const int64_t transposed = is_transposed(p) ? piece_bytes<T>(inputs_of(p)) : 0;
     const int64_t sums = sums_apart(p) ? piece_bytes<Acc<T>>(outputs_of(p)) : 0;
-    return checked_add(cublas_workspace(), checked_add(turned, sums));
+    return checked_add(cublas_workspace(), checked_add(transposed, sums));
   });
 }
 
@@ -57,13 +57,13 @@ void conv2d_patch_gemm(const Conv2dProblem& p, const T* x, const T* w, const T* 
   const int64_t depth = channels * p.kernel_height * p.kernel_width / parts, line = p.in_width * p.in_channels;
   void* const scratch = take<char>(workspace, cublas_workspace());
   const T* image = x;
-  if (is_turned(p)) {
-    T* const turned = take<T>(workspace, inputs_of(p));
+  if (is_transposed(p)) {
+    T* const transposed = take<T>(workspace, inputs_of(p));
     for_each(inputs_of(p), workspace, "conv2d_patch_gemm",
              [=, channels = p.in_channels, height = p.in_height, width = p.in_width, strides = p.x_stride] __device__(int64_t i) {
-               turned[i] = x[offset_of(place_of(i, channels, height, width, true), strides)];
+               transposed[i] = x[offset_of(place_of(i, channels, height, width, true), strides)];
              });
-    image = turned;
+    image = transposed;
   }
   A* const apart = sums_apart(p) ? take<A>(workspace, outputs_of(p)) : nullptr;
   const bool add = b && !apart;

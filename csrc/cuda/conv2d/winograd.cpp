@@ -1,6 +1,6 @@
 // Winograd's convolution (Lavin & Gray 2015): cuDNN's, in one kernel, on GPUs for which it has one; on those of compute
 // capability 9.0 and later, for which it has none, F(4x4, 3x3) by our transforms and cuBLAS (winograd_f4).
-#include "../../algos/conv2d/lent.h"
+#include "../../algos/conv2d/delegated.h"
 #include "../core/cudnn.cuh"
 #include "../core/host.h"
 
@@ -8,7 +8,7 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD>;
-using Own = Lent<conv2d_winograd_f4_record>;
+using Own = Delegated<conv2d_winograd_f4_record>;
 
 bool is_own() { return current_capability() >= 90; }
 

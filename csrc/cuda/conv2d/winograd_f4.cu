@@ -1,5 +1,5 @@
 // F(4x4, 3x3). The bound is twice that of the CPU's: cuBLAS sums all channels of a place in one chain.
-#include "../../algos/conv2d/lent.h"
+#include "../../algos/conv2d/delegated.h"
 #include "winograd.cuh"
 
 namespace ai3::inline AI3_LEVEL {

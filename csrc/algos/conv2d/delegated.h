@@ -15,7 +15,7 @@ const Algorithm<Conv2dProblem>& conv2d_winograd_general_record();
 
 // The functions of such a record. A record of another file is no constant, the address of these is.
 template <const Algorithm<Conv2dProblem>& (*record)()>
-struct Lent {
+struct Delegated {
   static bool supports(const Conv2dProblem& p, Reason& reason) { return record().traits.supports(p, reason); }
   static void run(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) { record().run(p, m, workspace); }
   static int64_t workspace(const Conv2dProblem& p) {
