@@ -135,6 +135,13 @@ def has_constant_sizes(values: Iterable[Any], start: int = 0) -> bool:
     return all(has_static_value(size) for value in values if isinstance(value, Tensor) for size in value.shape[start:])
 
 
+def as_constant(value: Any) -> Any:
+    """An int, or each of a list, that Dynamo made symbolic as a constant of the graph: a range is made of no symbol."""
+    if isinstance(value, (list, tuple)):
+        return [as_constant(v) for v in value]
+    return len(range(value)) if isinstance(value, int) and value > 0 else value
+
+
 def clear_cublas_workspaces() -> None:
     """Frees what cuBLAS keeps for each handle and stream: two CUDA graphs must not write to one."""
     torch._C._cuda_clearCublasWorkspaces()

@@ -226,12 +226,14 @@ def _of_text(text: bytes) -> list[AlgorithmInfo]:
 
 def parameters(operation: str, algorithm: str) -> tuple[Parameter, ...]:
     """An algorithm's own parameters."""
-    return _parameters(_library.registry_text()).get((operation, algorithm), ())
+    return _parameters(generation()).get((operation, algorithm), ())
 
 
-@functools.lru_cache(maxsize=1)
-def _parameters(text: bytes) -> dict[tuple[str, str], tuple[Parameter, ...]]:
-    return {(a.operation, a.name): a.parameters for a in _of_text(text) if a.parameters}
+@functools.lru_cache(
+    maxsize=1
+)  # each new length of a sequence asks, and the registry as a text takes longer than a call
+def _parameters(_: int) -> dict[tuple[str, str], tuple[Parameter, ...]]:
+    return {(a.operation, a.name): a.parameters for a in _of_text(_library.registry_text()) if a.parameters}
 
 
 def spelled(name: str, parameters: dict[str, Any]) -> str:

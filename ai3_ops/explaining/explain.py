@@ -557,14 +557,17 @@ _UNKNOWN = "not known yet: chosen at the first call, or at a swap with example i
 def _is_left(call: Call, weight: Tensor | None) -> bool:
     """Whether `default` leaves the first call seen to PyTorch, with the weight as it lies now."""
     assert call.example is not None
-    own = Spec.of(weight)
-    specs = [own if weight is not None and isinstance(a, Spec) and a.shape == own.shape else a for a in call.example]
+    specs = list(call.example)
+    if weight is not None and len(specs) > 1 and isinstance(specs[1], Spec) and specs[1].shape == tuple(weight.shape):
+        specs[1] = Spec.of(weight)
     if any(a.device != "cpu" for a in specs if isinstance(a, Spec)):
         return False
-    # Memory that is not written takes no room.
-    args = [torch.empty_strided(a.shape, a.stride, dtype=a.dtype) if isinstance(a, Spec) else a for a in specs]
+
+    def like(a: Any) -> Any:  # memory that is not written takes no room
+        return torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="cpu") if isinstance(a, Spec) else a
+
     try:
-        return call.leaves(tuple(args))
+        return call.leaves(tuple(map(like, specs)))
     except RuntimeError:  # which the call would raise, too
         return False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 from operator import index
 from typing import Any, ClassVar
 
@@ -11,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops import _library, _torch, registry
-from ai3_ops.calls.ways import REMEMBERED
+from ai3_ops import _library, registry
 from ai3_ops.operations.case import CHANNELS, HUGE, LARGEST, BadCall, Case, Draw
 from ai3_ops.operations.conv2d import Conv2d, Conv2dCall, conv, of_module
 
@@ -97,10 +95,12 @@ class Conv1d(Conv2d):
 # Calls in models ------------------------------------------------------------------------------------------------------
 # Products of a call below which nothing gains, and below which `direct` does not; elements of an input beyond which strides
 # gain nothing with it.
-_FEW, _PRODUCTS, _LARGE = 2**18, 2**21, 3 * 2**19
+_FEW, _PRODUCTS, _LARGE = 2**20, 2**21, 3 * 2**19
 # Whether `direct` gains: with AVX2 PyTorch's are faster (docs/algorithms/conv1d/default.md).
 _DIRECT_GAINS = _library.registry()["level"] == "avx512"
-_WINOGRADS_CHANNELS = 80  # of a group: with fewer, F(4, 3) gains with two threads alone
+# Where csrc/algos/conv1d/default.cpp takes what saves work: channels and filters of a group; taps of `fft`, and with one
+# channel; filters of each channel of `depthwise`. F(4, 3) of `winograd` gains from more channels on.
+_FILLED, _MANY_TAPS, _LONG_TAPS, _MULTIPLIER, _WINOGRADS_CHANNELS = 16, 7, 96, 2, 80
 
 
 def _number(stride: Any) -> int:
@@ -113,38 +113,6 @@ def _number(stride: Any) -> int:
         return 0
 
 
-def _batched(input: Tensor) -> tuple[int, ...]:
-    return tuple(input.shape) if input.ndim == 3 else (1, *input.shape)
-
-
-@lru_cache(maxsize=REMEMBERED)
-def _resolved(_: int, exclude: str, *sizes: int) -> str:
-    names = [
-        "batch",
-        "in_channels",
-        "in_length",
-        "out_channels",
-        "kernel_length",
-        "stride",
-        "padding",
-        "dilation",
-        "groups",
-    ]
-    asked: dict[str, Any] = dict(zip(names, sizes, strict=True))
-    if exclude:
-        asked["exclude"] = exclude
-    try:
-        return registry.resolve_sizes("conv1d", "default", "cpu", torch.float32, **asked)
-    except RuntimeError:  # which the call raises, too
-        return ""
-
-
-@_torch.constant_when_compiled
-def _chosen(generation: int, exclude: str, *sizes: int) -> str:
-    """What `default` takes for float32 on the CPU, by the registry's generation and sizes as the registry names them."""
-    return _resolved(generation, exclude, *sizes)
-
-
 class Conv1dCall(Conv2dCall):
     """torch.nn.functional.conv1d."""
 
@@ -153,8 +121,8 @@ class Conv1dCall(Conv2dCall):
     function = torch.conv1d
     modules: ClassVar = {nn.Conv1d: of_module}
     why_left = (
-        "PyTorch is faster for some calls: with few products, no method that saves some, or 16 bits "
-        "(docs/algorithms/conv1d/default.md)"
+        "PyTorch is faster for some calls, or the rule was not measured: with few products, no method that saves some, autocast, "
+        "or another type than float32 (docs/algorithms/conv1d/default.md)"
     )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -164,28 +132,34 @@ class Conv1dCall(Conv2dCall):
     def gains(self, args: tuple[Any, ...]) -> bool:
         """In float32, by methods that save work; with AVX-512 also `direct`, without groups, where there is much to compute."""
         input, weight = args[:2]
-        if input.device.type != "cpu" or weight.ndim != 3:
+        if input.device.type != "cpu" or weight.ndim != 3 or input.ndim not in (2, 3):
+            return True  # or the operator refuses it
+        if registry.preferred.get(self.operation) is not None:  # the user's choice
             return True
         if torch.is_autocast_enabled("cpu") or input.dtype != torch.float32 or weight.dtype != torch.float32:
             return False
-        step, taps = _number(args[3]), weight.shape[2]
-        if step < 1:
-            return True  # the operator refuses it
-        products = input.numel() // step * weight.shape[0] * taps
+        step, spacing, groups = _number(args[3]), _number(args[5]), args[6]
+        if step < 1 or spacing < 1 or groups < 1:
+            return True
+        channels, taps, filters = weight.shape[1], weight.shape[2], weight.shape[0] // groups
+        if groups > 1 and channels == 1:
+            return bool(taps > 1 and filters <= _MULTIPLIER)
+        products = input.numel() // step * filters * taps
         if taps == 1 or products < _FEW:
             return False
-        window = [_number(a) for a in args[3:6]]
-        exclude = self.algorithm.excluded if self.algorithm is not None else ""
-        chosen = _chosen(registry.generation(), exclude, *_batched(input), *weight.shape[::2], *window, args[6])
-        if chosen == registry.preferred.get(self.operation):
+        if self._transforms(input.shape[-1], channels, filters, taps, step, spacing):
             return True
-        channels = weight.shape[1]
-        if chosen == "fft":
-            return channels > 1 or step == 1
-        if chosen in ("depthwise", "winograd"):
-            return chosen == "depthwise" or taps > 3 or channels >= _WINOGRADS_CHANNELS
-        direct = _DIRECT_GAINS and args[6] == 1 and (step == 1 or input.numel() < _LARGE)
-        return direct and products >= _PRODUCTS
+        direct = _DIRECT_GAINS and groups == 1 and (step == 1 or input.numel() < _LARGE)
+        return bool(direct and products >= _PRODUCTS)
+
+    @staticmethod
+    def _transforms(length: int, channels: int, filters: int, taps: int, step: int, spacing: int) -> bool:
+        """Whether `fft` or `winograd` saves enough."""
+        if channels < _FILLED or filters < _FILLED:
+            return bool(taps >= _LONG_TAPS and step == spacing == 1 and filters >= 2 * _FILLED)
+        if taps == 3 and step == spacing == 1:
+            return channels >= _WINOGRADS_CHANNELS
+        return taps >= _MANY_TAPS and (spacing == 1 or length // spacing >= 2 * taps)
 
     def gains_unpacked(self, args: tuple[Any, ...]) -> bool:
         """Never."""

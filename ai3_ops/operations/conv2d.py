@@ -276,6 +276,7 @@ class Conv2d(Weighted):
         conv((1, 4, 5, 12), (3, 4, 1, 7), padding=(0, 3)),
         conv((1, 2, 7, 7), (3, 2, 7, 7)),
         conv((1, 3, 2, 90), (4, 3, 1, 40), padding=(0, 20)),
+        conv((2, 16, 3, 40), (32, 16, 1, 7), 1, (0, 3), (2, 1), layouts=("channels_last", "channels_last")),
         conv((2, 6, 8, 10), (8, 3, 2, 3), (2, 3), groups=2),
         conv((1, 5, 8, 13), (7, 5, 4, 4), 4, layouts=("channels_last", "channels_last")),
         conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("channels_last", "contiguous")),
@@ -694,6 +695,9 @@ class Conv2dCall(SwitchedCall):
         groups: int = WINDOW.groups,
     ) -> tuple[Any, ...]:
         """Padding given as a word becomes numbers, and a copy of the input where the two sides differ."""
+        if torch.compiler.is_compiling():  # the operators' windows are numbers
+            stride, dilation, groups = map(_torch.as_constant, (stride, dilation, groups))
+            padding = padding if isinstance(padding, str) else _torch.as_constant(padding)
         if isinstance(padding, str):
             input, padding = _padding_of_word(input, weight, stride, padding, dilation)
         if self.reads_last and isinstance(input, Tensor) and input.ndim == 4:

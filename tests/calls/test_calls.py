@@ -721,13 +721,75 @@ def test_conv1d_default_has_a_second_choice():
         return ask("conv1d", "default", "cpu", torch.float32, **sizes | other, exclude=exclude)
 
     assert chosen() == "depthwise"
-    assert chosen("depthwise") == "fft"
-    assert chosen("depthwise,fft") == "im2col"
+    assert chosen("depthwise") == "im2col"
     assert chosen(groups=1) == "fft"
     assert chosen("fft,winograd", groups=1) == "direct"
     assert chosen("fft,winograd,direct", groups=1) == "im2col"
     assert chosen(groups=1, kernel_length=3) == "winograd"
     assert chosen("winograd", groups=1, kernel_length=3) == "direct"  # spectra would be 17 times the weight
+
+
+@pytest.mark.parametrize(
+    ("layer", "size", "used"),
+    [
+        (lambda: nn.Conv1d(1, 32, 7, padding=3), (1, 1, 24000), "torch"),  # EnCodec's first: vectors of one channel
+        (lambda: nn.Conv1d(2, 48, 8), (1, 2, 8000), "torch"),
+        (lambda: nn.Conv1d(2, 32, 31, padding=15, groups=2), (1, 2, 2000), "torch"),  # 16 passes for each channel
+        (
+            lambda: nn.Conv1d(256, 64, 20, stride=8, padding=9, groups=64),
+            (1, 256, 4000),
+            "torch",
+        ),  # panels of one filter
+        (lambda: nn.Conv1d(64, 64, 11, padding=5), (1, 64, 800), "fft"),
+        (lambda: nn.Conv1d(128, 128, 3, padding=1), (1, 128, 800), "winograd"),
+        (lambda: nn.Conv1d(64, 64, 9, padding=4, groups=64), (1, 64, 100), "depthwise"),
+    ],
+)
+def test_default_takes_what_saves_work_in_conv1d(layer, size, used):
+    module, x = layer().eval(), torch.randn(size)
+    swapped = ai3_ops.swap(module, "default", x)
+    assert ai3_ops.explain(swapped).layers[0].used == used
+    with torch.no_grad():
+        torch.testing.assert_close(swapped(x), module(x), rtol=1e-4, atol=1e-4)
+    assert swapped._ai3.torch_calls == (used == "torch")
+    assert ai3_ops.explain(swapped).layers[0].used == used
+
+
+class Dilated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, 7))
+
+    def forward(self, x, dilation):
+        return F.conv1d(x, self.weight, padding=3 * dilation, dilation=dilation)
+
+
+@pytest.mark.parametrize("algorithm", ["default", "direct"])
+def test_a_window_that_changes_compiles_as_one_graph(algorithm):
+    """The second value makes it symbolic."""
+    module, x = Dilated(), torch.randn(1, 64, 400)
+    torch.compiler.reset()
+    swapped = ai3_ops.swap(module, {"conv1d": algorithm})
+    compiled = torch.compile(swapped, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for dilation in (1, 2, 4):
+            torch.testing.assert_close(compiled(x, dilation), module(x, dilation), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("size", [(1, 1, 64, 1000), (64000,)])
+def test_inputs_of_another_rank_are_refused_as_pytorch_does(size):
+    swapped = ai3_ops.swap(nn.Conv1d(64, 64, 7), "default")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"needs input|Expected 2D"):
+        swapped(torch.randn(size))
+
+
+def test_new_lengths_do_not_read_the_registry_again(monkeypatch):
+    swapped = ai3_ops.swap(nn.Conv1d(16, 16, 7, padding=3), "default")
+    with torch.inference_mode():
+        swapped(torch.randn(1, 16, 1000))
+        monkeypatch.setattr(_library, "registry_text", None)
+        for length in range(1001, 1020):
+            swapped(torch.randn(1, 16, length))
 
 
 @pytest.mark.parametrize(

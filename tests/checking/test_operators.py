@@ -197,3 +197,13 @@ def test_supports_takes_real_meta_and_fake_tensors():
         with pytest.raises(RuntimeError, match="ai3::conv2d_direct: has no kernel for mps tensors"):
             ask("conv2d", "direct", "mps", torch.float32)
     assert ai3_ops.resolve("conv2d", "direct", x, w) == "direct"
+
+
+def test_patches_of_an_unknown_kernel_may_follow():
+    ask = registry.supports_sizes
+    assert ask("conv2d", "patch_gemm", "cpu", torch.float32, dilation_h=2, dilation_w=2)[0]
+    known = {"kernel_height": 2, "kernel_width": 2, "stride_h": 2, "stride_w": 2}
+    assert ask("conv2d", "patch_gemm", "cpu", torch.float32, **known)[0]
+    assert not ask("conv2d", "patch_gemm", "cpu", torch.float32, **known, dilation_h=2)[0]
+    words = ask("conv1d", "winograd", "cpu", torch.float32, kernel_length=5, stride=1, dilation=1)[1]
+    assert words.startswith("needs a kernel of 3 or 7 taps"), words

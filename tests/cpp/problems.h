@@ -78,6 +78,7 @@ inline std::vector<ai3::Conv2dProblem> all(ai3::Conv2dProblem*, const std::strin
       {1, 6, 5, 6, 8, 2, 3, 2, 3, 0, 0, 1, 1, 2},
       {1, 3, 2, 130, 5, 1, 40, 1, 1, 0, 20, 1, 1, 1},
       {1, 4, 1, 150, 3, 1, 19, 1, 2, 0, 9, 1, 3, 1},
+      {2, 16, 3, 40, 32, 1, 7, 1, 1, 0, 3, 2, 1, 1},
       // groups that fill vectors
       conv3x3(2, 32, 9, 16, 32, 1, 8),
       conv3x3(1, 64, 6, 18, 64, 0, 4),

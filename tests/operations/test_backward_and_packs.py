@@ -739,3 +739,15 @@ def test_linear_gradients_are_exact_on_integers(sizes, dtype):
         ops._linear_gemm_backward(grad.to(dtype), x.to(dtype), w.to(dtype), [True] * 3), expected, strict=True
     ):
         assert torch.equal(g, e.to(dtype))
+
+
+@pytest.mark.parametrize("dilation", [2, 3, 5])
+def test_fft_writes_no_row_that_a_dilation_leaves_empty(dilation):
+    """Of a kernel of one row, whose lattices of rows are as many as the dilation, some of them without any."""
+    x, w = (data(*s).float() for s in ((1, 8, 3, 12), (8, 8, 1, 7)))
+    x, b = x.contiguous(memory_format=torch.channels_last), torch.full((8,), 5.0)
+    images = torch.zeros(2, 8, 3, 6).contiguous(memory_format=torch.channels_last)
+    pack = ops._conv2d_fft_pack(w, 1, 0, (dilation, 1), 1)
+    ops._conv2d_fft_packed_out(x, pack, w.shape, b, 1, 0, (dilation, 1), 1, out=images[:1])
+    torch.testing.assert_close(images[:1], F.conv2d(x, w, b, 1, 0, (dilation, 1)), rtol=1e-4, atol=1e-4)
+    assert not images[1].any()

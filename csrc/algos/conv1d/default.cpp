@@ -7,10 +7,22 @@ namespace {
 
 constexpr int64_t kFewChannels = 8;  // of each group: `direct` goes over them one by one, in few steps for each output
 constexpr int64_t kManyTaps = 7;     // from which on spectra are no more than 8 times the weight, and kept
+constexpr int64_t kFilled = 16;      // channels and filters of a group that fill vectors of a transformed tile, and its panels
+constexpr int64_t kLongTaps = 96;    // from which on a Fourier transform saves enough for one channel
+constexpr int64_t kMultiplier = 2;   // of depthwise filters: each is a pass of its own over the sequence
+
+// Which transforms may have less work than each product once; the model does not know of vectors that are mostly empty.
+bool may_transform(const Conv2dProblem& p, const char* method) {
+  const int64_t channels = p.in_channels / p.groups, filters = p.out_channels / p.groups, taps = p.kernel_width;
+  if (channels < kFilled || filters < kFilled)
+    return method[0] == 'f' && taps >= kLongTaps && p.stride_w == 1 && filters >= 2 * kFilled;
+  return method[0] == 'w' || taps >= kManyTaps;
+}
 
 // Whichever has the least work, one that transforms only where it saves some.
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
-  if (p.groups > 1 && p.groups == p.in_channels && usable(p, "depthwise")) return {"depthwise", "one channel in each group"};
+  const bool depthwise = p.groups > 1 && p.groups == p.in_channels && p.out_channels <= kMultiplier * p.groups;
+  if (depthwise && usable(p, "depthwise")) return {"depthwise", "one channel in each group"};
   Choice choice{usable(p, "direct") ? "direct" : "im2col"};
   if (p.in_channels > 0 && p.groups > 0 && p.in_channels / p.groups < kFewChannels && usable(p, "im2col"))
     choice = {"im2col", "few channels"};
@@ -22,8 +34,7 @@ Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
     if (is(name, direct) && traits.cost) least = work(traits.cost(p));
   });
   usable.each(p, [&](const char* name, const Traits<Conv2dProblem>& traits) {
-    const bool transforms = is(name, "winograd") || (is(name, "fft") && p.kernel_width >= kManyTaps);
-    if (!transforms || !traits.cost) return;
+    if ((!is(name, "winograd") && !is(name, "fft")) || !traits.cost || !may_transform(p, name)) return;
     const double own = work(traits.cost(p));
     if (own < least) least = own, choice = {name, "less work than each product once"};
   });

@@ -123,7 +123,8 @@ struct FourierLine {
     spectrum(in, [&](int64_t position, const auto& z) { put_weight_factors(position, z, scale, out); });
   }
   template <class In, class Out>
-  [[gnu::noinline]] static void inverse(const In& in, const Out& out, int64_t, int64_t columns) {
+  [[gnu::noinline]] static void inverse(const In& in, const Out& out, int64_t rows, int64_t columns) {
+    if (rows < 1) return;  // a tile of a sublattice of rows that has none left
     using Z = Complex<decltype(in(0)[0])>;
     Z x[kHalf + 1], line[kHalf], spare[kHalf];
     for (int k = 0; k <= kHalf; k++) x[k] = product_of(3 * k, in);
