@@ -100,7 +100,8 @@ _FEW, _PRODUCTS, _LARGE = 2**20, 2**21, 3 * 2**19
 _DIRECT_GAINS = _library.registry()["level"] == "avx512"
 # Where csrc/algos/conv1d/default.cpp takes what saves work: channels and filters of a group; taps of `fft`, and with one
 # channel; filters of each channel of `depthwise`. F(4, 3) of `winograd` gains from more channels on.
-_FILLED, _MANY_TAPS, _LONG_TAPS, _MULTIPLIER, _WINOGRADS_CHANNELS = 16, 7, 96, 2, 80
+_CHANNELS, _FILTERS = 16, 32 if _DIRECT_GAINS else 16
+_MANY_TAPS, _LONG_TAPS, _MULTIPLIER, _WINOGRADS_CHANNELS = 7, 96, 2, 80
 
 
 def _number(stride: Any) -> int:
@@ -155,8 +156,8 @@ class Conv1dCall(Conv2dCall):
     @staticmethod
     def _transforms(length: int, channels: int, filters: int, taps: int, step: int, spacing: int) -> bool:
         """Whether `fft` or `winograd` saves enough."""
-        if channels < _FILLED or filters < _FILLED:
-            return bool(taps >= _LONG_TAPS and step == spacing == 1 and filters >= 2 * _FILLED)
+        if channels < _CHANNELS or filters < _FILTERS:
+            return bool(taps >= _LONG_TAPS and step == spacing == 1 and filters >= 32)
         if taps == 3 and step == spacing == 1:
             return channels >= _WINOGRADS_CHANNELS
         return taps >= _MANY_TAPS and (spacing == 1 or length // spacing >= 2 * taps)

@@ -7,16 +7,19 @@ namespace {
 
 constexpr int64_t kFewChannels = 8;  // of each group: `direct` goes over them one by one, in few steps for each output
 constexpr int64_t kManyTaps = 7;     // from which on spectra are no more than 8 times the weight, and kept
-constexpr int64_t kFilled = 16;      // channels and filters of a group that fill vectors of a transformed tile, and its panels
-constexpr int64_t kLongTaps = 96;    // from which on a Fourier transform saves enough for one channel
-constexpr int64_t kMultiplier = 2;   // of depthwise filters: each is a pass of its own over the sequence
+constexpr int64_t kFilled = 16;      // channels of a group that fill the vectors of a transformed tile
+constexpr int64_t kPanelFilled = Vec<float>::width > 8 ? 32 : 16;  // filters of a group that fill the panels of its weights
+constexpr int64_t kLongTaps = 96;  // from which on a Fourier transform saves enough for one channel
+constexpr int64_t kLongFilters = 32;
+constexpr int64_t kMultiplier = 2;  // of depthwise filters: each is a pass of its own over the sequence
 
-// Which transforms may have less work than each product once; the model does not know of vectors that are mostly empty.
-bool may_transform(const Conv2dProblem& p, const char* method) {
+// Whether a transform, Fourier's or Winograd's, may have less work than each product once; the model does not know of vectors
+// that are mostly empty.
+bool may_transform(const Conv2dProblem& p, bool fourier) {
   const int64_t channels = p.in_channels / p.groups, filters = p.out_channels / p.groups, taps = p.kernel_width;
-  if (channels < kFilled || filters < kFilled)
-    return method[0] == 'f' && taps >= kLongTaps && p.stride_w == 1 && filters >= 2 * kFilled;
-  return method[0] == 'w' || taps >= kManyTaps;
+  if (channels < kFilled || filters < kPanelFilled)
+    return fourier && taps >= kLongTaps && p.stride_w == 1 && filters >= kLongFilters;
+  return !fourier || taps >= kManyTaps;
 }
 
 // Whichever has the least work, one that transforms only where it saves some.
@@ -34,7 +37,8 @@ Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
     if (is(name, direct) && traits.cost) least = work(traits.cost(p));
   });
   usable.each(p, [&](const char* name, const Traits<Conv2dProblem>& traits) {
-    if ((!is(name, "winograd") && !is(name, "fft")) || !traits.cost || !may_transform(p, name)) return;
+    const bool fourier = is(name, "fft");
+    if ((!fourier && !is(name, "winograd")) || !traits.cost || !may_transform(p, fourier)) return;
     const double own = work(traits.cost(p));
     if (own < least) least = own, choice = {name, "less work than each product once"};
   });
