@@ -267,11 +267,11 @@ MEASURED = "".join(f"conv2d/{n}/N1_C64_H56_K64_k3s1p1/real_time 9 ns 9 ns 1 FLOP
 @pytest.mark.parametrize(
     ("tests", "measured", "verdict"),
     [
-        (2 * TESTS, MEASURED, ""),
-        (TESTS, MEASURED, "the C++ tests were left out"),
-        (2 * TESTS, "", "conv2d/winograd_f4/f32/nhwc/N1_C64_H56_K64_k3s1p1 was not measured"),
-        (2 * TESTS, MEASURED.replace("peak=0.5/s", ""), "was not measured"),
-        (2 * TESTS, MEASURED + "x ERROR OCCURRED: 'differs'\n", "a benchmark's result is wrong"),
+        (TESTS, MEASURED, ""),
+        (TESTS.partition("\n")[2], MEASURED, "the C++ tests were left out"),
+        (TESTS, "", "conv2d/winograd_f4/f32/nhwc/N1_C64_H56_K64_k3s1p1 was not measured"),
+        (TESTS, MEASURED.replace("peak=0.5/s", ""), "was not measured"),
+        (TESTS, MEASURED + "x ERROR OCCURRED: 'differs'\n", "a benchmark's result is wrong"),
     ],
 )
 def test_ci_fails_for_what_is_left_out(tests, measured, verdict, tmp_path):

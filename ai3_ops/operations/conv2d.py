@@ -275,10 +275,6 @@ class Conv2d(Weighted):
         conv((1, 3, 23, 25), (5, 3, 11, 11), 4, 2),
         conv((1, 4, 5, 12), (3, 4, 1, 7), padding=(0, 3)),
         conv((1, 2, 7, 7), (3, 2, 7, 7)),
-        conv((1, 3, 2, 90), (4, 3, 1, 40), padding=(0, 20)),
-        conv((2, 16, 3, 40), (32, 16, 1, 7), 1, (0, 3), (2, 1), layouts=("channels_last", "channels_last")),
-        conv((2, 6, 8, 10), (8, 3, 2, 3), (2, 3), groups=2),
-        conv((1, 5, 8, 13), (7, 5, 4, 4), 4, layouts=("channels_last", "channels_last")),
         conv((2, 4, 9, 8), (6, 4, 3, 3), padding=1, layouts=("channels_last", "contiguous")),
         conv((2, 17, 9, 8), (6, 17, 3, 3), padding=1, layouts=("channels_last", "channels_last")),
         conv((2, 4, 9, 8), (6, 4, 3, 3), (1,), (1,), (1,), layouts=("transposed", "transposed")),
@@ -291,6 +287,11 @@ class Conv2d(Weighted):
         # tile of the transform algorithms is padded with in place.
         conv((1, 2048, 3, 5), (5, 2048, 1, 1), layouts=("channels_last",)),
         conv((1, 2064, 4, 5), (3, 2064, 3, 3), padding=1, layouts=("channels_last",)),
+        # Kernels of one row, and patches that follow one another.
+        conv((1, 3, 2, 90), (4, 3, 1, 40), padding=(0, 20)),
+        conv((2, 16, 3, 40), (32, 16, 1, 7), 1, (0, 3), (2, 1), layouts=("channels_last", "channels_last")),
+        conv((2, 6, 8, 10), (8, 3, 2, 3), (2, 3), groups=2),
+        conv((1, 5, 8, 13), (7, 5, 4, 4), 4, layouts=("channels_last", "channels_last")),
     )
     layers: ClassVar[tuple[Case, ...]] = (
         conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1, bias=False),
@@ -336,8 +337,6 @@ class Conv2d(Weighted):
         dilation = pick((1, 1, 1, 1, 1, 2, 3))
         same = tuple(dilation * (k - 1) // 2 for k in kernel)
         padding = pick((0, same, same, tuple(k - 1 for k in kernel), (1, 2)))
-        if draw.chance(0.05):  # patches that follow one another
-            stride, padding, dilation = kernel, 0, 1
         channels, filters, groups = pick(CHANNELS), pick(CHANNELS), pick((1, 1, 1, 1, 2, 4, 8, 32, 0))
         if groups == 0:  # depthwise
             groups, filters = channels, channels * pick((1, 1, 2))

@@ -85,7 +85,7 @@ def test_attention_is_chosen_and_has_rows_of_its_own():
     found = {run.label: run for run in runs}
     rows = [layer for layer in ai3_ops.explain(found["selected"].model).layers if layer.operation == "attention"]
     assert [layer.used for layer in rows] == ["flash", "flash"]
-    assert {"attention: flash", "attention: math", "attention: default"} <= found.keys()
+    assert {"attention: flash", "attention: math"} <= found.keys()  # `default` leaves so few tokens to PyTorch
     assert not any("longformer" in label for label in found)  # what approximates computes another network
     reference = in_float64(model, x)
     for label in ("selected", "attention: flash"):
