@@ -229,9 +229,8 @@ def parameters(operation: str, algorithm: str) -> tuple[Parameter, ...]:
     return _parameters(generation()).get((operation, algorithm), ())
 
 
-@functools.lru_cache(
-    maxsize=1
-)  # each new length of a sequence asks, and the registry as a text takes longer than a call
+# Each new length of a sequence asks, and to write the registry as a text takes longer than a call.
+@functools.lru_cache(maxsize=1)
 def _parameters(_: int) -> dict[tuple[str, str], tuple[Parameter, ...]]:
     return {(a.operation, a.name): a.parameters for a in _of_text(_library.registry_text()) if a.parameters}
 

@@ -98,10 +98,10 @@ class Conv1d(Conv2d):
 _FEW, _PRODUCTS, _LARGE = 2**20, 2**21, 3 * 2**19
 # Whether `direct` gains: with AVX2 PyTorch's are faster (docs/algorithms/conv1d/default.md).
 _DIRECT_GAINS = _library.registry()["level"] == "avx512"
-# Where csrc/algos/conv1d/default.cpp takes what saves work: channels and filters of a group; taps of `fft`, and with one
-# channel; filters of each channel of `depthwise`. F(4, 3) of `winograd` gains from more channels on.
+# Where csrc/algos/conv1d/default.cpp takes what saves work: channels and filters of a group; taps of `fft`, and with few
+# channels, and filters then; filters of each channel of `depthwise`. F(4, 3) of `winograd` gains from more channels on.
 _CHANNELS, _FILTERS = 16, 32 if _DIRECT_GAINS else 16
-_MANY_TAPS, _LONG_TAPS, _MULTIPLIER, _WINOGRADS_CHANNELS = 7, 96, 2, 80
+_MANY_TAPS, _LONG_TAPS, _LONG_FILTERS, _MULTIPLIER, _WINOGRADS_CHANNELS = 7, 96, 32, 2, 80
 
 
 def _number(stride: Any) -> int:
@@ -157,7 +157,7 @@ class Conv1dCall(Conv2dCall):
     def _transforms(length: int, channels: int, filters: int, taps: int, step: int, spacing: int) -> bool:
         """Whether `fft` or `winograd` saves enough."""
         if channels < _CHANNELS or filters < _FILTERS:
-            return bool(taps >= _LONG_TAPS and step == spacing == 1 and filters >= 32)
+            return bool(taps >= _LONG_TAPS and step == spacing == 1 and filters >= _LONG_FILTERS)
         if taps == 3 and step == spacing == 1:
             return channels >= _WINOGRADS_CHANNELS
         return taps >= _MANY_TAPS and (spacing == 1 or length // spacing >= 2 * taps)

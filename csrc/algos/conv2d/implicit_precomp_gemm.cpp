@@ -4,7 +4,7 @@
 // it serves all images and groups. Input that is not float or double in NHWC is copied once.
 #include "backward.h"
 #include "delegated.h"
-#include "patches.h"
+#include "indirect.h"
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -12,31 +12,20 @@ namespace {
 
 constexpr int64_t kPadding = -1;  // in place of an offset
 
-template <class T>
-Grid grid_of(const Conv2dProblem& p, const ConvShape& s) {
-  return gemm_grid<Acc<T>>(p.threads, p.batch * p.groups, ceil_div(s.pixels, kRows), kRows, panel_count<Acc<T>>(s.filters),
-                           s.depth, 0);
-}
-// Pointers of each thread's block of pixels.
-int64_t block_size(const ConvShape& s, const Grid& grid) {
-  return round_up(checked_product({ceil_div(ceil_div(s.pixels, kRows), grid.prepared), kRows, s.taps}), 64);
-}
 int64_t conv2d_implicit_precomp_gemm_workspace(const Conv2dProblem& p) {
   if (!is_concrete(p)) return 0;
   return with_type(p.dtype, [&]<class T>() {
-    const ConvShape s(p);
-    const int64_t copy = workspace_bytes<Acc<T>>(nhwc_copy_size<T>(p)), zeros = workspace_bytes<Acc<T>>(p.in_channels);
-    const int64_t offsets = workspace_bytes<int64_t>(checked_mul(s.taps, s.pixels));
-    const int64_t pointers = workspace_bytes<const Acc<T>*>(checked_mul(p.threads, block_size(s, grid_of<T>(p, s))));
-    return checked_add(checked_add(copy, zeros), checked_add(offsets, pointers));
+    const Indirect<T> indirect(p);
+    const int64_t offsets = workspace_bytes<int64_t>(checked_mul(indirect.s.taps, indirect.s.pixels));
+    return checked_add(indirect.workspace(), checked_add(workspace_bytes<Acc<T>>(p.in_channels), offsets));
   });
 }
 
 template <class T>
 void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Conv2dOperands& m, Workspace& workspace) {
   using A = Acc<T>;
-  const ConvShape s(p);
-  const Grid grid = grid_of<T>(p, s);
+  const Indirect<T> indirect(p);
+  const ConvShape& s = indirect.s;
   const NhwcInput<T> x(p, m.input.read<T>(), workspace);
   A* zeros = workspace.take<A>(p.in_channels);
   clear(zeros, p.in_channels);
@@ -54,21 +43,13 @@ void conv2d_implicit_precomp_gemm(const Conv2dProblem& p, const Conv2dOperands& 
     }
   });
 
-  const int64_t size = block_size(s, grid);
-  const A** blocks = workspace.take<const A*>(p.threads * size);
-  for_grid(p.threads, p.batch * p.groups, grid, [&](int64_t product, int64_t i, int64_t j, int thread) {
-    const int64_t image = product / p.groups, group = product % p.groups;
-    const Share rows = row_share(s.pixels, grid.prepared, i), filters = column_share<A>(s.filters, grid.streamed, j);
-    const int64_t n = rows.end - rows.begin;
-    const A** pointers = blocks + thread * size;
+  indirect.multiply(m, s.taps, workspace, [&](const A** pointers, int64_t image, Share pixels) {
+    const int64_t n = pixels.size();
     for (int64_t t = 0; t < s.taps; t++)
       for (int64_t r = 0; r < n; r++) {
-        const int64_t offset = offsets[t * s.pixels + rows.begin + r];
+        const int64_t offset = offsets[t * s.pixels + pixels.begin + r];
         pointers[t * n + r] = offset == kPadding ? zeros : x.data + image * x.stride.n + offset;
       }
-    gemm_block<T>(IndirectRows<A>{pointers, n, group * s.channels, s.channels}, n,
-                  packed_group<T>(m, s, group) + filters.begin * s.depth, filters.end - filters.begin, s.depth,
-                  image_rows<T>(p, s, m, image, group).from(rows.begin, filters.begin));
   });
 }
 
