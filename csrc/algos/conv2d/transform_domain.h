@@ -357,9 +357,8 @@ struct TransformDomain : DomainPlan {
   static constexpr int64_t kWidth = V::width, kExtentH = Transform::kExtentH, kExtentW = Transform::kExtentW,
                            kPositions = Transform::kPositions;
   static constexpr int64_t kSkew = 64 / static_cast<int64_t>(sizeof(A));
-  static constexpr bool kUnrolled = requires {
-    Transform::kOutputsH;
-  };  // its tiles are small, and its convolutions have stride 1
+  // Winograd's: tiles are small, and convolutions have stride 1.
+  static constexpr bool kUnrolled = requires { Transform::kOutputsH; };
 
   explicit TransformDomain(const Conv2dProblem& problem) : DomainPlan(problem, sizes_of<Transform>(sizeof(A), sizeof(Stored))) {}
 
