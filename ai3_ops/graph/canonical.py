@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network, call, is_constant, open_sizes, signature_of
+from ai3_ops.graph.sequences import as_image, as_sequence, is_sequence, on_image
 from ai3_ops.operations.step import Step
 
 aten = torch.ops.aten
@@ -172,6 +173,13 @@ def _pair(value: Any) -> tuple[int, int]:
     return pair
 
 
+def _single(value: Any) -> tuple[int]:
+    single = (value,) if isinstance(value, int) else tuple(value)
+    if len(single) != 1 or not isinstance(single[0], int):
+        raise ValueError
+    return single
+
+
 def _is_image(*nodes: Any) -> bool:
     return all(isinstance(n, fx.Node) and n.meta["shape"] is not None and len(n.meta["shape"]) == 4 for n in nodes)
 
@@ -191,15 +199,27 @@ def _conv2d(
     return net.step(node, steps.conv2d, x, weight, bias, *window, layers=node.meta["layers"])
 
 
-@translates(aten.conv2d.padding)
-def _conv2d_padding(
+@translates(aten.conv1d.default)
+def _conv1d(
+    net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
+) -> fx.Node | None:
+    if not is_sequence(x) or not is_constant(weight) or not (bias is None or is_constant(bias)):
+        return None
+    window = (1, *_single(stride)), (0, *_single(padding)), (1, *_single(dilation)), groups
+    weight = as_image(net, node, weight)
+    return on_image(net, node, x, steps.conv2d, weight, bias, *window, sequence=True)
+
+
+@translates(aten.conv2d.padding, aten.conv1d.padding)
+def _conv_padding(
     net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: str, dilation: Any, groups: int
 ) -> fx.Node | None:
-    kernel, spacing = weight.meta["shape"][2:], _pair(dilation)
+    kernel = weight.meta["shape"][2:]
+    spacing, of = (_single(dilation), _conv1d) if len(kernel) == 1 else (_pair(dilation), _conv2d)
     total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(spacing, kernel, strict=True)]
     if any(t % 2 for t in total):
         return None
-    return _conv2d(net, node, x, weight, bias, stride, [t // 2 for t in total], dilation, groups)
+    return of(net, node, x, weight, bias, stride, [t // 2 for t in total], dilation, groups)
 
 
 @translates(aten.convolution.default)
@@ -207,7 +227,10 @@ def _convolution(
     net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> fx.Node | None:  # fmt: skip
-    return None if transposed else _conv2d(net, node, x, weight, bias, stride, padding, dilation, groups)
+    if transposed:
+        return None
+    of = _conv1d if len(weight.meta["shape"]) == 3 else _conv2d
+    return of(net, node, x, weight, bias, stride, padding, dilation, groups)
 
 
 @translates(aten.linear.default)
@@ -270,7 +293,10 @@ def _normalized(
     net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, mean: Any, variance: Any, epsilon: float,
     layers: tuple[str, ...],
 ) -> fx.Node | None:  # fmt: skip
-    if len(x.meta["shape"]) not in (2, 4) or not all(is_constant(c) for c in (weight, bias, mean, variance) if c):
+    rank = len(x.meta["shape"])
+    if (rank not in (2, 4) and not is_sequence(x)) or not all(
+        is_constant(c) for c in (weight, bias, mean, variance) if c
+    ):
         return None
     if not is_constant(mean) or not is_constant(variance):
         return None
@@ -279,7 +305,10 @@ def _normalized(
     scale = scale if weight is None else scale * net.value(weight).double()
     shift = -net.value(mean).double() * scale
     shift = shift if bias is None else shift + net.value(bias).double()
-    return _affine(net, node, x, scale.to(dtype), shift.to(dtype), name, layers)
+    if rank != 3:
+        return _affine(net, node, x, scale.to(dtype), shift.to(dtype), name, layers)
+    image = as_image(net, node, x)
+    return as_sequence(net, node, _affine(net, node, image, scale.to(dtype), shift.to(dtype), name, layers))
 
 
 def _affine(
@@ -489,6 +518,38 @@ def _adaptive_avg_pool2d(net: Network, node: fx.Node, x: Any, size: Any) -> fx.N
     if _pair(size) == x.meta["shape"][2:]:
         return x
     return net.step(node, steps.adaptive_avg_pool2d, x, _pair(size), layers=node.meta["layers"])
+
+
+@translates(aten.max_pool1d.default)
+def _max_pool1d(
+    net: Network, node: fx.Node, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> fx.Node | None:
+    kernel, stride = _single(kernel), _single(stride or kernel)
+    window = (1, *kernel), (1, *stride), (0, *_single(padding)), (1, *_single(dilation)), ceil
+    return on_image(net, node, x, steps.max_pool2d, *window)
+
+
+@translates(aten.avg_pool1d.default)
+def _avg_pool1d(
+    net: Network, node: fx.Node, x: Any, kernel: Any, stride: Any, padding: Any, ceil: bool, pads: bool
+) -> fx.Node | None:
+    kernel, stride = _single(kernel), _single(stride or kernel)
+    return on_image(net, node, x, steps.avg_pool2d, (1, *kernel), (1, *stride), (0, *_single(padding)), ceil, pads)
+
+
+@translates(aten.adaptive_avg_pool1d.default)
+def _adaptive_avg_pool1d(net: Network, node: fx.Node, x: Any, size: Any) -> fx.Node | None:
+    return on_image(net, node, x, steps.adaptive_avg_pool2d, (1, *_single(size)))
+
+
+@translates(aten.glu.default)
+def _glu(net: Network, node: fx.Node, x: Any, dim: int) -> fx.Node | None:
+    size = x.meta["shape"][dim]
+    parts = [_cut(net, node, x, dim % len(x.meta["shape"]), a, b) for a, b in ((0, size // 2), (size // 2, size))]
+    if None in parts or size % 2 or not _floating(x):
+        return None
+    gate = net.step(node, steps.unary, parts[1], "sigmoid", layers=node.meta["layers"])
+    return net.step(node, steps.binary, parts[0], gate, "mul", layers=node.meta["layers"])
 
 
 @translates(aten.mean.dim)

@@ -16,6 +16,7 @@ from ai3_ops.graph import steps
 from ai3_ops.graph.attended import merge_products, simplify_masks
 from ai3_ops.graph.composed import compose_attention, compose_gelu, compose_normalize, compose_rms_norm
 from ai3_ops.graph.network import Network, Node, only_user, signature_of
+from ai3_ops.graph.sequences import sequences_as_images
 from ai3_ops.graph.views import VIEW_PASSES
 from ai3_ops.operations.step import Step
 
@@ -301,8 +302,28 @@ def drop_identities(network: Network) -> bool:
     return found
 
 
+def drop_repeats(network: Network) -> bool:
+    """What computes the same of the same values again, as branches do that each begin with an activation or a view."""
+    found = False
+    seen: dict[Any, Node] = {}
+    for node in network.calls(*steps.STEPS):
+        key = _hashable((node.target, node.args, tuple(sorted(node.kwargs.items()))))
+        first = seen.setdefault(key, node)
+        if first is not node and not first._erased:
+            network.replace(node, first, "drop repeated step")
+            found = True
+    return found
+
+
+def _hashable(value: Any) -> Any:
+    """Arguments, where equal numbers of different types are not the same."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_hashable, value))
+    return value if isinstance(value, fx.Node) or callable(value) else (type(value), value)
+
+
 PASSES: tuple[Callable[[Network], bool], ...] = (
-    compose_attention, compose_gelu, compose_normalize, compose_rms_norm, *VIEW_PASSES,
+    drop_repeats, compose_attention, compose_gelu, compose_normalize, compose_rms_norm, sequences_as_images, *VIEW_PASSES,
     drop_identities, merge_affine, fold_affine, activation_before_pool, fuse_activation, fold_affine_forward, fuse_residual,
     fuse_prologue, merge_concat, drop_slices, simplify_masks, merge_products,
 )  # fmt: skip

@@ -3,7 +3,8 @@
 Passes turn the nodes of a captured fx graph into calls of these functions, and `lower` turns runs of them into one C++
 program. As every step can be computed here, a graph can be run, in float64 too, before and after every rewrite.
 
-Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensions, and views values of any rank.
+Images are (N, C, H, W), rows (N, F); linear takes any number of leading dimensions, and views values of any rank. Sequences
+(N, C, L) of convolutions and pools are images of one row (`ai3_ops.graph.sequences`).
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def affine(
 
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "conv1d": F.conv1d,
     "conv2d": F.conv2d,
     "linear": F.linear,
     "max_pool2d": F.max_pool2d,
@@ -79,14 +81,23 @@ def conv2d(
     scale: Tensor | None = None,
     shift: Tensor | None = None,
     input_relu: bool = False,
+    sequence: bool = False,
     algorithm: str = "default",
 ) -> Tensor:
-    """activation(conv2d(prologue(x)) + bias + residual), prologue relu(scale * x + shift) before padding."""
+    """activation(conv2d(prologue(x)) + bias + residual), prologue relu(scale * x + shift) before padding.
+
+    `sequence`: the image is the one row of a call of conv1d, for which selectors choose, by an algorithm that both operations have
+    or that conv1d alone has.
+    """
     if scale is not None and shift is not None:
         input = affine(input, scale, shift)
     if input_relu:
         input = F.relu(input)
-    output = _computes("conv2d", algorithm, input)(input, weight, bias, stride, padding, dilation, groups)
+    if sequence:
+        row = _computes("conv1d", algorithm, input), stride[1:], padding[1:], dilation[1:]
+        output = row[0](input.squeeze(2), weight.squeeze(2), bias, *row[1:], groups).unsqueeze(2)
+    else:
+        output = _computes("conv2d", algorithm, input)(input, weight, bias, stride, padding, dilation, groups)
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 

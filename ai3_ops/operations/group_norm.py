@@ -171,6 +171,7 @@ class GroupNormStep(Step):
 
     operation = "group_norm"
     constants = ("weight", "bias")
+    has_channels = True
 
     @staticmethod
     def compute(

@@ -32,6 +32,9 @@ class Step:
     values: ClassVar[
         tuple[str, ...]
     ] = ()  # those that are tensors as the first one is, in the order of the line's values
+    has_channels: ClassVar[bool] = (
+        False  # values are (N, C, ...): of a sequence's image what it computes of the sequence
+    )
     by_function: ClassVar[dict[Any, Step]] = {}
     by_operation: ClassVar[dict[str, Step]] = {}
 

@@ -65,6 +65,8 @@ def operation_of(node: fx.Node) -> str | None:
     """The operation that a step is a call of, for selectors."""
     if node.target is steps.unary and node.args[1] == "relu":
         return "relu"
+    if node.target is steps.conv2d and node.kwargs.get("sequence"):
+        return "conv1d"
     return _OPERATIONS.get(node.target)
 
 
@@ -303,6 +305,9 @@ def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
     if operation in Step.by_operation:
         given = [_meta(v) if isinstance(v, fx.Node) else v for name, v in a.items() if name != "algorithm"]
         tensors, window = given, []
+    elif operation == "conv1d":
+        tensors = [None if t is None else t.squeeze(2) if t.ndim == 4 else t for t in tensors]
+        window = [a[name][1:] for name in ("stride", "padding", "dilation")] + [a["groups"]]
     elif operation in ("conv2d", "linear"):
         window = [a[name] for name in ("stride", "padding", "dilation", "groups") if name in a]
     elif operation in ("relu", "flatten"):
@@ -312,7 +317,7 @@ def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
     try:
         problem = registry.OPERATIONS[operation].problem(f"ai3::{operation}", *tensors, *window)
     except RuntimeError:
-        if operation in ("conv2d", "linear"):
+        if node.target in MEASURED:
             raise
         return None
     return operation, problem._replace(device=node.meta.get("device", "cpu"))
@@ -423,9 +428,9 @@ def _plan(nodes: list[Node], cases: list[Case], names: list[str], settings: Tune
     for node, case, name in zip(nodes, cases, names, strict=True):
         measured = None if case.found is None else case.found[name]
         layers[node.meta["layers"][0]] = PlannedLayer(
-            case.layer.operation,
+            case.operation,
             name,
-            case.layout if case.layer.operation == "conv2d" else None,
+            case.layout if case.operation == "conv2d" else None,
             None if measured is None else measured.time_us,
             None if measured is None else measured.error,
             *case.layer.memory(name, case.layout),
@@ -443,6 +448,7 @@ class Case:
     layer: Layer
     layout: str
     found: dict[str, Measured] | None = field(compare=False)  # None where the time did not last
+    operation: str = ""  # for selectors: conv1d's calls are measured as those of conv2d that they become
 
     @classmethod
     def of(cls, node: Node, meter: Meter) -> Case:
@@ -459,7 +465,7 @@ class Case:
         parameters = (False, True, a["bias"] is not None, *[False] * len(window))
         layer = Layer(_OPERATIONS[node.target], (*specs, *window), parameters, in_place=False)
         layout = CHANNELS_LAST if CHANNELS_LAST in layer.layouts else layer.layouts[0]
-        return cls(layer, layout, meter.known_in(layer, layout))
+        return cls(layer, layout, meter.known_in(layer, layout), operation_of(node) or "")
 
     def measured(self, meter: Meter, deadline: float) -> Case:
         """With what is measured now, by `time.monotonic()` until the deadline; without, where that is too soon."""
@@ -481,7 +487,7 @@ class Case:
     @property
     def comparable(self) -> list[dict[str, Measured]]:
         """What is known of those that programs can run, where there are any."""
-        able = {n: m for n, m in (self.found or {}).items() if _runs_in_programs(self.layer.operation, n)}
+        able = {n: m for n, m in (self.found or {}).items() if self.runs_in_programs(n)}
         return [found for found in [able or self.found] if found]
 
     def holds(self, name: str, settings: TuneSettings) -> bool:
@@ -504,16 +510,15 @@ class Case:
             name, limit = unmeasured(self.layer, self.layout, settings, price)[0], settings.memory_limit
             held = settings.tolerance is None and (limit is None or sum(self.layer.memory(name, self.layout)) <= limit)
             return name if held else "torch"
-        operation = self.layer.operation
         allowed = {
             name: m
             for name, m in self.found.items()
-            if _runs_in_programs(operation, name) and not ineligible(self.layer, name, self.found, settings)
+            if self.runs_in_programs(name) and not ineligible(self.layer, name, self.found, settings)
         }
         if not allowed and self.holds("torch", settings):
             return "torch"
         if not allowed:
-            able = [name for name in self.found if _runs_in_programs(operation, name)]
+            able = [name for name in self.found if self.runs_in_programs(name)]
             return least_error(self.layer, self.found, settings, price, able)
         if largest_error is not None:
             exact = {name: m for name, m in allowed.items() if m.error <= largest_error}
@@ -522,9 +527,9 @@ class Case:
             return min(exact, key=lambda n: exact[n].time_us + price * exact[n].bytes)
         return select(self.layer, self.found, settings, price, allowed)[0]
 
-
-def _runs_in_programs(operation: str, name: str) -> bool:
-    if name == "torch":
-        return False
-    info = registry.algorithm(operation, name, "cpu")
-    return not (info.vendor or info.python or info.layout == "nchw")
+    def runs_in_programs(self, name: str) -> bool:
+        """Whether an algorithm does, and has a name by which selectors can ask for it."""
+        if name == "torch" or name not in {a.name for a in registry.algorithms(self.operation, "cpu")}:
+            return False
+        info = registry.algorithm(self.layer.operation, name, "cpu")
+        return not (info.vendor or info.python or info.layout == "nchw")

@@ -412,7 +412,7 @@ def _no_program(network: Network) -> str:
         return f"programs compute in floating point, and its convolutions and linear layers are {listed(types)}"
     if found:
         return "its convolutions and linear layers are left to PyTorch, or depend on no input's batch"
-    return "programs compute 2-D convolutions, linear layers and what is around them, and it has neither of both"
+    return "programs compute convolutions of one and two dimensions, linear layers and what is around them, and it has none"
 
 
 _NORMED: dict[type, type] = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.Conv3d: nn.BatchNorm3d}
@@ -662,9 +662,9 @@ def _steps(network: Network, regions: list[tuple[Part, Region]], sized: set[str]
     for node in network.graph.nodes:
         if node.op != "call_function":
             continue
-        name = getattr(node.target, "__name__", str(node.target))
+        name = choose.operation_of(node) or getattr(node.target, "__name__", str(node.target))
         a = fusion.arguments(node) if node.target in steps.STEPS else {}
-        fused = [k for k in ("residual", "scale", "input_relu") if a.get(k)] if a else []
+        fused = [k for k in ("residual", "scale", "input_relu") if a.get(k)] if node.target in choose.MEASURED else []
         words = {"scale": "normalization of the input", "input_relu": "ReLU of the input"}
         detail = [a["activation"]] if a.get("activation", "none") != "none" else []
         detail = [*(words.get(k, k) for k in fused), *detail]

@@ -250,6 +250,7 @@ class _Operands:
 def _emit_product(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
     given = {name: of(value) for name, value in a.items()}
     function = b.conv2d if "stride" in a else b.linear
+    given.pop("sequence", None)
     operands = given.pop("input"), given.pop("weight"), given.pop("bias")
     if given.pop("algorithm") not in steps.RULES:
         return function(*operands, **given, algorithm=a["algorithm"])

@@ -3,6 +3,7 @@
 #include "../core/work.h"
 #include "patches.h"
 #include "problem.h"
+#include "sequence.h"
 #include "winograd.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -51,18 +52,19 @@ bool is_strided_pointwise_of_large_weights(const Conv2dProblem& p) {
          p.groups == 1 && p.in_channels > 0 && p.out_channels > 0 && checked_mul(p.in_channels, p.out_channels) >= kLargeWeight;
 }
 
+bool in_channels_alone(const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }
+bool saves_products(const Conv2dProblem& p) { return enough_channels(p) && flops(p) >= kLeastFlops; }
+
 struct Row {
   Choice choice;
   bool (*fits)(const Conv2dProblem&);
 };
 constexpr Row rows[] = {
-    {{"depthwise", "one input channel for each filter"},
-     [](const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }},
+    {{"depthwise", "one input channel for each filter"}, in_channels_alone},
     {{"depthwise", "one channel, and few filters"}, is_one_channel_of_few_filters},
     {{"onednn", "multiplies 16-bit pairs, and winograd saves less"}, vendor_multiplies_pairs},
     // The transforms are amortized over channels (Lavin & Gray, "Fast Algorithms for Convolutional Neural Networks", 2015).
-    {{"winograd", "saves more products than its transforms cost"},
-     [](const Conv2dProblem& p) { return enough_channels(p) && flops(p) >= kLeastFlops; }},
+    {{"winograd", "saves more products than its transforms cost"}, saves_products},
     {{"implicit_precomp_gemm", "1x1 with a stride and large weights"}, is_strided_pointwise_of_large_weights},
     // Blocked over registers and cache, no workspace; 1x1 kernels are a GEMM in it.
     {{"direct"}, [](const Conv2dProblem&) { return true; }},
@@ -76,10 +78,29 @@ const char* why_not_winograd(Conv2dProblem p, const Candidates<Conv2dProblem>& u
   return enough_channels(p) ? "too small for winograd's transforms" : "too few channels for winograd";
 }
 
+// Of images of one row: `direct` reads these with their channels innermost, and F(4, 3) needs more of them to be faster; F(4, 7)
+// is faster than a Fourier transform. In 16 bits as images of more rows.
+constexpr int64_t kLeastOfASequence = 32;
+Choice choose_transform(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+  constexpr const char* winograd = "winograd_general";
+  const Choice least = least_transform(p, usable, "direct", winograd);
+  if (!least.algorithm || !usable(p, winograd)) return least;
+  const bool few = p.in_channels / p.groups < kLeastOfASequence;
+  if (p.kernel_width < kManyTaps) return few ? Choice{} : least;
+  return p.kernel_width == kManyTaps && !few ? Choice{winograd, least.why} : least;
+}
+
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
+  const bool sequence = is_sequence(p) && sizes_known(p) && is_concrete(p) && size_of(p.dtype) > 2 && !in_channels_alone(p);
+  if (sequence) {
+    const Choice transform = choose_transform(p, usable);
+    if (transform.algorithm) return transform;
+  }
   for (const Row& row : rows)
-    if (row.fits(p) && usable(p, row.choice.algorithm))
-      return *row.choice.why ? row.choice : Choice{row.choice.algorithm, why_not_winograd(p, usable)};
+    if (row.fits(p) && usable(p, row.choice.algorithm) && !(sequence && row.fits == saves_products)) {
+      if (*row.choice.why) return row.choice;
+      return {row.choice.algorithm, sequence ? "no transform saves enough" : why_not_winograd(p, usable)};
+    }
   return {};
 }
 
