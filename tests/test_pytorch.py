@@ -28,7 +28,7 @@ def run(fork):
 
 
 def dies(number, limit=None):
-    """Whether a block ends its process, at once or later, under glibc's checks of its heap, which find what is written over the end."""
+    """Whether a block ends its process, at once or later, under glibc's checks of its heap, which see writes past ends."""
     env = os.environ | {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0"}
     done = subprocess.run(
         [sys.executable, "-c", program(number)], capture_output=True, text=True, env=env, timeout=limit

@@ -478,6 +478,8 @@ def _prelu(net: Network, node: fx.Node, x: Any, slope: Any) -> fx.Node | None:
     if not is_constant(slope) or slope.meta["dtype"] != x.meta["dtype"]:
         return None
     shape = x.meta["shape"]
+    if is_sequence(x) and slope.meta["shape"] == (shape[1],):
+        return on_image(net, node, x, steps.unary, "prelu", slope)
     if slope.meta["shape"] != (1,) and not (len(shape) in (2, 4) and slope.meta["shape"] == (shape[1],)):
         values = _by_channel(net, x, slope)  # (1, C, 1, 1), as decompositions have it
         if values is None:
@@ -554,10 +556,16 @@ def _glu(net: Network, node: fx.Node, x: Any, dim: int) -> fx.Node | None:
 
 @translates(aten.mean.dim)
 def _mean(net: Network, node: fx.Node, x: Any, dims: Any, keep: bool, dtype: Any) -> fx.Node | None:
-    if not _is_image(x) or dtype is not None or sorted(d % 4 for d in dims) != [2, 3] or not _floating(x):
+    rank = len(x.meta["shape"])
+    if dtype is not None or sorted(d % rank for d in dims) != [*range(2, rank)] or not _floating(x):
         return None
-    pooled = net.step(node, steps.adaptive_avg_pool2d, x, (1, 1), layers=node.meta["layers"])
-    return pooled if keep else net.step(node, steps.flatten, pooled, layers=node.meta["layers"])
+    if not _is_image(x) and not is_sequence(x):
+        return None
+    image = x if rank == 4 else as_image(net, node, x)
+    pooled = net.step(node, steps.adaptive_avg_pool2d, image, (1, 1), layers=node.meta["layers"])
+    if not keep:
+        return net.step(node, steps.flatten, pooled, layers=node.meta["layers"])
+    return pooled if rank == 4 else as_sequence(net, node, pooled)
 
 
 # Views ----------------------------------------------------------------------------------------------------------------

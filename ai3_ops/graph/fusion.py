@@ -308,8 +308,8 @@ def drop_repeats(network: Network) -> bool:
     seen: dict[Any, Node] = {}
     for node in network.calls(*steps.STEPS):
         key = _hashable((node.target, node.args, tuple(sorted(node.kwargs.items()))))
-        first = seen.setdefault(key, node)
-        if first is not node and not first._erased:
+        first: Node = seen.setdefault(key, node)
+        if first is not node:
             network.replace(node, first, "drop repeated step")
             found = True
     return found

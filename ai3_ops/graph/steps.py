@@ -86,16 +86,15 @@ def conv2d(
 ) -> Tensor:
     """activation(conv2d(prologue(x)) + bias + residual), prologue relu(scale * x + shift) before padding.
 
-    `sequence`: the image is the one row of a call of conv1d, for which selectors choose, by an algorithm that both operations have
-    or that conv1d alone has.
+    `sequence`: the image's one row is what a call of conv1d reads, for which selectors choose, among conv1d's algorithms.
     """
     if scale is not None and shift is not None:
         input = affine(input, scale, shift)
     if input_relu:
         input = F.relu(input)
     if sequence:
-        row = _computes("conv1d", algorithm, input), stride[1:], padding[1:], dilation[1:]
-        output = row[0](input.squeeze(2), weight.squeeze(2), bias, *row[1:], groups).unsqueeze(2)
+        row, window = (input.squeeze(2), weight.squeeze(2), bias), (stride[1:], padding[1:], dilation[1:], groups)
+        output = _computes("conv1d", algorithm, input)(*row, *window).unsqueeze(2)
     else:
         output = _computes("conv2d", algorithm, input)(input, weight, bias, stride, padding, dilation, groups)
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)

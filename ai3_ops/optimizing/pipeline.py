@@ -662,7 +662,7 @@ def _steps(network: Network, regions: list[tuple[Part, Region]], sized: set[str]
     for node in network.graph.nodes:
         if node.op != "call_function":
             continue
-        name = choose.operation_of(node) or getattr(node.target, "__name__", str(node.target))
+        name = choose.operation_of(node) or str(getattr(node.target, "__name__", node.target))
         a = fusion.arguments(node) if node.target in steps.STEPS else {}
         fused = [k for k in ("residual", "scale", "input_relu") if a.get(k)] if node.target in choose.MEASURED else []
         words = {"scale": "normalization of the input", "input_relu": "ReLU of the input"}

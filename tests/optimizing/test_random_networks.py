@@ -21,6 +21,13 @@ from ai3_ops.graph.substitutions import SUBSTITUTIONS
 from ai3_ops.optimizing.search import search, take
 from ai3_ops.programs.timing import flops
 
+MEAN = {3: F.adaptive_avg_pool1d, 4: F.adaptive_avg_pool2d}
+# By the number of dimensions: convolution, normalization, pools.
+KINDS = {
+    1: (nn.Conv1d, nn.BatchNorm1d, nn.MaxPool1d, nn.AvgPool1d),
+    2: (nn.Conv2d, nn.BatchNorm2d, nn.MaxPool2d, nn.AvgPool2d),
+}
+
 
 class Drawn(nn.Module):
     """Layers and how their values are combined, as Hypothesis drew them: (kind, indices of values, module or number)."""
@@ -47,7 +54,7 @@ class Drawn(nn.Module):
                 case "slice":
                     values.append(given_values[0][:, extra[0] : extra[1]])
                 case "scale":
-                    values.append(given_values[0] * extra(F.adaptive_avg_pool2d(given_values[0], 1)))
+                    values.append(given_values[0] * extra(MEAN[x.ndim](given_values[0], 1)))
                 case "shift":
                     values.append(given_values[0] * extra + 0.5)
         results = tuple(values[i] for i in self.outputs)
@@ -55,9 +62,9 @@ class Drawn(nn.Module):
 
 
 class Excitation(nn.Module):
-    def __init__(self, channels, last):
+    def __init__(self, conv, channels, last):
         super().__init__()
-        self.fc1, self.fc2, self.last = nn.Conv2d(channels, 4, 1), nn.Conv2d(4, channels, 1), last
+        self.fc1, self.fc2, self.last = conv(channels, 4, 1), conv(4, channels, 1), last
 
     def forward(self, x):
         return self.last(self.fc2(F.relu(self.fc1(x))))
@@ -71,86 +78,90 @@ ACTIVATIONS = [
 
 @st.composite
 def networks(draw):
-    """A network of up to nine steps on a small image, all values of which have sizes known here."""
+    """A network of up to nine steps on a small image or sequence, all values of which have sizes known here."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
-    channels, size = draw(st.sampled_from([1, 3, 8, 16])), draw(st.integers(3, 9))
-    shapes, plan = [(channels, size, size)], []
+    channels, size, dims = (
+        draw(st.sampled_from([1, 3, 8, 16])),
+        draw(st.integers(3, 9)),
+        draw(st.sampled_from([2, 2, 1])),
+    )
+    conv, norm, max_pool, avg_pool = KINDS[dims]
+    extents = [size] * dims
+    shapes, plan = [(channels, *extents)], []
     shared = None
     for _ in range(draw(st.integers(2, 9))):
         at = draw(st.integers(0, len(shapes) - 1))
-        c, h, w = shapes[at]
+        c, *pixels = shapes[at]
         kind = draw(
             st.sampled_from(
                 ["conv", "conv", "conv", "pair", "norm", "activation", "activation", "add", "cat", "slice", "pool", "scale",
                  "shift", "again"]
             )
         )  # fmt: skip
-        same = [i for i, s in enumerate(shapes) if s == (c, h, w)]
-        fits = [i for i, s in enumerate(shapes) if s[1:] == (h, w)]
+        same = [i for i, s in enumerate(shapes) if s == (c, *pixels)]
+        fits = [i for i, s in enumerate(shapes) if list(s[1:]) == pixels]
         if kind == "conv" or (kind == "again" and (shared is None or shared[0] not in shapes)):
             kernel = draw(st.sampled_from([1, 1, 2, 3, 3, 5]))
             stride, dilation = draw(st.sampled_from([1, 1, 2])), draw(st.sampled_from([1, 1, 2]))
             padding = draw(st.integers(0, kernel))
             extent = dilation * (kernel - 1) + 1
-            if h + 2 * padding < extent or w + 2 * padding < extent:
+            if min(pixels) + 2 * padding < extent:
                 continue
             groups = draw(st.sampled_from([g for g in (1, 1, 2, c) if c % g == 0]))
             out = groups * draw(st.sampled_from([1, 2, 8, 9][: 4 if groups == 1 else 2]))
             bias = draw(st.booleans())
-            layer = nn.Conv2d(c, out, kernel, stride, padding, dilation, groups, bias)
+            layer = conv(c, out, kernel, stride, padding, dilation, groups, bias)
             plan.append(("layer", [at], layer))
-            shapes.append((out, *((s + 2 * padding - extent) // stride + 1 for s in (h, w))))
-            if shapes[-1] == (c, h, w):
-                shared = (c, h, w), layer
+            shapes.append((out, *((s + 2 * padding - extent) // stride + 1 for s in pixels)))
+            if shapes[-1] == (c, *pixels):
+                shared = (c, *pixels), layer
         elif kind == "again":  # a module that is used twice
             plan.append(("layer", [shapes.index(shared[0])], shared[1]))
             shapes.append(shared[0])
         elif kind == "pair":  # parallel branches that substitutions can join
             for kernel in (1, 3):
-                plan.append(("layer", [at], nn.Conv2d(c, 4, kernel, padding=kernel // 2)))
-                shapes.append((4, h, w))
+                plan.append(("layer", [at], conv(c, 4, kernel, padding=kernel // 2)))
+                shapes.append((4, *pixels))
             if draw(st.booleans()):
                 plan.append(("cat", [len(shapes) - 2, len(shapes) - 1], None))
-                shapes.append((8, h, w))
+                shapes.append((8, *pixels))
         elif kind == "norm":
-            plan.append(("layer", [at], seeded_norm(c)))
-            shapes.append((c, h, w))
+            plan.append(("layer", [at], seeded_norm(c, norm)))
+            shapes.append((c, *pixels))
         elif kind == "activation":
             layer = draw(st.sampled_from([*ACTIVATIONS, seeded_prelu(c)]))
             if getattr(layer, "inplace", False):  # writes to its input, which other steps may read
                 layer = nn.Sequential(nn.Identity(), layer) if draw(st.booleans()) else layer
             plan.append(("activation", [at], layer))
-            shapes.append((c, h, w))
+            shapes.append((c, *pixels))
         elif kind == "add":
             plan.append((draw(st.sampled_from(["add", "add_"])), [at, draw(st.sampled_from(same))], None))
-            shapes.append((c, h, w))
+            shapes.append((c, *pixels))
         elif kind == "cat":
             parts = draw(st.lists(st.sampled_from(fits), min_size=1, max_size=3))
             plan.append(("cat", [at, *parts], None))
-            shapes.append((c + sum(shapes[i][0] for i in parts), h, w))
+            shapes.append((c + sum(shapes[i][0] for i in parts), *pixels))
         elif kind == "slice" and c > 1:
             start = draw(st.integers(0, c - 1))
             stop = draw(st.integers(start + 1, c))
             plan.append(("slice", [at], (start, stop)))
-            shapes.append((stop - start, h, w))
-        elif kind == "pool" and h >= 2 and w >= 2:
-            layer = draw(
-                st.sampled_from([nn.MaxPool2d(2, 1), nn.AvgPool2d(2), nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1)])
-            )
+            shapes.append((stop - start, *pixels))
+        elif kind == "pool" and min(pixels) >= 2:
+            layer = draw(st.sampled_from([max_pool(2, 1), avg_pool(2), max_pool(3, 2, 1), avg_pool(3, 1, 1)]))
             plan.append(("layer", [at], layer))
-            shapes.append(tuple(layer(torch.zeros(1, c, h, w)).shape[1:]))
+            shapes.append(tuple(layer(torch.zeros(1, c, *pixels)).shape[1:]))
         elif kind == "scale":
             last = draw(st.sampled_from([nn.Sigmoid(), nn.Hardsigmoid()]))
-            plan.append(("scale", [at], Excitation(c, last)))
-            shapes.append((c, h, w))
+            plan.append(("scale", [at], Excitation(conv, c, last)))
+            shapes.append((c, *pixels))
         elif kind == "shift":
             plan.append(("shift", [at], 0.7))
-            shapes.append((c, h, w))
+            shapes.append((c, *pixels))
     count = len(shapes)
     outputs = draw(st.lists(st.integers(1, count - 1), min_size=1, max_size=2, unique=True)) if count > 1 else [0]
     outputs = sorted({*outputs, count - 1})
     batch = draw(st.integers(1, 3))
-    return Drawn(channels, plan, outputs).eval(), torch.randn(batch, channels, size, size)
+    return Drawn(channels, plan, outputs).eval(), torch.randn(batch, channels, *extents)
 
 
 @pytest.mark.hypothesis

@@ -1,0 +1,168 @@
+"""Convolutions of sequences in programs: what is around them joins in, and selectors know them as conv1d."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import agree, check, optimized, seeded_norm, seeded_prelu
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import ai3_ops
+
+
+def steps_of(fast):
+    return [step for part in fast._ai3_report.parts for step in part.steps]
+
+
+class Block(nn.Module):
+    """HiFi-GAN's: sums of values before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.ModuleList(nn.Conv1d(16, 16, 7, padding=3 * d, dilation=d) for d in (1, 3))
+        self.second = nn.ModuleList(weight_norm(nn.Conv1d(16, 16, 3, padding=1)) for _ in (1, 3))
+
+    def forward(self, x):
+        for first, second in zip(self.first, self.second, strict=True):
+            x = x + second(F.leaky_relu(first(F.leaky_relu(x, 0.1)), 0.1))
+        return x
+
+
+class Gated(nn.Module):
+    """Conformer's, on rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.before, self.after = nn.LayerNorm(12), nn.Conv1d(12, 24, 1), nn.Conv1d(12, 12, 1)
+        self.each, self.batch = nn.Conv1d(12, 12, 5, padding="same", groups=12), seeded_norm(12, nn.BatchNorm1d)
+
+    def forward(self, x):
+        y = F.glu(self.before(self.norm(x).transpose(1, 2)), 1)
+        return x + self.after(F.silu(self.batch(self.each(y)))).transpose(1, 2)
+
+
+class Joined(nn.Module):
+    """Parts of channels and of the length, means, and a gate for each channel."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.gate = nn.Conv1d(6, 8, 4), nn.Conv1d(6, 8, 4, bias=False), nn.Conv1d(16, 16, 1)
+        self.norm, self.slope = nn.GroupNorm(4, 16), seeded_prelu(16)
+
+    def forward(self, x):
+        y = self.slope(self.norm(torch.cat([self.a(x), torch.tanh(self.b(x))], 1)))
+        y = y * torch.sigmoid(self.gate(y.mean(2, keepdim=True)))
+        return F.gelu(y[:, 2:12, :-1]) + 0.5
+
+
+def classifier():
+    return nn.Sequential(
+        nn.Conv1d(3, 16, 15, padding=7, bias=False), seeded_norm(16, nn.BatchNorm1d), nn.ReLU(), nn.MaxPool1d(2),
+        nn.Conv1d(16, 24, 3, 2), nn.SiLU(), nn.AvgPool1d(3, 2, 1), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(24, 5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [(Block, (16, 40)), (Gated, (20, 12)), (Joined, (6, 33)), (classifier, (3, 64))],
+    ids=["block", "gated", "joined", "classifier"],
+)
+def test_networks_of_sequences_are_one_program(model, sizes):
+    torch.manual_seed(0)
+    model = model().eval()
+    fast = check(model, torch.randn(2, *sizes), selectors="default")
+    steps = steps_of(fast)
+    assert not [step.operation for step in steps if step.algorithm == "torch"]
+    assert sum(step.operation == "conv1d" for step in steps) == sum(isinstance(m, nn.Conv1d) for m in model.modules())
+    agree(fast, model, torch.randn(3, *sizes))
+    lengths = [*sizes]
+    lengths[0 if isinstance(model, Gated) else 1] += 7
+    agree(fast, model, torch.randn(2, *lengths))
+
+
+def test_sums_are_added_as_layers_store():
+    for model, sizes, count in ((Block(), (16, 40), 2), (Gated(), (20, 12), 1)):
+        steps = steps_of(check(model.eval(), torch.randn(2, *sizes), selectors="default"))
+        assert sum("residual" in step.detail for step in steps) == count
+
+
+def test_normalizations_are_folded():
+    for model in (Gated(), classifier()):
+        fast = check(model.eval(), torch.randn(2, 20, 12) if isinstance(model, Gated) else torch.randn(2, 3, 64))
+        assert [r.rule for p in fast._ai3_report.parts for r in p.rewrites].count("fold normalization") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_other_types(dtype):
+    torch.manual_seed(0)
+    model, x = Block().eval().to(dtype), torch.randn(2, 16, 40, dtype=dtype)
+    fast = optimized(model, x, selectors="default")
+    with torch.no_grad():
+        expected = model.double()(x.double())
+        error = float((fast(x).double() - expected).abs().max() / expected.abs().max())
+    assert error < {torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+
+
+def test_selectors_know_them_as_conv1d():
+    model, x = (
+        nn.Sequential(nn.Conv1d(16, 16, 9), nn.Unflatten(2, (4, -1)), nn.Conv2d(16, 4, 3)).eval(),
+        torch.randn(1, 16, 48),
+    )
+    found = {
+        s.operation: s.algorithm for s in steps_of(check(model, x, selectors={"conv1d": "fft", "conv2d": "im2col"}))
+    }
+    assert (found["conv1d"], found["conv2d"]) == ("fft", "im2col")
+    found = {
+        s.operation: s.algorithm for s in steps_of(check(model, x, selectors={"conv1d": None, "conv2d": "direct"}))
+    }
+    assert (found["conv1d"], found["conv2d"]) == ("torch", "direct")
+    found = {s.operation: s.algorithm for s in steps_of(check(model, x, selectors={"0": "im2col"}))}
+    assert found["conv1d"] == "im2col"
+    with pytest.raises(ValueError, match=r"0 \(conv1d\)"):
+        optimized(model, x, selectors={"0": "winograd"})
+
+
+def test_plans_of_tune_are_followed():
+    model, x = nn.Sequential(nn.Conv1d(16, 16, 9), nn.ReLU(), nn.Conv1d(16, 4, 3)).eval(), torch.randn(1, 16, 48)
+    plan = ai3_ops.tune(model, x, budget_seconds=0, progress=False)
+    assert [layer.operation for layer in plan.layers.values() if layer.operation != "relu"] == ["conv1d", "conv1d"]
+    changed = replace(
+        plan, layers={n: replace(p, algorithm="im2col") for n, p in plan.layers.items() if p.operation == "conv1d"}
+    )
+    found = [s.algorithm for s in steps_of(check(model, x, selectors=changed)) if s.operation == "conv1d"]
+    assert found == ["im2col", "im2col"]
+
+
+def test_an_algorithm_that_conv1d_alone_has_is_called(request):
+    """Programs compute by conv2d's algorithms: another one is an operator between them."""
+    calls = []
+
+    def mine(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+        calls.append(tuple(x.shape))
+        return F.conv1d(x, weight, bias, stride, padding, dilation, groups)
+
+    ai3_ops.register("conv1d", "of_its_own", mine)
+    model, x = nn.Sequential(nn.Conv1d(4, 8, 3), nn.ReLU(), nn.Conv1d(8, 4, 3)).eval(), torch.randn(1, 4, 20)
+    fast = optimized(model, x, selectors={"0": "of_its_own", "2": "direct"}, verify="off")
+    calls.clear()
+    agree(fast, model, x)
+    ran = {name: s.algorithm for s in steps_of(fast) for name in s.layers[:1] if s.operation == "conv1d"}
+    assert ran == {"0": "of_its_own", "2": "direct"}
+    assert calls == [(1, 4, 20)] or fast._ai3_report.parts[0].unchanged
+
+
+def test_repeated_steps_are_computed_once():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Conv1d(4, 4, k, padding=k // 2) for k in (3, 5))
+
+        def forward(self, x):
+            return sum(layer(F.silu(x)) for layer in self.layers)
+
+    fast = check(Branches().eval(), torch.randn(2, 4, 24), selectors="default")
+    assert [s.operation for s in steps_of(fast)].count("silu") == 1
