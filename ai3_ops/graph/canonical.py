@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network, call, is_constant, open_sizes, signature_of
-from ai3_ops.graph.sequences import as_image, as_sequence, is_sequence, on_image
+from ai3_ops.graph.sequences import as_image, as_sequence, image_of, is_sequence, on_image
 from ai3_ops.operations.step import Step
 
 aten = torch.ops.aten
@@ -360,6 +360,10 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
     if not isinstance(x, fx.Node) or x.meta["shape"] is None or not _floating(x):
         return None
     if not isinstance(y, fx.Node) or is_constant(y):
+        image = image_of(x)
+        other = as_image(net, node, y) if image is not None and isinstance(y, fx.Node) else y
+        if image is not None and (scaled := _arithmetic(net, node, image, other, name)) is not None:
+            return as_sequence(net, node, scaled)
         values = _by_channel(net, x, y)
         if values is None:
             return _with_table(net, node, x, y, name)

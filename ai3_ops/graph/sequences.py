@@ -25,9 +25,12 @@ def is_sequence(node: Any) -> bool:
 
 
 def as_image(network: Network, before: Node, x: Node) -> Node:
-    """(N, C, L) as (N, C, 1, L)."""
+    """(N, C, L) as (N, C, 1, L); a constant may have fewer dimensions, as those that are broadcast."""
     if is_constant(x):
-        return network.constant(network.value(x).unsqueeze(2), f"{x.target}.row", before)
+        value = network.value(x)
+        return network.constant(
+            value.reshape(*[1] * (3 - value.ndim), *value.shape).unsqueeze(2), f"{x.target}.row", before
+        )
     batch, channels, length = open_sizes(x.meta["shape"], x.meta["scales"])
     return network.step(before, steps.reshape, x, (batch, channels, 1, length), layers=x.meta["layers"])
 
@@ -58,7 +61,7 @@ def on_image(
     return as_sequence(network, node, network.step(node, function, image, *args, layers=node.meta["layers"], **kwargs))
 
 
-def _image_of(node: Any) -> Node | None:
+def image_of(node: Any) -> Node | None:
     """The image of which a value is the one row, where a step computed one."""
     if not is_sequence(node) or node.target is not steps.reshape:
         return None
@@ -94,7 +97,7 @@ def _with_rows(network: Network, node: Node) -> Node | None:
         return None
     layers = node.meta["layers"]
     for x, other in (node.args[:2], node.args[1::-1]):
-        image = _image_of(x.args[0]) if x.target is steps.permute else None
+        image = image_of(x.args[0]) if x.target is steps.permute else None
         same = not is_constant(other) and all(x.meta[k] == other.meta[k] for k in ("shape", "scales"))
         if image is not None and image.target is steps.conv2d and same and len(x.users) == len(x.args[0].users) == 1:
             dims = x.args[1]
@@ -111,16 +114,16 @@ def _lifted(network: Network, node: Node) -> Node | None:
     if not is_sequence(node):
         return None
     if node.target is steps.join:
-        images = [_image_of(a) for a in node.args[0]]
+        images = [image_of(a) for a in node.args[0]]
         return (
             network.step(node, steps.concat, images, layers=layers)
             if node.args[1] == 1 and None not in images
             else None
         )
-    image = _image_of(node.args[0])
+    image = image_of(node.args[0])
     if node.target is steps.unary and image is None and _is_read_as_image(node) and is_sequence(node.args[0]):
         image = as_image(network, node, node.args[0])
-    if node.target is steps.binary and image is None and _image_of(node.args[1]) is not None:
+    if node.target is steps.binary and image is None and image_of(node.args[1]) is not None:
         image = as_image(network, node, node.args[0]) if is_sequence(node.args[0]) else None
     if image is None:
         return None
@@ -132,6 +135,6 @@ def _lifted(network: Network, node: Node) -> Node | None:
             return network.step(node, steps.slice_channels, image, start, stop, layers=layers)
         return network.step(node, steps.cut, image, 3, start, stop, layers=layers) if dim == 2 else None
     other, name = node.args[1:3]
-    if not is_sequence(other):
+    if not is_sequence(other) and not is_constant(other):
         return None
     return network.step(node, steps.binary, image, as_image(network, node, other), name, layers=layers, **kwargs)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ai3_ops import _library, _torch
@@ -214,7 +215,7 @@ def _is_static(node: fx.Node) -> bool:
 
 
 def _has_layers(node: fx.Node) -> bool:
-    return node.target in (torch.conv2d, torch.nn.functional.conv2d, torch.nn.functional.linear)
+    return node.target in (torch.conv1d, torch.conv2d, F.conv1d, F.conv2d, F.linear)
 
 
 def _rest(body: nn.Module, inputs: Sequence[Any]) -> Compiled:
