@@ -82,6 +82,8 @@ def capture(
             )
         calls = first or _alone(fresh, args, kwargs)
         calls.in_turn()
+        if calls.alters:
+            raise Uncapturable(f"a call writes into its argument {calls.alters!r}, which a graph would not")
         kinds = {type(x).__name__ for x in calls.made[0][1] if not isinstance(x, (Tensor, int, float, str, type(None)))}
         if kinds:  # which an export, too, finds out at its end
             raise Uncapturable(f"it returns what is no tensor ({listed(sorted(kinds))})")
@@ -119,6 +121,7 @@ class Calls:
         """`cold`: a copy in the state that the module is in, which does not run."""
         self.module, self.args, self.kwargs, self.cold = module, args, kwargs, cold
         self.made: list[tuple[list[Any], list[Any]]] = []  # inputs, which a call may not change, and outputs
+        self.alters = ""  # an argument, a list or dict, into which a call writes
         with _Sizing() if cold is not None else contextlib.nullcontext() as sizing:
             self.call(args, kwargs)
         self.sized_by = sizing.found if sizing is not None else ""  # an operator whose output's size depends on values
@@ -144,8 +147,13 @@ class Calls:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One more, with copies of the inputs."""
         own = examples.copied(Inputs(args, kwargs))
+        before = [(name, value, *pytree.tree_flatten(value)) for name, value in _named(self.module, own)]
         with torch.no_grad():
             returned = self.module(*own.args, **own.kwargs)
+        for name, value, leaves, spec in before:
+            now, structure = pytree.tree_flatten(value)
+            if structure != spec or not all(map(operator.is_, now, leaves)):
+                self.alters = name
         outputs = [x.clone() if isinstance(x, Tensor) else x for x in pytree.tree_leaves(returned)]
         self.made.append((flat(args, kwargs), outputs))
 
@@ -165,6 +173,13 @@ class Calls:
                         "its graph computes something else than the module, in which what a call returns may depend on the calls "
                         "before it"
                     )
+
+
+def _named(module: nn.Module, inputs: Inputs) -> list[tuple[str, Any]]:
+    """Arguments by their names."""
+    names = [*inspect.signature(module.forward).parameters] if inputs.args else []
+    names += [f"argument {i}" for i in range(len(names), len(inputs.args))]
+    return [*zip(names, inputs.args, strict=False), *inputs.kwargs.items()]
 
 
 def _alone(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calls:

@@ -46,7 +46,8 @@ from ai3_ops.programs import container
 from ai3_ops.programs.lower import Region
 from ai3_ops.programs.program import Program
 from ai3_ops.selecting.selectors import listed
-from ai3_ops.surveying.examples import cycled
+from ai3_ops.surveying import examples
+from ai3_ops.surveying.examples import Inputs, cycled
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be the first plan's
@@ -337,8 +338,9 @@ class Optimized(nn.Module):
                 self._keep(key, self._ai3_first)
                 return self._ai3_first
             try:
+                tried = examples.copied(Inputs(args, kwargs))  # the call itself is still to come
                 with torch.no_grad():
-                    self._ai3_original[0](*args, **kwargs)
+                    self._ai3_original[0](*tried.args, **tried.kwargs)
             except Exception as error:  # said at once and once, by the model's own words
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise

@@ -8,7 +8,7 @@ import inspect
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,7 +103,7 @@ def optimize(
 
 def _each(model: nn.Module, example_inputs: Any) -> tuple[Any, list[Any]]:
     """The first of several examples and the others; a list that the model takes as its one argument is one example."""
-    several = type(example_inputs) is list and all(isinstance(e, (Tensor, tuple, dict)) for e in example_inputs)
+    several = type(example_inputs) is list and all(isinstance(e, (Tensor, tuple, Mapping)) for e in example_inputs)
     if not several or len(example_inputs) < 2:
         return example_inputs, []
     if all(isinstance(e, Tensor) for e in example_inputs) and (
@@ -291,7 +291,12 @@ def _by_parts(
                 wrong = "what it returns depends on earlier calls through something outside of its modules"
             left[""] += f"; and with {len(parts)} parts optimized {wrong}"
             parts = []
-        elif pipeline._slower(lambda: before(*args, **kwargs), lambda: after(*args, **kwargs), report, "in parts"):
+        elif pipeline._slower(
+            functools.partial(_again, before, args, kwargs),
+            functools.partial(_again, after, args, kwargs),
+            report,
+            "in parts",
+        ):
             left[""] += f"; and with {len(parts)} parts optimized it was not faster: {report.unchanged}"
             for part in parts:
                 part.unchanged = part.unchanged or "the whole model was not faster with it"
@@ -375,6 +380,12 @@ def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     with torch.no_grad():
         leaves, spec = pytree.tree_flatten(model(*given.args, **given.kwargs))
     return [x.clone() if isinstance(x, Tensor) else x for x in leaves], spec
+
+
+def _again(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A call that leaves lists and dicts as they were for the next one."""
+    given = examples.renewed(args, kwargs)
+    return model(*given.args, **given.kwargs)
 
 
 def _changes(model: nn.Module, inputs: Sequence[Any], expected: Sequence[Any], approximate: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -21,10 +21,10 @@ class Inputs(NamedTuple):
 
 
 def arguments(example: Any) -> Inputs:
-    """Positional and keyword arguments: a tuple has several of these, a dict those, and anything else is one."""
+    """Positional and keyword arguments: a tuple has several of these, a mapping those, and anything else is one."""
     if isinstance(example, Inputs):
         return example
-    if isinstance(example, dict):
+    if isinstance(example, Mapping):  # a dict, or what a tokenizer returns
         return Inputs((), dict(example))
     return Inputs(example if isinstance(example, tuple) else (example,), {})
 
@@ -47,6 +47,11 @@ def copied(example: Any) -> Any:
 
     with without_torch_functions():  # who watches the run sees the model's calls alone
         return pytree.tree_map(one, example)
+
+
+def renewed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+    """The same tensors and objects in containers of their own, into which a model may write."""
+    return Inputs(*pytree.tree_map(lambda leaf: leaf, (args, kwargs)))
 
 
 def _copied_tensor(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -57,7 +57,7 @@ def meant(example_inputs: Any) -> str:
     if isinstance(example_inputs, Inputs):
         args, kwargs = example_inputs
         return "" if kwargs else meant(args)
-    if isinstance(example_inputs, dict):
+    if isinstance(example_inputs, Mapping):
         keys = ", ".join(f"{key!r}: …" for key in list(example_inputs)[:1])
         return f"; a dict has arguments by name; of a model that takes a dict as one argument it is ({{{keys}}},)"
     sizes = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)

@@ -7,15 +7,16 @@ import itertools
 import pickle
 import random
 import warnings
-from collections import deque
+from collections import UserDict, deque
 
 import pytest
 import torch
 import torch.nn.functional as F
-from nets import optimized
+from nets import optimized, taken
 from torch import nn
 
 import ai3_ops
+from ai3_ops._torch import pytree
 from ai3_ops.graph.network import difference
 from ai3_ops.graph.state import changes, copied, others, same_random_numbers
 from ai3_ops.optimizing.module import Optimized
@@ -464,3 +465,66 @@ def test_tables_that_are_made_when_asked_for_are_not():
             return super().forward(x) * _LAZY["a"]
 
     assert optimized(Named(3, 4, 3).eval(), torch.randn(1, 3, 6, 6)).changed
+
+
+class Writes(nn.Module):
+    """As sentence-transformers' modules, which hand features on in one dict."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.inner, self.how = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), how
+
+    def forward(self, features):
+        match self.how:
+            case "adds":
+                features["out"] = self.inner(features["x"])
+            case "replaces":
+                features["x"] = self.inner(features["x"]) + features["x"]
+                return features["x"] + features["y"] if "y" in features else features["x"]
+            case "takes":
+                return self.inner(features.pop("x"))
+            case "appends":
+                features.append(self.inner(features[-1]))
+                return features[-1]
+        return features
+
+
+@pytest.mark.parametrize("how", ["adds", "replaces", "takes", "appends"])
+def test_a_call_that_writes_into_its_argument(how):
+    """It is not captured; its layers are, and each call leaves the argument as the model does."""
+    torch.manual_seed(0)
+    model, x, y = Writes(how).eval(), torch.randn(3, 8), torch.randn(3, 8)
+    new = (lambda *v: [*v]) if how == "appends" else (lambda *v: dict(zip("xyz", v, strict=False)))
+    example = new(x)
+    fast = taken(ai3_ops.optimize(model, (example,), "default", progress=False))
+    assert list(example) == list(new(x))
+    (part,) = fast._ai3_report.parts
+    assert part.name == "inner"
+    assert "writes into its argument 'features'" in fast._ai3_report.left[""]
+    for given in ((x,), (y,), (x, y), (x[:2],), (x, y)):
+        one, other = new(*given), new(*given)
+        with torch.no_grad():
+            got, expected = fast(one), model(other)
+        for a, b in ((got, expected), (one, other)):
+            a, b = (pytree.tree_flatten(v) for v in (a, b))
+            assert a[1] == b[1]
+            torch.testing.assert_close(a[0], b[0])
+
+
+def test_a_mapping_has_arguments_by_name():
+    class Encoding(UserDict):
+        """As tokenizers return."""
+
+    class Takes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x, mask=None):
+            return self.layer(x) * mask
+
+    model, given = Takes().eval(), Encoding(x=torch.randn(2, 8), mask=torch.rand(2, 1))
+    fast = ai3_ops.optimize(model, given, "default", progress=False)
+    with torch.no_grad():
+        torch.testing.assert_close(fast(**given), model(**given))
+    assert ai3_ops.tune(model, given, budget_seconds=0, progress=False).layers
