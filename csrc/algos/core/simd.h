@@ -187,13 +187,30 @@ AI3_INLINE void store(float16* p, Vec<float> v) {
 #endif
 }
 
-// The first n (0 < n < width) elements; the others read as 0 and are not touched.
+// The first n elements, 0 < n <= width, and < width for store_partial; the others read as 0 and are not touched.
 template <class T>
 AI3_INLINE Vec<Acc<T>> load_partial(const T* p, int64_t n) {
 #if AI3_VECTOR_BYTES == 64
   if constexpr (sizeof(T) == 4) return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p);
   if constexpr (sizeof(T) == 8) return _mm512_maskz_loadu_pd(static_cast<__mmask8>((1u << n) - 1), p);
+  if constexpr (sizeof(T) == 2) {
+    const __m256i some = _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << n) - 1), p);
+    return load(reinterpret_cast<const T*>(&some));
+  }
 #elif AI3_VECTOR_BYTES == 32
+  if constexpr (sizeof(T) == 2) {  // not a copy of n elements: that would be a call, for which every register is saved
+    uint64_t first, last = 0;
+    if (n >= 4) {
+      __builtin_memcpy(&first, p, 8), __builtin_memcpy(&last, p + n - 4, 8);
+      last = last >> 8 * (8 - n) >> 8 * (8 - n);  // less what `first` has
+    } else {
+      uint16_t some[3];
+      for (int i = 0; i < 3; i++) __builtin_memcpy(&some[i], p + i * (n - 1) / 2, 2);
+      first = some[0] | uint64_t{some[1]} << 16 * ((n - 1) / 2) | uint64_t{some[2]} << 16 * (n - 1);
+    }
+    const __m128i halves = _mm_set_epi64x(static_cast<int64_t>(last), static_cast<int64_t>(first));
+    return load(reinterpret_cast<const T*>(&halves));
+  }
   if constexpr (sizeof(T) == 4)
     return _mm256_maskload_ps(
         p, _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)));
@@ -209,7 +226,20 @@ AI3_INLINE void store_partial(T* p, Vec<Acc<T>> v, int64_t n) {
 #if AI3_VECTOR_BYTES == 64
   if constexpr (sizeof(T) == 4) return _mm512_mask_storeu_ps(p, static_cast<__mmask16>((1u << n) - 1), v.raw);
   if constexpr (sizeof(T) == 8) return _mm512_mask_storeu_pd(p, static_cast<__mmask8>((1u << n) - 1), v.raw);
+  if constexpr (sizeof(T) == 2) {
+    __m256i all;
+    store(reinterpret_cast<T*>(&all), v);
+    return _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << n) - 1), all);
+  }
 #elif AI3_VECTOR_BYTES == 32
+  if constexpr (sizeof(T) == 2) {
+    uint64_t rest[2];
+    store(reinterpret_cast<T*>(rest), v);
+    if (n & 4) __builtin_memcpy(p, rest, 8), p += 4, rest[0] = rest[1];
+    if (n & 2) __builtin_memcpy(p, rest, 4), p += 2, rest[0] >>= 32;
+    if (n & 1) __builtin_memcpy(p, rest, 2);
+    return;
+  }
   // In halves: AVX2's masked stores take AMD's processors a dozen cycles each.
   if constexpr (sizeof(T) == 4) {
     __m128 rest = _mm256_castps256_ps128(v.raw);
