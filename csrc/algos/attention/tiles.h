@@ -3,6 +3,7 @@
 #pragma once
 #include "../core/exp.h"
 #include "../core/instances.h"
+#include "products.h"
 #include "visible.h"
 
 namespace ai3::inline AI3_LEVEL {
@@ -11,16 +12,6 @@ namespace {
 constexpr int64_t kKeys = kRows * (128 / kRows);  // of a tile: slabs of the micro-kernel, all whole
 
 // ---- Rows and panels --------------------------------------------------------------------------------------------------------
-template <class A>
-AI3_INLINE int64_t padded(int64_t elements) {
-  return round_up(elements, Vec<A>::width);
-}
-// Rows of the accumulator's type.
-template <class A>
-struct RowsAt {
-  const A* data;
-  int64_t stride;
-};
 // Whether rows are read where they are; `whole`: in vectors, of which the last one may not be a part of one.
 template <class T>
 AI3_INLINE bool in_place(int64_t size, bool whole) {
@@ -37,26 +28,6 @@ AI3_INLINE RowsAt<Acc<T>> rows_at(const T* from, int64_t stride, int64_t count, 
       store(buffer + r * ld + c, load_some(from + r * stride + c, smaller(Vec<A>::width, size - c)));
   return {buffer, ld};
 }
-// x * 0 is 0 unless x is not finite. Four sums, so that additions need not wait for each other.
-template <class A>
-bool all_finite(const RowsAt<A>& rows, int64_t count, int64_t size) {
-  constexpr int64_t width = Vec<A>::width;
-  typename Vec<A>::Raw sums[4] = {};
-  A rest = 0;
-  for (int64_t r = 0; r < count; r++) {
-    const A* row = rows.data + r * rows.stride;
-    int64_t c = 0;
-    for (; c + 4 * width <= size; c += 4 * width)
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) sums[i] += load(row + c + i * width).raw * typename Vec<A>::Raw{};
-    for (; c + width <= size; c += width) sums[0] += load(row + c).raw * typename Vec<A>::Raw{};
-    for (; c < size; c++) rest += row[c] * A(0);
-  }
-  const auto sum = sums[0] + sums[1] + (sums[2] + sums[3]);
-  for (int l = 0; l < width; l++) rest += sum[l];
-  return rest == 0;
-}
-
 // Up to kPanel rows as a panel, to[element][row], times `factor`; rows that are missing are 0.
 template <class T>
 void pack_rows(const T* from, int64_t stride, int64_t count, int64_t size, double factor, Acc<T>* to) {
@@ -68,62 +39,7 @@ void pack_rows(const T* from, int64_t stride, int64_t count, int64_t size, doubl
   if (factor != 1)
     for (int64_t i = 0; i < size * P; i += Vec<A>::width) store(to + i, load(to + i) * Vec<A>(static_cast<A>(factor)));
 }
-// to[row][column of the panel] = rows * panel.
-template <class A>
-void multiply_rows(const RowsAt<A>& rows, int64_t count, const A* panel, int64_t size, A* to) {
-  constexpr int64_t P = kPanel<A>;
-  alignas(64) const A zeros[P] = {};
-  for (int64_t r = 0; r < count; r += kRows) {
-    const int64_t n = smaller(kRows, count - r);
-    const char* const next = reinterpret_cast<const char*>(rows.data + smaller(r + kRows, count - 1) * rows.stride);
-    multiply_tile<A, true>(n, StridedRows<A>{rows.data + r * rows.stride, rows.stride}, panel, size,
-                           Tile<A>{zeros, 0, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
-  }
-}
-// sums[query] += weights(query, key) * rows[key], for R queries and two vectors of columns, or one; weights lie [key][query of a
-// panel], `queries_in_lanes`, or [query][key of a panel]. Products are summed apart first, so that few are rounded at the size of
-// the whole.
-template <class A, bool queries_in_lanes, bool half, int R = kRows>
-AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, A* sums, int64_t ld) {
-  if constexpr (R > 1)
-    if (queries < R) return add_weighted_tile<A, queries_in_lanes, half, R - 1>(queries, weights, rows, keys, sums, ld);
-  constexpr int64_t of_query = queries_in_lanes ? 1 : kPanel<A>, of_key = queries_in_lanes ? kPanel<A> : 1;
-  MicroTile<A, R, half> tile;
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) tile.left[r] = tile.right[half ? 0 : r] = Vec<A>(A(0));
-  const A* row = rows.data;
-  for (int64_t j = 0; j < keys; j++, weights += of_key, row += rows.stride) {
-    const Vec<A> left = load(row), right = half ? left : load(row + Vec<A>::width);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      const Vec<A> w = weights[r * of_query];
-      tile.left[r] = fma(w, left, tile.left[r]);
-      if constexpr (!half) tile.right[r] = fma(w, right, tile.right[r]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    tile.left[r] += load(sums + r * ld);
-    if constexpr (!half) tile.right[r] += load(sums + r * ld + Vec<A>::width);
-  }
-  tile.store(sums, ld);
-}
-template <class A, bool queries_in_lanes = true>
-void add_weighted(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, int64_t columns, A* sums) {
-  constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
-  const int64_t ld = padded<A>(columns), slabs = ceil_div(queries, kRows);
-  for (int64_t c = 0; c < columns; c += P)
-    for (int64_t s = 0; s < slabs; s++) {
-      const Share q = share(queries, slabs, s);
-      const RowsAt<A> from{rows.data + c, rows.stride};
-      const A* const of_slab = weights + q.begin * (queries_in_lanes ? 1 : P);
-      if (columns - c <= width)
-        add_weighted_tile<A, queries_in_lanes, true>(q.size(), of_slab, from, keys, sums + q.begin * ld + c, ld);
-      else
-        add_weighted_tile<A, queries_in_lanes, false>(q.size(), of_slab, from, keys, sums + q.begin * ld + c, ld);
-    }
-}
-// The same where rows that some queries do not see are not finite: those are left out.
+// add_weighted (products.h) where rows that some queries do not see are not finite: those are left out.
 template <class A, bool queries_in_lanes = true, class Seen>
 void add_weighted_seen(int64_t queries, const A* weights, const RowsAt<A>& rows, int64_t keys, int64_t columns, A* sums,
                        const Seen& seen) {

@@ -5,7 +5,6 @@
 #include "problem.h"
 
 namespace ai3::inline AI3_LEVEL {
-namespace {
 
 template <class A>
 inline constexpr A kHidden = static_cast<A>(-__builtin_inf());
@@ -84,7 +83,7 @@ AI3_INLINE Vec<float> hidden_where(const int8_t* bytes) {
   return detail::bit_cast<Vec<float>::Raw>(detail::bit_cast<detail::Words>(lanes) & 0xff800000u);
 }
 
-// The mask of one head; what it adds to scores, where `hidden` hides a key.
+// The mask of one head; what it adds to scores, where `hidden` hides a key. Compiled once, as products.h is.
 template <class A>
 struct MaskRows {
   const char* data;
@@ -113,7 +112,7 @@ struct MaskRows {
     }
   }
   // Of query i and the keys from `first` on.
-  void read_row(int64_t i, int64_t first, int64_t count, A* to) const {
+  [[gnu::noinline]] void read_row(int64_t i, int64_t first, int64_t count, A* to) const {
     with_elements([&]<class M>(const M* all) {
       const M* from = all + i * row + first * column;
       if (column == 1)  // a loop that the compiler makes vectors of
@@ -123,7 +122,7 @@ struct MaskRows {
     });
   }
   // Of up to a panel's queries and `keys` keys: to[key][query of the panel], hidden behind the last query.
-  void read_panel(int64_t i, int64_t queries, int64_t first, int64_t keys, A* to) const {
+  [[gnu::noinline]] void read_panel(int64_t i, int64_t queries, int64_t first, int64_t keys, A* to) const {
     constexpr int64_t P = kPanel<A>;
     with_elements([&]<class M>(const M* all) {
       const M* from = all + i * row + first * column;
@@ -139,7 +138,7 @@ struct MaskRows {
     });
   }
   // The same of booleans that lie beside each other for neighbouring keys, 16 x 16 at a time.
-  void read_bytes(const uint8_t* from, int64_t queries, int64_t keys, A* to) const {
+  void read_bytes(const uint8_t* from, int64_t queries, int64_t keys, A* to) const requires(sizeof(A) == 4) {
     constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
     for (int64_t q = 0; q < P; q += 16)
       for (int64_t j = 0; j < keys; j += 16) {
@@ -166,6 +165,19 @@ struct MaskRows {
     return one == kHidden<A>;
   }
 };
+
+#ifdef AI3_ONLY_FLOAT32
+#define AI3_ATTENTION_MASKS_(...) __VA_ARGS__ template struct MaskRows<float>;
+#else
+#define AI3_ATTENTION_MASKS_(...)              \
+  __VA_ARGS__ template struct MaskRows<float>; \
+  __VA_ARGS__ template struct MaskRows<double>;
+#endif
+#ifndef AI3_DEFINES_ATTENTION_PRODUCTS
+AI3_ATTENTION_MASKS_(extern)
+#endif
+
+namespace {
 
 // What is added to the scores of one head by where queries and keys are, before its mask.
 template <class T>
