@@ -12,6 +12,11 @@ MAKEFLAGS += --no-print-directory
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_WAIT_POLICY ?= passive
+# Images of containers set it, and uv compiles nothing: each of the tests' processes would compile all of torch's Python anew.
+ifneq ($(PYTHONDONTWRITEBYTECODE),)
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/pycache
+endif
 
 ARGS ?=
 BENCH_ARGS ?=
