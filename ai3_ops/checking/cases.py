@@ -292,9 +292,9 @@ def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
     small: list[Case] = []
     realistic: list[Case] = []
     left = PRODUCTS if dtype == "float32" or "float32" not in info.dtypes else OTHER_PRODUCTS
-    drawn = _drawn(info.operation, dtype)
+    drawn = _drawn(info.operation)
     for case, problem, products in drawn:
-        if products == 0 or not _supported(info, problem):
+        if products == 0 or not _supported(info, problem._replace(dtype=DTYPES[dtype])):
             continue
         supported += 1
         elements = sum(math.prod(shape) for shape in case.shapes if shape is not None)
@@ -307,14 +307,14 @@ def _search(info: AlgorithmInfo, dtype: str, generation: int) -> Search:
     return Search(len(drawn), supported, tuple(small), tuple(realistic))
 
 
-@functools.lru_cache(maxsize=64)  # most of a search's time, and the same for all algorithms of an operation
-def _drawn(operation: str, dtype: str) -> list[tuple[Case, Problem, int]]:
-    """Layers of networks, then made-up shapes, as far as the kernel fits; with their products."""
+@functools.lru_cache(maxsize=64)  # most of a search's time, and the same for all algorithms and dtypes of an operation
+def _drawn(operation: str) -> list[tuple[Case, Problem, int]]:
+    """Layers of networks, then made-up shapes, as far as the kernel fits; with their problems in float32, and products."""
     rules, generator, found = OPERATIONS[operation], random.Random(0), []
     for i in range(_TRIED):
         case = rules.layers[i] if i < len(rules.layers) else rules.made_up(Draw(generator))
         try:
-            problem = _problem(operation, case, DTYPES[dtype])
+            problem = _problem(operation, case, torch.float32)
         except RuntimeError:
             continue
         found.append((case, problem, _products(operation, case, problem)))
