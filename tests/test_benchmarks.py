@@ -1,9 +1,8 @@
 """The benchmark programs: what they measure is what they say. Their figures are no test's business."""
 
-import threading
-
 import pytest
 import torch
+from endless import never_ends
 
 measure = pytest.importorskip("benchmarks.measure", reason="the benchmarks are not part of the wheel")
 from benchmarks import figures, layers, others, paper, shapes, substitutions, threads, ways  # noqa: E402
@@ -196,15 +195,9 @@ def test_ways_of_transformers_models(name):
     assert step().isfinite()
 
 
-def _never_ends(to, *_):
-    """In place of `ways._measure`: our call's seconds, and no more."""
-    to.send(0.25)
-    threading.Event().wait()
-
-
 def test_a_call_of_pytorchs_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(ways, "LIMIT", 0.0)
-    monkeypatch.setattr(ways, "_measure", _never_ends)
+    monkeypatch.setattr(ways, "_measure", never_ends)
     found = ways.cell("mobilenet_v3_small", "float16", "nchw", "training", 1, 60.0)
     assert found["above"]
     assert found["torch_ms"] == found["ai3_ms"] == 250

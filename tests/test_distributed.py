@@ -1,6 +1,8 @@
 """Swapped models in wrappers for several processes: swap before or after, the gradients are those of the plain model."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -176,11 +178,22 @@ def checkpoint(folder):
     return all(torch.equal(p, 2 * q) for p, q in zip(plain.parameters(), Net().parameters(), strict=True))
 
 
+# Forks of a process that has imported what both need.
+RANKS = """
+import sys
+from test_distributed import worker
+from torch.multiprocessing import start_processes
+start_processes(worker, (sys.argv[1],), nprocs=2, start_method="fork")
+"""
+
+
 @pytest.fixture(scope="session")
-def results(once, tmp_path_factory):
+def results(once, fork, tmp_path_factory):
     def compute(path):
         folder = tmp_path_factory.mktemp("group")
-        torch.multiprocessing.spawn(worker, (str(folder),), nprocs=2)
+        places = [Path(__file__).parent, Path(ai3_ops.__file__).parents[1]]
+        done = fork(RANKS, folder, PYTHONPATH=os.pathsep.join(map(str, places)))
+        assert done.returncode == 0, done.stderr
         path.write_text(json.dumps([json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]))
 
     return json.loads(once("distributed_results", compute).read_text())
