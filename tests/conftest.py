@@ -13,6 +13,10 @@ from forks import Forks
 
 from ai3_ops import registry
 
+# Read when Inductor is imported. One level for all, which then share one precompiled header; how fast the code is that calls
+# kernels, nothing here measures.
+os.environ["AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL"] = "O0"
+
 
 @pytest.fixture(autouse=True)
 def _fixed_state():

@@ -40,8 +40,7 @@ def package(model, path, *inputs):
     program = torch.export.export(
         model, inputs, dynamic_shapes=(shapes,) if isinstance(model, EveryOperator) else shapes
     )
-    configs = {"aot_inductor.compile_wrapper_opt_level": "O0"}
-    return torch._inductor.aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
 @pytest.mark.full
