@@ -167,3 +167,28 @@ def test_repeated_steps_are_computed_once():
 
     fast = check(Branches().eval(), torch.randn(2, 4, 24), selectors="default")
     assert [s.operation for s in steps_of(fast)].count("silu") == 1
+
+
+def test_a_layer_that_is_called_again_is_packed_once():
+    class Again(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv1d(64, 64, 9, padding=4)
+
+        def forward(self, x):
+            return self.layer(torch.relu(self.layer(x)))
+
+    class Once(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return torch.relu(self.layer(x))
+
+    torch.manual_seed(0)
+    model, x = Again().eval(), torch.randn(1, 64, 200)
+    packed = [
+        check(m, x, selectors={"conv1d": "fft"})._ai3_report.parts[0].packed_bytes for m in (model, Once(model.layer))
+    ]
+    assert packed[0] == packed[1]
