@@ -27,13 +27,10 @@ def is_sequence(node: Any) -> bool:
 def as_image(network: Network, before: Node, x: Node) -> Node:
     """(N, C, L) as (N, C, 1, L); a constant may have fewer dimensions, as those that are broadcast."""
     if is_constant(x):
-        value, name = network.value(x), f"{x.target}.row"
-        for node in network.graph.nodes:  # of a layer that is called again: its weight is packed once
-            if node is before:
-                break
-            if node.op == "get_attr" and node.target == name:
-                return node
-        return network.constant(value.reshape(*[1] * (3 - value.ndim), *value.shape).unsqueeze(2), name, before)
+        value = network.value(x)
+        return network.constant(
+            value.reshape(*[1] * (3 - value.ndim), *value.shape).unsqueeze(2), f"{x.target}.row", before
+        )
     batch, channels, length = open_sizes(x.meta["shape"], x.meta["scales"])
     return network.step(before, steps.reshape, x, (batch, channels, 1, length), layers=x.meta["layers"])
 
