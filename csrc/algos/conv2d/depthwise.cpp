@@ -23,13 +23,9 @@ constexpr int64_t kCached = 16 << 20;                    // bytes of input and o
 template <class T>
 constexpr bool kIsCommon = (std::is_same_v<T, float> && AI3_VECTOR_BYTES >= 32) ||
                            (std::is_same_v<T, bfloat16> && AI3_VECTOR_BYTES == 64);
-// Columns of the widest kernel that has forms of its own: of double, which is rare, none has, and of float16, which is rare, too,
-// but widened for each tap elsewhere, the most frequent one. Without AVX2 what unrolls is the conversion of each element of 16
-// bits.
+// Types with forms of known columns: without AVX2 what unrolls is the conversion of each element of 16 bits.
 template <class T>
-constexpr int kMostColumns = sizeof(T) == 8 || (sizeof(T) == 2 && AI3_VECTOR_BYTES < 32) ? 0
-                             : std::is_same_v<T, float16>                                ? 3
-                                                                                         : 7;
+constexpr bool kIsUnrolled = sizeof(T) > 2 || AI3_VECTOR_BYTES >= 32;
 template <class T>
 constexpr int kHeightOf = kIsCommon<T> ? kHeight : 1;
 
@@ -128,7 +124,7 @@ Fused fused_of(const Call<T>& call) {
 // NHWC: `count` rows of output, `height` at most, columns [tile, tiles_end), channels [begin, end): tiles of height x pixels
 // outputs by a vector of channels stay in registers over the window. Where the kernel's columns and their stride are known, each
 // input vector is loaded once for all outputs of the tile that see it; columns == 0 reads both from the problem, and any
-// dilation. The last vector of channels reaches back over the one before it or, where columns == 0, has less lanes.
+// dilation. The last vector of channels has less lanes or, in forms of one activation, reaches back over the one before it.
 template <class T, int height, int pixels, int columns, int stride, Fused fused>
 void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t end, int64_t row, int64_t count, int64_t tile,
              int64_t tiles_end) {
@@ -252,7 +248,7 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
       }
     };
     int64_t c = begin;
-    if constexpr (columns > 0) {
+    if constexpr (columns > 0 && fused != Fused::any) {
       for (;; c = end - width) {  // an inner loop of equal steps: otherwise every address would be computed anew
         for (; c + width <= end; c += width) vector.template operator()<true>(c, width);
         if (c == end) break;
@@ -270,19 +266,17 @@ using RowsOf = decltype(&rows_of<T, 1, 1, 0, 0, Fused::any>);
 // many taps.
 template <class T, int height, int pixels, Fused fused>
 RowsOf<T> form_for(const Conv2dProblem& p) {
-  auto of_columns = [&]<int columns, Fused of>() -> RowsOf<T> {
-    if constexpr (columns > kMostColumns<T>)
-      return nullptr;
-    else
-      return p.stride_w == 1 ? rows_of<T, height, pixels, columns, 1, of> : rows_of<T, height, pixels, columns, 2, of>;
+  if constexpr (!kIsUnrolled<T>) return nullptr;
+  auto of_stride = [&]<int stride>() -> RowsOf<T> {
+    if (p.kernel_width == 3) return rows_of<T, height, pixels, 3, stride, fused>;
+    if (p.kernel_width == 5) return rows_of<T, height, pixels, 5, stride, fused>;
+    constexpr bool rare = fused == Fused::hardswish || fused == Fused::silu;
+    if (p.kernel_width == 7) return rows_of < T, height, pixels, 7, stride, rare ? Fused::any : fused > ;
+    return nullptr;
   };
-  constexpr bool rare = fused == Fused::hardswish || fused == Fused::silu;
   const bool wide = p.pad_w >= p.kernel_width;
   if (p.out_width < kFewPixels || p.dilation_h != 1 || p.dilation_w != 1 || p.stride_w > 2 || wide) return nullptr;
-  if (p.kernel_width == 3) return of_columns.template operator()<3, fused>();
-  if (p.kernel_width == 5) return of_columns.template operator()<5, fused>();
-  if (p.kernel_width == 7) return of_columns.template operator()<7, (rare ? Fused::any : fused)>();
-  return nullptr;
+  return p.stride_w == 1 ? of_stride.template operator()<1>() : of_stride.template operator()<2>();
 }
 
 // NCHW: `count` columns of a row of one output plane, up to `vectors` vectors.
@@ -358,17 +352,12 @@ struct RowForms {
   RowsOf<T> band, rest;
   int64_t height;     // rows of a band
   int64_t columns;    // those of tiles of kPixels; `rest` computes the others
-  bool reaches_back;  // over channels: `band` needs a vector of them
+  bool reaches_back;  // over channels: the forms need a vector of them
 
   explicit RowForms(const Call<T>& call) {
     const Conv2dProblem& p = call.p;
-    constexpr int64_t width = Vec<Acc<T>>::width;
-    const Fused fused = kIsCommon<T> ? fused_of(call) : Fused::any;
-    // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
-    const bool apart = call.residual == call.y;
-    const bool vectors = p.in_channels >= width && (!apart || p.in_channels % width == 0);
-    auto form = [&]<int rows, int pixels>() -> RowsOf<T> {
-      if (!vectors) return nullptr;
+    const Fused fused = !kIsCommon<T> || p.in_channels < Vec<Acc<T>>::width ? Fused::any : fused_of(call);
+    auto form = [&]<int rows, int pixels>() {
       if constexpr (kIsCommon<T>)
         if (fused == Fused::nothing) return form_for<T, rows, pixels, Fused::nothing>(p);
       // Few pixels have no code of their own for activations.
@@ -379,13 +368,13 @@ struct RowForms {
       }
       return form_for<T, rows, pixels, Fused::any>(p);
     };
-    band = form.template operator()<kHeightOf<T>, kPixels>(), rest = nullptr;
-    constexpr bool few = kMostColumns<T> == 7;
-    if constexpr (few) rest = form.template operator()<1, kFewPixels>();
+    band = form.template operator()<kHeightOf<T>, kPixels>(), rest = form.template operator()<1, kFewPixels>();
     height = band ? kHeightOf<T> : 1;
-    reaches_back = band;
+    reaches_back = band && fused != Fused::any;
     const int64_t over = p.out_width % kPixels;
-    const bool reach_back = band && !apart && p.out_width > kPixels && over > (few ? kFewPixels : 0);
+    // A residual that is the output is read before a tile is written, so that no two tiles may share an output.
+    const bool apart = call.residual == call.y;
+    const bool reach_back = band && !apart && p.out_width > kPixels && over > kFewPixels;
     columns = reach_back ? p.out_width : p.out_width - over;
     auto of_any_columns = [&]<int pixels>() -> RowsOf<T> {
       if constexpr (kIsCommon<T>)
@@ -463,8 +452,7 @@ struct Bands {
           for (int64_t k = 0; k < lanes * multiplier; k += width)
             each_piece(first, last, p.out_width, p.y_stride.h, [&](int64_t row, int64_t elements) {
               copy(n * p.y_stride.n + (c * multiplier + k) * p.y_stride.c + row * p.y_stride.h,
-                   Range{larger(0, known * multiplier - k), smaller(width, lanes * multiplier - k)}, elements,
-                   y + (row - first) * p.out_width * pixel + k);
+                   Range{known, smaller(width, lanes * multiplier - k)}, elements, y + (row - first) * p.out_width * pixel + k);
             });
         };
         if (call.residual)
@@ -488,55 +476,32 @@ struct Bands {
     if (row == apart && first < last) return copy(first, (last - first) * row);
     for (int64_t i = first; i < last; i++) copy(i, row);
   }
-  // Elements of `lanes` planes, `plane` apart, to the lanes of vectors that are `step` apart; further lanes get anything.
-  [[gnu::noinline, gnu::noclone]] static void to_lanes(const T* from, int64_t plane, int64_t lanes, int64_t elements, T* to,
-                                                       int64_t step) {
-    T squares[2][width * width];  // of the rest, which is copied: code for parts of vectors would be as long again
+  // Elements of `lanes` planes, `plane` apart, to the lanes of vectors that are `step` apart.
+  [[gnu::noinline]] static void to_lanes(const T* from, int64_t plane, int64_t lanes, int64_t elements, T* to, int64_t step) {
     for (int64_t e = 0; e < elements; e += width) {
       const int64_t n = smaller(width, elements - e);
-      const T* rows = from + e;
-      T* out = to + e * step;
-      int64_t rows_apart = plane, out_apart = step;
-      if (n < width || lanes < width) {
-        for (int64_t i = 0; i < lanes; i++) copy_some(rows + i * plane, n, squares[0] + i * width);
-        rows = squares[0], rows_apart = width, out = squares[1], out_apart = width;
-      }
       Vec<Acc<T>> v[width];
 #pragma GCC unroll 16
-      for (int i = 0; i < width; i++) v[i] = load(rows + i * rows_apart);
+      for (int i = 0; i < width; i++) v[i] = i < lanes ? load_some(from + i * plane + e, n) : Vec<Acc<T>>(Acc<T>(0));
       transpose(v);
 #pragma GCC unroll 16
-      for (int i = 0; i < width; i++) store(out + i * out_apart, v[i]);
-      if (out == squares[1])
-        for (int64_t i = 0; i < n; i++) store(to + (e + i) * step, load(squares[1] + i * width));
+      for (int i = 0; i < width; i++)
+        if (i < n) store(to + (e + i) * step, v[i]);
     }
   }
   // And back, of some lanes.
-  [[gnu::noinline, gnu::noclone]] static void to_planes(const T* from, int64_t step, Range lanes, int64_t elements, T* to,
-                                                        int64_t plane) {
-    T squares[2][width * width];
+  [[gnu::noinline]] static void to_planes(const T* from, int64_t step, Range lanes, int64_t elements, T* to, int64_t plane) {
     for (int64_t e = 0; e < elements; e += width) {
       const int64_t n = smaller(width, elements - e);
-      const bool whole = n == width && lanes.begin <= 0 && lanes.end >= width;
-      const T* rows = from + e * step;
-      T* out = to + e;
-      int64_t rows_apart = step, out_apart = plane;
-      if (n < width) {
-        for (int64_t i = 0; i < n; i++) store(squares[0] + i * width, load(rows + i * step));
-        rows = squares[0], rows_apart = width;
-      }
-      if (!whole) out = squares[1], out_apart = width;
       Vec<Acc<T>> v[width];
 #pragma GCC unroll 16
-      for (int i = 0; i < width; i++) v[i] = load(rows + i * rows_apart);
+      for (int i = 0; i < width; i++) v[i] = i < n ? load(from + (e + i) * step) : Vec<Acc<T>>(Acc<T>(0));
       transpose(v);
 #pragma GCC unroll 16
-      for (int i = 0; i < width; i++) store(out + i * out_apart, v[i]);
-      if (!whole)
-        for (int64_t i = lanes.begin; i < lanes.end; i++) copy_some(squares[1] + i * width, n, to + i * plane + e);
+      for (int i = 0; i < width; i++)
+        if (i >= lanes.begin && i < lanes.end) store_some(to + i * plane + e, v[i], n);
     }
   }
-  AI3_INLINE static void copy_some(const T* from, int64_t n, T* to) { store_some(to, load_some(from, n), n); }
 };
 
 // Whether lanes are channels: in NHWC, or in bands of NCHW.
@@ -659,8 +624,8 @@ void input_gradient(const Conv2dProblem& p, const T* gy, const T* w, T* dx, Work
 
 // A row of dY against the rows of x below `rows` rows of the kernel: one vector of channels' sums, a vector for each tap. A
 // number of columns that is known keeps them in registers, and each element of dY is loaded once; several rows at once, so that
-// enough sums are under way; it takes whole vectors and a multiplier of 1. The next vector of channels of what is new is
-// prefetched: pixels are too far apart for the prefetchers.
+// enough sums are under way. The next vector of channels of what is new is prefetched: pixels are too far apart for the
+// prefetchers.
 template <class T, int rows, int columns>
 void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64_t lanes, Acc<T>* sums) {
   using A = Acc<T>;
@@ -719,10 +684,7 @@ void weight_gradient_rows(const Conv2dProblem& p, const T* gy, const T* x, int64
       }
     }
   };
-  if constexpr (columns > 0)
-    run.template operator()<true>();
-  else
-    lanes == width&& multiplier == 1 ? run.template operator()<true>() : run.template operator()<false>();
+  lanes == width&& multiplier == 1 ? run.template operator()<true>() : run.template operator()<false>();
 }
 
 // dW is summed over slices of dY's rows, in each slice row by row, then over the slices. How many there are depends on the
@@ -737,9 +699,6 @@ struct WeightGradient {
   const int64_t slices = larger(1, smaller(smaller(8, rows), rows* p.out_width / 512));
   const int64_t block = (window + 1) * width;  // a vector of channels: the sums of each tap, and of dY alone
 
-  // The first channel of a vector: the last one reaches back over the one before it.
-  int64_t first_of(int64_t vector) const { return smaller(vector * width, larger(0, p.in_channels - width)); }
-
   int64_t elements() const { return checked_product({slices, multiplier, vectors, block}); }
   int64_t workspace() const { return workspace_bytes<A>(elements()); }
 
@@ -753,13 +712,12 @@ struct WeightGradient {
     });
     parallel_ranges(p.threads, multiplier * vectors, 16, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; i++) {
-        const int64_t m = i / vectors, c = first_of(i % vectors), known = i % vectors * width - c,
-                      lanes = smaller(width, p.in_channels - c);
+        const int64_t m = i / vectors, c = i % vectors * width, lanes = smaller(width, p.in_channels - c);
         for (int64_t tap = 0; tap <= window; tap++) {
           Vec<A> sum = A(0);
           for (int64_t slice = 0; slice < slices; slice++)
             sum += load(sums + (slice * multiplier * vectors + i) * block + tap * width);
-          for (int l = static_cast<int>(known); l < lanes; l++) {
+          for (int l = 0; l < lanes; l++) {
             const int64_t k = (c + l) * multiplier + m;
             if (tap < window)
               narrow(sum[l], dw[k * window + tap]);
@@ -779,18 +737,17 @@ struct WeightGradient {
     if constexpr (kIsCommon<T>) {
       // All taps of a window that fit the registers.
       constexpr int most = AI3_VECTOR_BYTES == 64 ? 5 : 3;
-      const bool square = p.kernel_height == p.kernel_width, plain = multiplier == 1 && p.in_channels >= width;
-      if (plain && p.kernel_width == 3) row_form = weight_gradient_rows<T, 1, 3>;
-      if (plain && p.kernel_width == 5) row_form = weight_gradient_rows<T, 1, 5>;
-      if (plain && p.kernel_width == 7) row_form = weight_gradient_rows<T, 1, 7>;
-      if (plain && square && p.kernel_width == most) window_form = weight_gradient_rows<T, most, most>;
-      if (plain && square && p.kernel_width == 3) window_form = weight_gradient_rows<T, 3, 3>;
+      const bool square = p.kernel_height == p.kernel_width;
+      if (p.kernel_width == 3) row_form = weight_gradient_rows<T, 1, 3>;
+      if (p.kernel_width == 5) row_form = weight_gradient_rows<T, 1, 5>;
+      if (p.kernel_width == 7) row_form = weight_gradient_rows<T, 1, 7>;
+      if (square && p.kernel_width == most) window_form = weight_gradient_rows<T, most, most>;
+      if (square && p.kernel_width == 3) window_form = weight_gradient_rows<T, 3, 3>;
     }
     for (int64_t first = slice.begin; first < slice.end; first += band)
       for (int64_t m = 0; m < multiplier; m++)
-        for (int64_t vector = channels.begin / width; vector * width < channels.end; vector++) {
-          const int64_t c = first_of(vector);
-          A* to = sums + (m * vectors + vector) * block;
+        for (int64_t c = channels.begin; c < channels.end; c += width) {
+          A* to = sums + (m * vectors + c / width) * block;
           if (first == slice.begin)
             for (int64_t tap = 0; tap <= window; tap++) store(to + tap * width, Vec<A>(A(0)));
           const int64_t lanes = smaller(width, p.in_channels - c);
