@@ -514,8 +514,8 @@ struct TransformDomain : DomainPlan {
     }
   }
 
-  static const Phases& phases() {
-    static constexpr Phases all = {
+  void run(const Conv2dOperands& buffers, Workspace& workspace) const {
+    static constexpr Phases phases = {
         [](const DomainPlan& d, const void* x, void* v, int64_t t, int64_t slot, int64_t begin, int64_t end) {
           static_cast<const TransformDomain&>(d).transform_input(static_cast<const T*>(x), static_cast<A*>(v), t, slot, begin,
                                                                  end);
@@ -525,10 +525,7 @@ struct TransformDomain : DomainPlan {
           static_cast<const TransformDomain&>(d).transform_output(static_cast<const A*>(m), operands, t, slot, first, begin, end,
                                                                   streaming);
         }};
-    return all;
-  }
-  void run(const Conv2dOperands& buffers, Workspace& workspace) const {
-    run_domain<A, Stored>(*this, phases(), buffers, streams(buffers.output.data), workspace);
+    run_domain<A, Stored>(*this, phases, buffers, streams(buffers.output.data), workspace);
   }
 };
 

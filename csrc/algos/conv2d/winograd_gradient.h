@@ -13,67 +13,102 @@ template <class A>
 void add_products_of_tiles(const A* z, int64_t filters, const A* v, int64_t channels, A* sums, int64_t n, int64_t used_filters,
                            int64_t used_channels, bool add);
 
-// What the gradient takes of a form, for sums of type A.
-template <class A>
-struct GradientForm {
-  int64_t positions, taps, rows, columns;  // the latter two: outputs of a tile
-  // The transforms of a tile of x (Phases), of one of dY, [row][column] of one vector of filters, and of sums.
-  void (*input)(const DomainPlan& d, const void* x, void* v, int64_t t, int64_t slot, int64_t begin, int64_t end);
-  void (*spread)(const Vec<A>* tile, A* z, int64_t stride);
-  void (*gather)(const A* sums, int64_t stride, A* taps);
-};
+// The transforms of a tile of dY and of sums, for sums of type A.
 template <class Form, class A>
-[[gnu::noinline]] void spread_tile(const Vec<A>* tile, A* z, int64_t stride) {
-  Vec<A> y[Form::kOutputsH][Form::kOutputsW];
-  __builtin_memcpy(y, tile, sizeof(y));
-  Form::spread(y, Positions<A>{z, stride});
+[[gnu::noinline]] void spread_tile(const Vec<A> (&tile)[Form::kOutputsH][Form::kOutputsW], A* z, int64_t stride) {
+  Form::spread(tile, Positions<A>{z, stride});
 }
 template <class Form, class A>
 [[gnu::noinline]] void gather_taps(const A* sums, int64_t stride, A* taps) {
   Form::gather(Positions<const A>{sums, stride}, [&](int64_t tap, Vec<A> value) { store(taps + tap * Vec<A>::width, value); });
 }
-template <class Form, class T>
-AI3_INLINE GradientForm<Acc<T>> gradient_form() {
-  using A = Acc<T>;
-  return {Form::kPositions,     Form::kTaps,         Form::kOutputsH, Form::kOutputsW, TransformDomain<Form, T>::phases().input,
-          spread_tile<Form, A>, gather_taps<Form, A>};
-}
+
+namespace {
 
 // A task owns dW of some filters by some channels of a group. Its sums and a block of transformed tiles stay in the L2 cache. The
-// block does not depend on the threads, so that neither do the sums. Nothing here is in a form's inner loops: it is compiled for
-// the types alone (winograd_gradient.cpp).
-template <class T>
+// block does not depend on the threads, so that neither do the sums.
+template <class Form, class T>
 struct WinogradWeightGradient {
   using A = Acc<T>;
   using V = Vec<A>;
-  static constexpr int64_t kWidth = V::width, P = kPanel<A>, kBlock = 28;
-  static constexpr int kMostOutputs = 6 * 6, kMostTaps = 5 * 5;  // of a tile
+  static constexpr int64_t kWidth = V::width, P = kPanel<A>, kPositions = Form::kPositions, kTaps = Form::kTaps,
+                           kSkew = TransformDomain<Form, T>::kSkew, kBlock = 28;
   const Conv2dProblem& p;
-  DomainPlan& domain;  // a form's TransformDomain of T
-  const GradientForm<A> form;
+  TransformDomain<Form, T> domain;
   int64_t filters = 64, channels = 2 * P;  // of a task
   int64_t filter_shares, channel_shares;
   int64_t stride_y, stride_w;  // elements between positions of transformed dY and of the sums
 
-  WinogradWeightGradient(DomainPlan& of, const GradientForm<A>& by);
-  int64_t buffer_elements() const { return form.positions * (domain.stride + stride_y + stride_w) + filters; }
+  explicit WinogradWeightGradient(const Conv2dProblem& problem) : p(problem), domain(problem) {
+    auto cut = [&] {
+      filter_shares = ceil_div(domain.group_out, filters), channel_shares = ceil_div(domain.group_in, channels);
+      return p.groups * filter_shares * channel_shares < p.threads;
+    };
+    if (cut()) channels = P;
+    while (cut() && filters > kWidth) filters /= 2;
+    domain.block = smaller(kBlock, domain.tiles), domain.row = channels;
+    domain.stride = domain.block * channels + kSkew;
+    stride_y = domain.block * filters + kSkew, stride_w = filters * channels + kSkew;
+  }
+  int64_t buffer_elements() const { return kPositions * (domain.stride + stride_y + stride_w) + filters; }
   int64_t workspace() const { return workspace_bytes<A>(checked_mul(p.threads, buffer_elements())); }
-  void run(const T* gy, const T* x, T* dw, T* db, Workspace& memory) const;
 
- private:
-  void transform_gradient(const T* gy, A* z, int64_t t, int64_t count, A* bias) const;
-  void transform_sums(const A* u, int64_t cs, T* dw) const;
+  void run(const T* gy, const T* x, T* dw, T* db, Workspace& memory) const {
+    A* buffers = memory.take<A>(p.threads * buffer_elements());
+    parallel_for(p.threads, p.groups * filter_shares * channel_shares, [&](int64_t i, int thread) {
+      const int64_t group = i / channel_shares / filter_shares;
+      const int64_t k = i / channel_shares % filter_shares * filters, c = i % channel_shares * channels;
+      const int64_t ks = smaller(filters, domain.group_out - k), cs = smaller(channels, domain.group_in - c);
+      const int64_t filter = group * domain.group_out + k, channel = group * domain.group_in + c;
+      A *v = buffers + thread * buffer_elements(), *z = v + kPositions * domain.stride, *u = z + kPositions * stride_y;
+      A* bias = db && c == 0 ? u + kPositions * stride_w : nullptr;
+      for (int64_t f = 0; bias && f < filters; f++) bias[f] = 0;
+      for (int64_t first = 0; first < domain.tiles; first += domain.block) {
+        const int64_t n = smaller(domain.block, domain.tiles - first);
+        for (int64_t t = 0; t < n; t++) {
+          domain.transform_input(x, v - channel, first + t, t, channel, channel + cs);
+          transform_gradient(gy + filter * p.y_stride.c, z + t * filters, first + t, ks, bias);
+        }
+        for (int64_t position = 0; position < kPositions; position++)
+          add_products_of_tiles(z + position * stride_y, filters, v + position * domain.stride, channels, u + position * stride_w,
+                                n, ks, cs, first > 0);
+      }
+      for (int64_t f = 0; f < ks; f++) {
+        if (bias) narrow(bias[f], db[filter + f]);
+        transform_sums(u + f * channels, cs, dw + ((filter + f) * domain.group_in + c) * kTaps);
+      }
+    });
+  }
+
+  // `count` filters of dY's tile t. What lies outside the output is 0.
+  void transform_gradient(const T* gy, A* z, int64_t t, int64_t count, A* bias) const {
+    const Axis &h = domain.h, &w = domain.w;
+    const int64_t oh = h.first_output(t / w.tiles % h.tiles), ow = w.first_output(t % w.tiles);
+    const int64_t rows = h.outputs(oh), columns = w.outputs(ow);
+    const T* from = gy + t / (w.tiles * h.tiles) * p.y_stride.n + oh * p.y_stride.h + ow * p.y_stride.w;
+    V tile[Form::kOutputsH][Form::kOutputsW] = {};
+    for (int64_t f = 0; f < count; f += kWidth) {
+      V sum(A{0});
+      for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < columns; j++) {
+          tile[i][j] = load_channels(from + i * p.y_stride.h + j * p.y_stride.w + f * p.y_stride.c, p.y_stride.c,
+                                     smaller(kWidth, count - f));
+          sum += tile[i][j];
+        }
+      if (bias) store(bias + f, load(bias + f) + sum);
+      spread_tile<Form, A>(tile, z + f, stride_y);
+    }
+  }
+  // One filter's sums into its weights.
+  void transform_sums(const A* u, int64_t cs, T* dw) const {
+    for (int64_t c = 0; c < cs; c += kWidth) {
+      alignas(64) A taps[kTaps * kWidth];
+      gather_taps<Form, A>(u + c, stride_w, taps);
+      for (int64_t lane = 0; lane < smaller(kWidth, cs - c); lane++)
+        for (int64_t tap = 0; tap < kTaps; tap++) narrow(taps[tap * kWidth + lane], dw[(c + lane) * kTaps + tap]);
+    }
+  }
 };
-// body(gradient) with that of a form.
-template <class Form, class T, class Body>
-AI3_INLINE void with_weight_gradient(const Conv2dProblem& p, const Body& body) {
-  static_assert(Form::kOutputsH * Form::kOutputsW <= WinogradWeightGradient<T>::kMostOutputs);
-  static_assert(Form::kTaps <= WinogradWeightGradient<T>::kMostTaps);
-  TransformDomain<Form, T> domain(p);
-  body(WinogradWeightGradient<T>(domain, gradient_form<Form, T>()));
-}
-
-namespace {
 
 // dW's operations, with the time of a position of a weight's inverse transform.
 template <class Form>
@@ -112,8 +147,7 @@ struct WinogradGradient {
       const T *gy = m.grad_output.read<T>(), *x = m.input.read<T>();
       if (m.grad_weight)
         WeightForms::with(p, [&]<class Form>() {
-          with_weight_gradient<Form, T>(
-              p, [&](const auto& gradient) { gradient.run(gy, x, m.grad_weight.write<T>(), m.grad_bias.write<T>(), workspace); });
+          WinogradWeightGradient<Form, T>(p).run(gy, x, m.grad_weight.write<T>(), m.grad_bias.write<T>(), workspace);
         });
       if (!m.grad_input) return;
       Forms::with(p, [&]<class Form>() {
@@ -135,9 +169,7 @@ struct WinogradGradient {
       });
     if (m.grad_weight)
       WeightForms::with(p, [&]<class Form>() {
-        with_type(p.dtype, [&]<class T>() {
-          with_weight_gradient<Form, T>(p, [&](const auto& gradient) { bytes = checked_add(bytes, gradient.workspace()); });
-        });
+        with_type(p.dtype, [&]<class T>() { bytes = checked_add(bytes, WinogradWeightGradient<Form, T>(p).workspace()); });
       });
     return bytes;
   }
