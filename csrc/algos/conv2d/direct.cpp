@@ -457,7 +457,7 @@ class DirectConvolution {
         for (int64_t k = 0; k < 2 * width; k++) start[k] = k < some.count ? by.of.bias[k] : A(0);
         starts = start;
       }
-      const bool finished = few && !spread && !span.rest && needs_finish && is_applied_in_registers<A>(q.activation, at.residual);
+      const bool finished = few && !spread && !span.rest && needs_finish && is_applied_in_registers(q.activation, at.residual);
       if (finished) {
         span.activation = q.activation;
         if (at.residual) span.residual_behind = reinterpret_cast<const char*>(at.residual) - reinterpret_cast<const char*>(at.y);
@@ -468,7 +468,7 @@ class DirectConvolution {
         span.tiles = finished || !needs_finish ? wider : 1;
         if (pointwise) span.ahead = pixels * span.x_pixel;  // the next tile's
         if (finished)
-          accumulate<kNarrowPixels, kFinishesInRegisters<A>>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+          accumulate<kNarrowPixels, true>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
         else
           accumulate<kNarrowPixels>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
         if (needs_finish && !finished)

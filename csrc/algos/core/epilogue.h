@@ -135,12 +135,9 @@ AI3_INLINE Vec<A> activate(Activation activation, Vec<A> v, Vec<A> slope = A(0))
 // own stores them, with a call for each vector but prelu's.
 AI3_INLINE constexpr bool is_called(Activation a) { return a > Activation::gelu; }
 // Those that kernels apply to sums that are still in registers. Each is a store loop of its own in every one of them, so only the
-// commonest of few instructions are, after a residual only relu, and none to doubles, whose kernels would be twice as long.
-template <class A>
-inline constexpr bool kFinishesInRegisters = sizeof(A) == sizeof(float);
-template <class A>
+// commonest of few instructions are, and after a residual only relu.
 AI3_INLINE constexpr bool is_applied_in_registers(Activation a, bool residual) {
-  return kFinishesInRegisters<A> && a <= (residual ? Activation::relu : Activation::hardswish);
+  return a <= (residual ? Activation::relu : Activation::hardswish);
 }
 // store(constant) with the activation as a constant, after a residual or not.
 template <class Store>

@@ -134,7 +134,7 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
   if constexpr (same)
     if (whole) {
       const A* const from = add ? out.data : biased ? out.bias : start;
-      if (k > 0 && !rest.bias && is_applied_in_registers<A>(rest.activation, rest.residual))
+      if (k > 0 && !rest.bias && is_applied_in_registers(rest.activation, rest.residual))
         return tile(from, add ? out.row_stride : 0, out.data, out.row_stride, rest.residual, rest.activation);
       tile(from, add ? out.row_stride : 0, out.data, out.row_stride);
       if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, columns);

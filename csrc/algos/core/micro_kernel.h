@@ -82,8 +82,8 @@ struct MicroTile {
       if constexpr (!half) AI3_LEVEL::store(c + r * ldc + V::width, right[r]);
     }
   }
-  // After a residual, which lies as c does, and the activation, where is_applied_in_registers.
-  AI3_INLINE void store(A* c, int64_t ldc, const A* residual, Activation activation) const requires kFinishesInRegisters<A> {
+  // After a residual, which lies as c does, and the activation.
+  AI3_INLINE void store(A* c, int64_t ldc, const A* residual, Activation activation) const {
     with_registers(activation, residual, [&]<Activation constant, bool added>() {
       // Each case by itself: GCC would compute the addresses of all before it knows which one it is, on the stack.
       int64_t apart = ldc;
