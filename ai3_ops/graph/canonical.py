@@ -360,7 +360,10 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
     if not isinstance(x, fx.Node) or x.meta["shape"] is None or not _floating(x):
         return None
     if not isinstance(y, fx.Node) or is_constant(y):
+        # A length that is open is no number of channels.
         image = image_of(x)
+        if image is None and is_sequence(x) and node.meta.get("lengths", ())[-1:] == (True,):
+            image = as_image(net, node, x)
         other = as_image(net, node, y) if image is not None and isinstance(y, fx.Node) else y
         if image is not None and (scaled := _arithmetic(net, node, image, other, name)) is not None:
             return as_sequence(net, node, scaled)
@@ -532,7 +535,7 @@ def _max_pool1d(
 ) -> fx.Node | None:
     kernel, stride = _single(kernel), _single(stride or kernel)
     window = (1, *kernel), (1, *stride), (0, *_single(padding)), (1, *_single(dilation)), ceil
-    return on_image(net, node, x, steps.max_pool2d, *window)
+    return on_image(net, node, x, steps.max_pool2d, *window, sequence=True)
 
 
 @translates(aten.avg_pool1d.default)
@@ -540,12 +543,13 @@ def _avg_pool1d(
     net: Network, node: fx.Node, x: Any, kernel: Any, stride: Any, padding: Any, ceil: bool, pads: bool
 ) -> fx.Node | None:
     kernel, stride = _single(kernel), _single(stride or kernel)
-    return on_image(net, node, x, steps.avg_pool2d, (1, *kernel), (1, *stride), (0, *_single(padding)), ceil, pads)
+    window = (1, *kernel), (1, *stride), (0, *_single(padding)), ceil, pads
+    return on_image(net, node, x, steps.avg_pool2d, *window, sequence=True)
 
 
 @translates(aten.adaptive_avg_pool1d.default)
 def _adaptive_avg_pool1d(net: Network, node: fx.Node, x: Any, size: Any) -> fx.Node | None:
-    return on_image(net, node, x, steps.adaptive_avg_pool2d, (1, *_single(size)))
+    return on_image(net, node, x, steps.adaptive_avg_pool2d, (1, *_single(size)), sequence=True)
 
 
 @translates(aten.glu.default)
@@ -560,13 +564,13 @@ def _glu(net: Network, node: fx.Node, x: Any, dim: int) -> fx.Node | None:
 
 @translates(aten.mean.dim)
 def _mean(net: Network, node: fx.Node, x: Any, dims: Any, keep: bool, dtype: Any) -> fx.Node | None:
-    rank = len(x.meta["shape"])
-    if dtype is not None or sorted(d % rank for d in dims) != [*range(2, rank)] or not _floating(x):
+    if not (_is_image(x) or is_sequence(x)) or dtype is not None or not _floating(x):
         return None
-    if not _is_image(x) and not is_sequence(x):
+    rank = len(x.meta["shape"])
+    if sorted(d % rank for d in dims) != [*range(2, rank)]:
         return None
     image = x if rank == 4 else as_image(net, node, x)
-    pooled = net.step(node, steps.adaptive_avg_pool2d, image, (1, 1), layers=node.meta["layers"])
+    pooled = net.step(node, steps.adaptive_avg_pool2d, image, (1, 1), layers=node.meta["layers"], sequence=rank == 3)
     if not keep:
         return net.step(node, steps.flatten, pooled, layers=node.meta["layers"])
     return pooled if rank == 4 else as_sequence(net, node, pooled)

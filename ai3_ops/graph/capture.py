@@ -177,7 +177,9 @@ class Calls:
 
 def _named(module: nn.Module, inputs: Inputs) -> list[tuple[str, Any]]:
     """Arguments by their names."""
-    names = [*inspect.signature(module.forward).parameters] if inputs.args else []
+    names: list[str] = []
+    with contextlib.suppress(ValueError):  # of what torch.jit compiled
+        names = [*inspect.signature(module.forward).parameters]
     names += [f"argument {i}" for i in range(len(names), len(inputs.args))]
     return [*zip(names, inputs.args, strict=False), *inputs.kwargs.items()]
 
@@ -326,15 +328,19 @@ _LONGER = (2, 1), (3, 1), (8, 5), (1000, 0), (1000, 7)  # as many times the exam
 
 
 def _holds_for_any_batch(guard: Any) -> bool:
-    """Whether a condition says no more than that two sizes are one, or is an operator's own: of cuDNN, on CUDA, up to which size.
+    """Whether a condition says no more than that two sizes are one, or is an operator's own: of cuDNN, on CUDA, up to which size,
+    and that a value is not empty.
 
     Operators ask for the latter to choose a kernel, when they are called; a module that asks does so in its own source.
     """
     expression = guard.expr
     if expression.is_Equality:
         return all(a.is_Symbol for a in expression.args)
+    says = getattr(expression, "rel_op", "")
+    if (says, expression.args[-1]) in (("!=", 0), (">", 0), (">", 1), (">=", 1), (">=", 2)):
+        return re.search(r"_prims_common/__init__\.py|fake_impls\.py", str(guard.sloc)) is not None
     asked = re.search(r"[/\\(]_ops\.py", str(guard.sloc)) is not None
-    bounds = getattr(expression, "rel_op", "") in ("<", "<=")
+    bounds = says in ("<", "<=")
     return asked and bounds and expression.args[0].is_Symbol and expression.args[1].is_Integer
 
 

@@ -310,16 +310,17 @@ def drop_repeats(network: Network) -> bool:
         key = _hashable((node.target, node.args, tuple(sorted(node.kwargs.items()))))
         first: Node = seen.setdefault(key, node)
         if first is not node:
+            first.meta["layers"] = tuple(dict.fromkeys((*first.meta["layers"], *node.meta["layers"])))
             network.replace(node, first, "drop repeated step")
             found = True
     return found
 
 
 def _hashable(value: Any) -> Any:
-    """Arguments, where equal numbers of different types are not the same."""
+    """Arguments, where equal numbers of different types, or signs of zero, are not the same."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_hashable, value))
-    return value if isinstance(value, fx.Node) or callable(value) else (type(value), value)
+    return value if isinstance(value, fx.Node) or callable(value) else (type(value), repr(value))
 
 
 PASSES: tuple[Callable[[Network], bool], ...] = (

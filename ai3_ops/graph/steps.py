@@ -123,9 +123,10 @@ def max_pool2d(
     dilation: Pair = (1, 1),
     ceil_mode: bool = False,
     *,
+    sequence: bool = False,
     algorithm: str = "default",
 ) -> Tensor:
-    """As torch.nn.functional.max_pool2d."""
+    """As torch.nn.functional.max_pool2d; `sequence`: of max_pool1d, for which no selector chooses (other pools alike)."""
     return _computes("max_pool2d", algorithm, input)(input, kernel_size, stride, padding, dilation, ceil_mode)
 
 
@@ -138,6 +139,7 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
     *,
+    sequence: bool = False,
     algorithm: str = "default",
 ) -> Tensor:
     """As torch.nn.functional.avg_pool2d."""
@@ -145,7 +147,9 @@ def avg_pool2d(
     return _computes("avg_pool2d", algorithm, input)(input, *window)
 
 
-def adaptive_avg_pool2d(input: Tensor, output_size: Pair, *, algorithm: str = "default") -> Tensor:
+def adaptive_avg_pool2d(
+    input: Tensor, output_size: Pair, *, sequence: bool = False, algorithm: str = "default"
+) -> Tensor:
     """As torch.nn.functional.adaptive_avg_pool2d."""
     return _computes("adaptive_avg_pool2d", algorithm, input)(input, output_size)
 
@@ -169,6 +173,15 @@ def flatten(input: Tensor, *, algorithm: str = "default") -> Tensor:
 # them can read them as they lie. Numbers fit every batch size: -1 is the dimension that has the batch in it.
 def reshape(input: Tensor, sizes: Sequence[int]) -> Tensor:
     """As torch.reshape; a size of 0 keeps the dimension in its place."""
+    more = len(sizes) - input.ndim
+    if (
+        more
+        and all(n < 1 for n in sizes[: input.ndim])
+        and set((*sizes[input.ndim :], *input.shape[len(sizes) :])) == {1}
+    ):
+        for _ in range(abs(more)):  # without the sizes, which a traced graph would hold
+            input = input.unsqueeze(-1) if more > 0 else input.squeeze(-1)
+        return input
     return input.reshape(*(n or input.shape[d] for d, n in enumerate(sizes)))
 
 

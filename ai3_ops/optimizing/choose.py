@@ -61,12 +61,21 @@ _OPERATIONS: dict[Any, str] = {
 }
 
 
+# conv1d's name of an algorithm that conv2d has by another: of its Winograds the one that takes kernels of one row.
+_OF_SEQUENCES = {"winograd_general": "winograd"}
+
+
+def name_of(operation: str | None, algorithm: str) -> str:
+    """An algorithm of a program as selectors name it."""
+    return _OF_SEQUENCES.get(algorithm, algorithm) if operation == "conv1d" else algorithm
+
+
 def operation_of(node: fx.Node) -> str | None:
     """The operation that a step is a call of, for selectors."""
     if node.target is steps.unary and node.args[1] == "relu":
         return "relu"
-    if node.target is steps.conv2d and node.kwargs.get("sequence"):
-        return "conv1d"
+    if node.kwargs.get("sequence"):
+        return "conv1d" if node.target is steps.conv2d else None
     return _OPERATIONS.get(node.target)
 
 
@@ -137,6 +146,7 @@ def places_of(
     order = {node: i for i, node in enumerate(network.graph.nodes)}
     for node, module, operation, suffix in sorted(_suffixes(network, inside, sites), key=lambda found: order[found[0]]):
         shape = tuple(node.all_input_nodes[0].meta["shape"])
+        shape = (*shape[:2], *shape[3:]) if operation == "conv1d" else shape
         place = Place(operation, module, names.get(module, [path]), suffix, shape, watched=True)
         found.setdefault((module, operation, suffix), (place, []))[1].append(node)
     for (name, operation), made in sites.items():
@@ -313,7 +323,7 @@ def problem_of(node: fx.Node) -> tuple[str, Problem] | None:
     elif operation in ("relu", "flatten"):
         window = [1] if operation == "flatten" else []
     else:
-        window = [value for name, value in a.items() if name not in ("input", "algorithm")]
+        window = [value for name, value in a.items() if name not in ("input", "sequence", "algorithm")]
     try:
         problem = registry.OPERATIONS[operation].problem(f"ai3::{operation}", *tensors, *window)
     except RuntimeError:
@@ -399,7 +409,8 @@ def measured(
 
     def take(names: list[str]) -> None:
         for node, case, name in zip(todo, cases, names, strict=True):
-            node.kwargs = {**node.kwargs, "algorithm": "default" if name == case.default != "torch" else name}
+            own = "default" if name == case.default != "torch" else name_of(case.operation, name)
+            node.kwargs = {**node.kwargs, "algorithm": own}
 
     sizes: dict[tuple[str, ...], int] = {}
 
@@ -429,14 +440,14 @@ def _plan(nodes: list[Node], cases: list[Case], names: list[str], settings: Tune
         measured = None if case.found is None else case.found[name]
         layers[node.meta["layers"][0]] = PlannedLayer(
             case.operation,
-            name,
+            name_of(case.operation, name),
             case.layout if case.operation == "conv2d" else None,
             None if measured is None else measured.time_us,
             None if measured is None else measured.error,
             *case.layer.memory(name, case.layout),
             case.source,
             [list(shape) for shape in case.layer.shapes],
-            {f"{n} {case.layout}": m.to_dict() for n, m in (case.found or {}).items()},
+            {f"{name_of(case.operation, n)} {case.layout}": m.to_dict() for n, m in (case.found or {}).items()},
         )
     return Plan(layers, _machine.machine(), asdict(settings))
 
@@ -529,7 +540,8 @@ class Case:
 
     def runs_in_programs(self, name: str) -> bool:
         """Whether an algorithm does, and has a name by which selectors can ask for it."""
-        if name == "torch" or name not in {a.name for a in registry.algorithms(self.operation, "cpu")}:
+        known = {a.name for a in registry.algorithms(self.operation, "cpu")}
+        if name == "torch" or name_of(self.operation, name) not in known:
             return False
         info = registry.algorithm(self.layer.operation, name, "cpu")
         return not (info.vendor or info.python or info.layout == "nchw")

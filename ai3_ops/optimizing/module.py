@@ -440,6 +440,8 @@ class Optimized(nn.Module):
                 except Exception:  # of sizes, or of values, that the original refuses
                     break
                 _, expected = calls.made[0]
+                if calls.alters:
+                    return False
                 try:
                     outputs = pipeline.flat_outputs(first.body(*flat(*given)))
                     returned = outputs if first.returned is None else first.returned.leaves(outputs)

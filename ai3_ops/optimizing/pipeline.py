@@ -672,6 +672,7 @@ def _steps(network: Network, regions: list[tuple[Part, Region]], sized: set[str]
         if node.target not in choose.MEASURED and not fusion.apart(node) and asked in steps.RULES:
             asked = ""  # no choice was made
         algorithm = computed.get(node, "torch" if not asked or asked in steps.RULES else asked)
+        algorithm = choose.name_of(name, algorithm)
         measured = node.meta.get("source", "named")
         reason = "" if not asked or algorithm == "torch" else asked if asked in steps.RULES else measured
         reason = "once a size" if node.name in sized else reason

@@ -265,7 +265,7 @@ _AFTER = ("activation", "parameter")
 
 def _emit(name: str) -> Callable[[Builder, _Operands, dict[str, Any]], Any]:
     def emit(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
-        positional = [of(v) for k, v in a.items() if k not in (*_AFTER, "algorithm")]
+        positional = [of(v) for k, v in a.items() if k not in (*_AFTER, "algorithm", "sequence")]
         return getattr(b, name)(*positional, **{k: of(v) for k, v in a.items() if k in _AFTER})
 
     return emit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -51,7 +51,11 @@ def copied(example: Any) -> Any:
 
 def renewed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     """The same tensors and objects in containers of their own, into which a model may write."""
-    return Inputs(*pytree.tree_map(lambda leaf: leaf, (args, kwargs)))
+
+    def one(leaf: Any) -> Any:  # a container that PyTorch does not know, as a UserDict
+        return copy.copy(leaf) if isinstance(leaf, (Mapping, MutableSequence)) else leaf
+
+    return Inputs(*pytree.tree_map(one, (args, kwargs)))
 
 
 def _copied_tensor(tensor: Tensor) -> Tensor:

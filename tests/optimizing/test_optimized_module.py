@@ -504,8 +504,8 @@ def test_norms_of_swapped_layers_are_folded_where_nothing_else_reads_them(twice)
     class Norms(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.second, self.third = (nn.Conv1d(3, 3, 3, padding=1, bias=False) for _ in range(3))
-            self.one, self.two = (seeded_norm(3, nn.BatchNorm1d) for _ in range(2))
+            self.first, self.second, self.third = (nn.Conv3d(3, 3, 3, padding=1, bias=False) for _ in range(3))
+            self.one, self.two = (seeded_norm(3, nn.BatchNorm3d) for _ in range(2))
 
         def forward(self, x):
             x = self.one(self.first(x))
@@ -513,7 +513,7 @@ def test_norms_of_swapped_layers_are_folded_where_nothing_else_reads_them(twice)
             y = self.two(y) + y  # read by both
             return self.one(self.third(y)) if twice else self.third(y)
 
-    model, x = Norms().eval().double(), torch.randn(2, 3, 6).double()
+    model, x = Norms().eval().double(), torch.randn(2, 3, 4, 4, 4).double()
     fast = optimized(model, x)
     assert "swapped one by one" in str(ai3_ops.explain(fast))
     assert [r.layers for r in fast._ai3_report.parts[0].rewrites] == ([] if twice else ["first, one"])
@@ -525,12 +525,12 @@ def test_a_fold_that_changes_the_outputs_is_taken_back():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.norm = nn.Conv1d(3, 3, 3, padding=1, bias=False), seeded_norm(3, nn.BatchNorm1d)
+            self.conv, self.norm = nn.Conv3d(3, 3, 3, padding=1, bias=False), seeded_norm(3, nn.BatchNorm3d)
 
         def forward(self, x):
             return self.norm(self.conv(x)) + self.conv.weight.sum()
 
-    model, x = Tied().eval().double(), torch.randn(2, 3, 6).double()
+    model, x = Tied().eval().double(), torch.randn(2, 3, 4, 4, 4).double()
     fast = optimized(model, x)
     assert not fast._ai3_report.parts[0].rewrites
     with torch.no_grad():
@@ -541,13 +541,13 @@ def test_swapped_models_take_arguments_of_other_forms_and_values():
     class Forms(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layer = nn.Conv1d(4, 3, 3)
+            self.layer = nn.Conv1d(4, 3, 3)  # without a batch: no step
 
         def forward(self, x, scale=1.0, *, twice=False):
             y = self.layer(x) * scale
             return {"y": (y, y + 1)} if twice else (y,)
 
-    model, x = Forms().eval().double(), torch.randn(2, 4, 6).double()
+    model, x = Forms().eval().double(), torch.randn(4, 6).double()
     for keep in (True, False):
         fast = optimized(model, x, keep_original=keep)
         with torch.no_grad():
@@ -598,7 +598,7 @@ def test_what_pytorch_computes_between_the_layers_of_one_program(faster):
 
 @pytest.mark.parametrize("what", ["error", "time"])
 def test_a_swapped_model_that_is_no_better_stays_as_it_was(monkeypatch, what):
-    model, x = nn.Conv1d(3, 4, 3).double(), torch.randn(1, 3, 8).double()
+    model, x = nn.Conv1d(3, 4, 3).double(), torch.randn(3, 8).double()  # without a batch: no step
     if what == "error":
         monkeypatch.setattr(pipeline.Reference, "holds", lambda *_: False)
     else:

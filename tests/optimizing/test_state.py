@@ -528,3 +528,21 @@ def test_a_mapping_has_arguments_by_name():
     with torch.no_grad():
         torch.testing.assert_close(fast(**given), model(**given))
     assert ai3_ops.tune(model, given, budget_seconds=0, progress=False).layers
+
+
+def test_a_call_of_another_length_that_writes_into_its_argument():
+    class Tells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv1d(4, 4, 3)
+
+        def forward(self, x, said):
+            if x.shape[2] > 30:
+                said["long"] = x.shape[2]
+            return self.layer(x)
+
+    model, said = Tells().eval(), {}
+    fast = taken(optimized(model, torch.randn(1, 4, 20), said, selectors="default"))
+    with pytest.warns(UserWarning, match="writes into its argument 'said'"), torch.no_grad():
+        fast(torch.randn(1, 4, 40), said)
+    assert said == {"long": 40}

@@ -99,7 +99,7 @@ Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   for (const Row& row : rows)
     if (row.fits(p) && usable(p, row.choice.algorithm) && !(sequence && row.fits == saves_products)) {
       if (*row.choice.why) return row.choice;
-      return {row.choice.algorithm, sequence ? "no transform saves enough" : why_not_winograd(p, usable)};
+      return {row.choice.algorithm, sequence && usable(p, "fft") ? "no transform saves enough" : why_not_winograd(p, usable)};
     }
   return {};
 }
