@@ -78,16 +78,15 @@ const char* why_not_winograd(Conv2dProblem p, const Candidates<Conv2dProblem>& u
   return enough_channels(p) ? "too small for winograd's transforms" : "too few channels for winograd";
 }
 
-// Of images of one row: `direct` reads these with their channels innermost, and F(4, 3) needs more of them to be faster; F(4, 7)
-// is faster than a Fourier transform. In 16 bits as images of more rows.
+// Of images of one row, which `direct` reads with their channels innermost: up to 7 taps a transform needs more of them to be
+// faster, and F(4, 7) is faster than a Fourier transform (docs/decisions/sequences.md). In 16 bits as images of more rows.
 constexpr int64_t kLeastOfASequence = 32;
 Choice choose_transform(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   constexpr const char* winograd = "winograd_general";
   const Choice least = least_transform(p, usable, "direct", winograd);
-  if (!least.algorithm || !usable(p, winograd)) return least;
-  const bool few = p.in_channels / p.groups < kLeastOfASequence;
-  if (p.kernel_width < kManyTaps) return few ? Choice{} : least;
-  return p.kernel_width == kManyTaps && !few ? Choice{winograd, least.why} : least;
+  if (!least.algorithm || p.kernel_width > kManyTaps) return least;
+  if (p.in_channels / p.groups < kLeastOfASequence) return {};
+  return usable(p, winograd) ? Choice{winograd, least.why} : least;
 }
 
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
