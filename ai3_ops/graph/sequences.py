@@ -115,11 +115,8 @@ def _lifted(network: Network, node: Node) -> Node | None:
         return None
     if node.target is steps.join:
         images = [image_of(a) for a in node.args[0]]
-        return (
-            network.step(node, steps.concat, images, layers=layers)
-            if node.args[1] == 1 and None not in images
-            else None
-        )
+        fits = node.args[1] == 1 and None not in images
+        return network.step(node, steps.concat, images, layers=layers) if fits else None
     image = image_of(node.args[0])
     if node.target is steps.unary and image is None and _is_read_as_image(node) and is_sequence(node.args[0]):
         image = as_image(network, node, node.args[0])
