@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ai3_ops.graph import steps
 from ai3_ops.graph.network import Network, call, is_constant, open_sizes, signature_of
-from ai3_ops.graph.sequences import as_image, as_sequence, image_of, is_sequence, on_image
+from ai3_ops.graph.sequences import as_image, as_sequence, follows_image, image_of, is_sequence, on_image
 from ai3_ops.operations.step import Step
 
 aten = torch.ops.aten
@@ -485,7 +485,7 @@ def _prelu(net: Network, node: fx.Node, x: Any, slope: Any) -> fx.Node | None:
     if not is_constant(slope) or slope.meta["dtype"] != x.meta["dtype"]:
         return None
     shape = x.meta["shape"]
-    if is_sequence(x) and slope.meta["shape"] == (shape[1],):
+    if follows_image(x) and slope.meta["shape"] == (shape[1],):
         return on_image(net, node, x, steps.unary, "prelu", slope)
     if slope.meta["shape"] != (1,) and not (len(shape) in (2, 4) and slope.meta["shape"] == (shape[1],)):
         values = _by_channel(net, x, slope)  # (1, C, 1, 1), as decompositions have it
@@ -564,7 +564,7 @@ def _glu(net: Network, node: fx.Node, x: Any, dim: int) -> fx.Node | None:
 
 @translates(aten.mean.dim)
 def _mean(net: Network, node: fx.Node, x: Any, dims: Any, keep: bool, dtype: Any) -> fx.Node | None:
-    if not (_is_image(x) or is_sequence(x)) or dtype is not None or not _floating(x):
+    if not (_is_image(x) or follows_image(x)) or dtype is not None or not _floating(x):
         return None
     rank = len(x.meta["shape"])
     if sorted(d % rank for d in dims) != [*range(2, rank)]:

@@ -73,6 +73,18 @@ def image_of(node: Any) -> Node | None:
     return None if image.target in steps.VIEWS else image
 
 
+def follows_image(node: Any) -> bool:
+    """Whether a value is computed of an image's row by what `sequences_as_images` takes over, so that it is no (N, L, C)."""
+    of_channels = (
+        *(function for function, step in Step.by_function.items() if step.has_channels),
+        steps.cut,
+        steps.join,
+    )
+    while is_sequence(node) and node.target in (steps.unary, steps.binary, *of_channels):
+        node = node.args[0][0] if node.target is steps.join else node.args[0]
+    return image_of(node) is not None
+
+
 def sequences_as_images(network: Network) -> bool:
     """What computes elements, normalizes, or takes channels apart and together, does so before an image is said to be a sequence.
 

@@ -459,7 +459,9 @@ class Case:
     layer: Layer
     layout: str
     found: dict[str, Measured] | None = field(compare=False)  # None where the time did not last
-    operation: str = ""  # for selectors: conv1d's calls are measured as those of conv2d that they become
+    operation: str = (
+        ""  # for selectors, where it is another: conv1d's calls are measured as those of conv2d that they become
+    )
 
     @classmethod
     def of(cls, node: Node, meter: Meter) -> Case:
@@ -540,8 +542,9 @@ class Case:
 
     def runs_in_programs(self, name: str) -> bool:
         """Whether an algorithm does, and has a name by which selectors can ask for it."""
-        known = {a.name for a in registry.algorithms(self.operation, "cpu")}
-        if name == "torch" or name_of(self.operation, name) not in known:
+        operation = self.operation or self.layer.operation
+        known = {a.name for a in registry.algorithms(operation, "cpu")}
+        if name == "torch" or name_of(operation, name) not in known:
             return False
         info = registry.algorithm(self.layer.operation, name, "cpu")
         return not (info.vendor or info.python or info.layout == "nchw")
