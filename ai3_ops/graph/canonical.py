@@ -189,11 +189,15 @@ def _floating(node: fx.Node) -> bool:
 
 
 # Layers with weights --------------------------------------------------------------------------------------------------
+def _are_constants(weight: Any, bias: Any) -> bool:
+    return is_constant(weight) and (bias is None or is_constant(bias))
+
+
 @translates(aten.conv2d.default)
 def _conv2d(
     net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> fx.Node | None:
-    if not _is_image(x) or not is_constant(weight) or not (bias is None or is_constant(bias)):
+    if not _is_image(x) or not _are_constants(weight, bias):
         return None
     window = _pair(stride), _pair(padding), _pair(dilation), groups
     return net.step(node, steps.conv2d, x, weight, bias, *window, layers=node.meta["layers"])
@@ -203,7 +207,7 @@ def _conv2d(
 def _conv1d(
     net: Network, node: fx.Node, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> fx.Node | None:
-    if not is_sequence(x) or not is_constant(weight) or not (bias is None or is_constant(bias)):
+    if not is_sequence(x) or not _are_constants(weight, bias):
         return None
     window = (1, *_single(stride)), (0, *_single(padding)), (1, *_single(dilation)), groups
     weight = as_image(net, node, weight)
@@ -235,9 +239,7 @@ def _convolution(
 
 @translates(aten.linear.default)
 def _linear(net: Network, node: fx.Node, x: Any, weight: Any, bias: Any) -> fx.Node | None:
-    if len(x.meta["shape"]) < 2 or not is_constant(weight) or len(weight.meta["shape"]) != 2:
-        return None
-    if not (bias is None or is_constant(bias)):
+    if len(x.meta["shape"]) < 2 or not _are_constants(weight, bias) or len(weight.meta["shape"]) != 2:
         return None
     return net.step(node, steps.linear, x, weight, bias, layers=node.meta["layers"])
 
@@ -555,8 +557,10 @@ def _adaptive_avg_pool1d(net: Network, node: fx.Node, x: Any, size: Any) -> fx.N
 @translates(aten.glu.default)
 def _glu(net: Network, node: fx.Node, x: Any, dim: int) -> fx.Node | None:
     size = x.meta["shape"][dim]
+    if size % 2 or not _floating(x):
+        return None
     parts = [_cut(net, node, x, dim % len(x.meta["shape"]), a, b) for a, b in ((0, size // 2), (size // 2, size))]
-    if None in parts or size % 2 or not _floating(x):
+    if None in parts:
         return None
     gate = net.step(node, steps.unary, parts[1], "sigmoid", layers=node.meta["layers"])
     return net.step(node, steps.binary, parts[0], gate, "mul", layers=node.meta["layers"])

@@ -73,14 +73,15 @@ def image_of(node: Any) -> Node | None:
     return None if image.target in steps.VIEWS else image
 
 
+def _taken_over() -> list[Callable[..., Any]]:
+    """What computes the same of a sequence's image."""
+    of_channels = (function for function, step in Step.by_function.items() if step.has_channels)
+    return [steps.unary, steps.binary, steps.cut, steps.join, *of_channels]
+
+
 def follows_image(node: Any) -> bool:
     """Whether a value is computed of an image's row by what `sequences_as_images` takes over, so that it is no (N, L, C)."""
-    of_channels = (
-        *(function for function, step in Step.by_function.items() if step.has_channels),
-        steps.cut,
-        steps.join,
-    )
-    while is_sequence(node) and node.target in (steps.unary, steps.binary, *of_channels):
+    while is_sequence(node) and node.target in _taken_over():
         node = node.args[0][0] if node.target is steps.join else node.args[0]
     return image_of(node) is not None
 
@@ -92,8 +93,7 @@ def sequences_as_images(network: Network) -> bool:
     made an image once.
     """
     found = False
-    of_channels = (function for function, step in Step.by_function.items() if step.has_channels)
-    for node in network.calls(steps.unary, steps.binary, steps.cut, steps.join, *of_channels):
+    for node in network.calls(*_taken_over()):
         new = _lifted(network, node)
         back = None if new is None else as_sequence(network, node, new)
         back = _with_rows(network, node) if back is None else back

@@ -459,9 +459,8 @@ class Case:
     layer: Layer
     layout: str
     found: dict[str, Measured] | None = field(compare=False)  # None where the time did not last
-    operation: str = (
-        ""  # for selectors, where it is another: conv1d's calls are measured as those of conv2d that they become
-    )
+    # For selectors, where it is another: calls of conv1d are measured as those of conv2d that they become.
+    operation: str = ""
 
     @classmethod
     def of(cls, node: Node, meter: Meter) -> Case:

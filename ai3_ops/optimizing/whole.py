@@ -292,10 +292,7 @@ def _by_parts(
             left[""] += f"; and with {len(parts)} parts optimized {wrong}"
             parts = []
         elif pipeline._slower(
-            functools.partial(_again, before, args, kwargs),
-            functools.partial(_again, after, args, kwargs),
-            report,
-            "in parts",
+            lambda: _again(before, args, kwargs), lambda: _again(after, args, kwargs), report, "in parts"
         ):
             left[""] += f"; and with {len(parts)} parts optimized it was not faster: {report.unchanged}"
             for part in parts:
