@@ -1,6 +1,10 @@
-"""Networks that no package has, for `python -m ai3_ops bench --models benchmarks.networks:super_resolution`."""
+"""Networks for `python -m ai3_ops bench --models benchmarks.networks:super_resolution`: those that no package has, and
+transformers' own classes with random weights.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,3 +74,66 @@ def super_resolution() -> tuple[nn.Module, Tensor]:
 def unet() -> tuple[nn.Module, Tensor]:
     """With an image of 224x224."""
     return UNet(), torch.rand(1, 3, 224, 224)
+
+
+class First(nn.Module):
+    """The first output of one of transformers' models: engines are compared on one tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of token ids (N, L), images (N, 3, H, W) or sound (N, bands, frames)."""
+        return self.model(x)[0]
+
+
+def _tokens(batch: int, length: int) -> Tensor:
+    return torch.randint(3, 30000, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def bert_128(batch: int) -> tuple[nn.Module, Tensor]:
+    """BERT-base on 128 tokens."""
+    return _bert(), _tokens(batch, 128)
+
+
+def bert_512(batch: int) -> tuple[nn.Module, Tensor]:
+    """BERT-base on 512 tokens."""
+    return _bert(), _tokens(batch, 512)
+
+
+def _bert() -> nn.Module:
+    import transformers
+
+    return First(transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False))
+
+
+def gpt2_prompt(batch: int) -> tuple[nn.Module, Tensor]:
+    """GPT-2 of 124 million parameters on a prompt of 128 tokens, without its cache."""
+    import transformers
+
+    return First(transformers.GPT2Model(transformers.GPT2Config(use_cache=False))), _tokens(batch, 128)
+
+
+def whisper_tiny_encoder(batch: int) -> tuple[nn.Module, Tensor]:
+    """Of 30 s of sound."""
+    import transformers
+    from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+    sizes: dict[str, Any] = {"d_model": 384, "encoder_layers": 4, "encoder_ffn_dim": 1536, "encoder_attention_heads": 6}
+
+    return First(WhisperEncoder(transformers.WhisperConfig(**sizes))), torch.randn(batch, 80, 3000)
+
+
+def clip_image(batch: int) -> tuple[nn.Module, Tensor]:
+    """CLIP's tower for images, ViT-B/32, of 224x224."""
+    import transformers
+
+    return First(transformers.CLIPVisionModel(transformers.CLIPVisionConfig())), torch.randn(batch, 3, 224, 224)
+
+
+def clip_text(batch: int) -> tuple[nn.Module, Tensor]:
+    """CLIP's tower for texts of 77 tokens."""
+    import transformers
+
+    return First(transformers.CLIPTextModel(transformers.CLIPTextConfig())), _tokens(batch, 77)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import pickle
 import warnings
 from pathlib import Path
@@ -99,7 +100,8 @@ class Named(NamedTuple):
 def named(name: str, *, batch: int = 1, size: int | None = None, weights: Path | None = None) -> Named:
     """`resnet18` of torchvision or timm, or `package.module:factory`.
 
-    A factory returns an nn.Module, which is given seeded normal images of `size` (224), or a module and its example inputs.
+    A factory returns an nn.Module, which is given seeded normal images of `size` (224), or a module and its example inputs;
+    one with a parameter `batch` is given it.
     ValueError for names that nothing has, ImportError where the package is missing.
     """
     torch.manual_seed(0)
@@ -142,7 +144,7 @@ def _made(name: str, batch: int, size: int | None) -> Named:
         raise ImportError(f"{name}: {error}") from None
     except AttributeError as error:
         raise ValueError(f"{name}: {error}") from None
-    made = factory()
+    made = factory(batch=batch) if "batch" in inspect.signature(factory).parameters else factory()
     model, inputs = made if isinstance(made, tuple) else (made, images(batch, size or 224))
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name} must return an nn.Module, or one and its example inputs, got {type(model).__name__}")
