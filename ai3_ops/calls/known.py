@@ -95,6 +95,7 @@ class Known:
             "slot",
             "held",
             "last_weight",
+            "view",
             "left_training",
             "gathered",
             "holder",

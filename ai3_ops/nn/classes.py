@@ -387,6 +387,11 @@ def _unknown(module: nn.Module, input: Tensor) -> tuple[Any, ...]:
     raise LookupError("they are known at the call")
 
 
+def _known_leaf(original: type[nn.Module]) -> type[Any] | None:
+    """The class that was made for one before."""
+    return next((cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)), None)
+
+
 def leaf_class(original: type[nn.Module]) -> type[Any] | None:
     """The class that makes the one call of `original`'s forward; None where the forward is something else.
 
@@ -398,17 +403,19 @@ def leaf_class(original: type[nn.Module]) -> type[Any] | None:
         return None
     name = f"{original.__module__}:{original.__qualname__}"
     for operation, call in Call.by_name.items():
-        if name in call.elsewhere and call.elsewhere[name].knows(original):
-            known = [cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)]
-            return known[0] if known else _leaf_class(original, operation, _unknown, original.__module__, name)
+        arguments = call.others_modules.get(name)
+        whole = name if name in call.elsewhere and call.elsewhere[name].knows(original) else ""
+        if arguments is not None or whole:
+            return _known_leaf(original) or _leaf_class(
+                original, operation, arguments or _unknown, original.__module__, whole
+            )
     for base, operation, arguments in LEAVES:
         inherits = all(
             getattr(original, name, None) is getattr(base, name, None)
             for name in ("forward", "_conv_forward", "weight", "bias")
         )
         if issubclass(original, base) and inherits:
-            known = [cls for cls in type.__subclasses__(original) if "_ai3_operation" in vars(cls)]
-            return known[0] if known else _leaf_class(original, operation, arguments, original.__module__)
+            return _known_leaf(original) or _leaf_class(original, operation, arguments, original.__module__)
     return None
 
 

@@ -273,12 +273,25 @@ Linear.rules = {
 
 
 # Calls in models ------------------------------------------------------------------------------------------------------
+def _is_view(view: Tensor, of: Tensor) -> bool:
+    """Whether a transposed matrix still lies in the memory of another one, which was given no other since (`.data = ...`)."""
+    same = view.data_ptr() == of.data_ptr() and view.dtype == of.dtype and view.device == of.device
+    return same and view.shape == of.shape[::-1] and view.stride() == of.stride()[::-1]
+
+
 _PRODUCTS = 2**24  # below, autograd's rules in Python take longer than kernels gain
 # Whether they gain where every call packs the weight: with AVX2 both are equally fast without (docs/decisions/backward.md).
 _GAINS_UNPACKED = _library.registry()["level"] == "avx512"
 # PyTorch's products of short rows are faster, and those of one row, of weights that the caches hold; with AVX-512 also those that
 # take no longer than a call does (docs/algorithms/linear/default.md).
 _FEATURES, _WEIGHTS, _LEAST = (32, 100_000, 2**19) if _GAINS_UNPACKED else (192, 2**20, 1)
+
+
+def _of_columns(module: Any, input: Tensor) -> tuple[Any, ...]:
+    """Arguments of transformers' Conv1D (GPT-2's), whose weight is (in_features, out_features)."""
+    weight, bias = weights_of(module)
+    call = module.__dict__.get("_ai3")
+    return input, weight.t() if call is None else call.transposed(weight), bias
 
 
 class LinearCall(SwitchedCall):
@@ -289,6 +302,7 @@ class LinearCall(SwitchedCall):
     function = F.linear
     repeats = True
     modules: ClassVar = {nn.Linear: lambda m, x: (x, *weights_of(m))}
+    others_modules: ClassVar = {"transformers.pytorch_utils:Conv1D": _of_columns}
     inside = (nn.MultiheadAttention,)
     why_left = (
         "PyTorch is faster for some calls: of few features, one row or few products (docs/algorithms/linear/default.md)"
@@ -307,6 +321,25 @@ class LinearCall(SwitchedCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """`default` leaves to PyTorch what it has the faster call for (docs/algorithms/linear/default.md)."""
         return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.view: nn.Parameter | None = None
+
+    def forget_packs(self) -> None:
+        """Nor is the memory of a transposed weight held."""
+        self.view = None
+        super().forget_packs()
+
+    def transposed(self, weight: Tensor) -> Tensor:
+        """A view of a weight; outside of training the same parameter at every call, by which a pack is known."""
+        tracing = torch.compiler.is_compiling() or _torch.tracing_state() is not None
+        if tracing or type(weight) is not nn.Parameter or (torch.is_grad_enabled() and weight.requires_grad):
+            return weight.t()
+        view = self.view
+        if view is None or not _is_view(view, weight):
+            self.view = view = nn.Parameter(weight.detach().t(), requires_grad=False)
+        return view
 
     def gains(self, args: tuple[Any, ...]) -> bool:
         """By the level of instructions, the features and the rows of a call in float32; autocast's has another dtype."""

@@ -42,6 +42,7 @@ from ai3_ops.optimizing import pipeline
 from ai3_ops.optimizing.attributes import Attributes, Hooks, Stores, reads
 from ai3_ops.optimizing.document import Reader, Refused, Writer, reading
 from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
+from ai3_ops.optimizing.states import StatesChecked
 from ai3_ops.programs import container
 from ai3_ops.programs.lower import Region
 from ai3_ops.programs.program import Program
@@ -443,7 +444,8 @@ class Optimized(nn.Module):
                 if calls.alters:
                     return False
                 try:
-                    outputs = pipeline.flat_outputs(first.body(*flat(*given)))
+                    with StatesChecked():
+                        outputs = pipeline.flat_outputs(first.body(*flat(*given)))
                     returned = outputs if first.returned is None else first.returned.leaves(outputs)
                     same = all(agree(one, other, worst) for one, other in zip(returned, expected, strict=True))
                 except Exception:  # of sizes that a program or a step does not take

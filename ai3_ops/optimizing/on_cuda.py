@@ -31,7 +31,8 @@ from ai3_ops.programs.lower import module_of
 from ai3_ops.registry import AlgorithmInfo
 from ai3_ops.tuning.settings import TOLERANCE
 
-KEPT = 8  # sets of sizes with a graph of their own; others run step by step, since a capture takes longer than a call
+# Sets of sizes with a graph of their own; others run step by step, since a capture takes longer than a call.
+REPLAYS = 8
 FUSED = "torch, fused"  # cuDNN adds bias and residual and takes the ReLU, in one kernel where it has one
 _FORMATS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -80,11 +81,11 @@ class Replayed(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        self._kept: dict[Any, _Replay | None] = {}  # None: cannot be captured
+        self._replays: dict[Any, _Replay | None] = {}  # None: cannot be captured
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in super().__getstate__().items() if k not in ("_kept", "_lock")}
+        return {k: v for k, v in super().__getstate__().items() if k not in ("_replays", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -102,17 +103,17 @@ class Replayed(nn.Module):
             return self.body(*given)
         key = _key(given)
         with self._lock:
-            replay = self._kept.get(key)
-            if replay is None and key not in self._kept and len(self._kept) < KEPT:
+            replay = self._replays.get(key)
+            if replay is None and key not in self._replays and len(self._replays) < REPLAYS:
                 try:
                     replay = captured(self.body, given, self.deterministic)
                 except torch.OutOfMemoryError:
                     raise
                 except RuntimeError as error:  # it waits for the GPU, or reads what lies on the CPU
                     output = self.body(*given)  # or these inputs do not fit, which this says
-                    self._kept[key], self.reason = None, self.reason or str(error).splitlines()[0]
+                    self._replays[key], self.reason = None, self.reason or str(error).splitlines()[0]
                     return output
-                self._kept[key] = replay
+                self._replays[key] = replay
             if replay is not None:
                 return replay(given)
         return self.body(*given)

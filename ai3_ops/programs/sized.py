@@ -20,7 +20,7 @@ from ai3_ops._torch import OpOverload, transformed
 from ai3_ops.graph import steps
 from ai3_ops.operations.step import RULES
 
-KEPT = 8  # sets of sizes whose values are kept; the one used last longest ago goes
+CACHED = 8  # sets of sizes whose values are cached; the one used last longest ago goes
 LARGEST = 2**27  # bytes of all of them together
 
 aten = torch.ops.aten
@@ -92,14 +92,14 @@ def _is_function(node: fx.Node) -> bool:
 
 
 class Sized:
-    """Runs a graph module, of which what follows from sizes alone is kept; outside of traces, on the CPU.
+    """Runs a graph module, of which what follows from sizes alone is cached; outside of traces, on the CPU.
 
     On a GPU another stream could read what is not yet there, and CUDA graphs what is no longer there.
     """
 
     def __init__(self, module: fx.GraphModule) -> None:
         found = by_sizes(module.graph)
-        self._run = _with_kept(module, found) if found else None
+        self._run = _with_cached(module, found) if found else None
 
     def runs(self, given: tuple[Any, ...]) -> bool:
         """Whether it computes such inputs."""
@@ -114,7 +114,7 @@ class Sized:
         return self._run.forward(*given)
 
 
-class _Kept(nn.Module):
+class _Cached(nn.Module):
     """The values of a graph, by the sizes of its inputs."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -137,7 +137,7 @@ class _Kept(nn.Module):
         if own <= LARGEST:
             with self._lock:
                 self._values[key] = made, own
-                while len(self._values) > KEPT or sum(size for _, size in self._values.values()) > LARGEST:
+                while len(self._values) > CACHED or sum(size for _, size in self._values.values()) > LARGEST:
                     self._values.popitem(last=False)
         return made
 
@@ -148,16 +148,16 @@ def _memory(x: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _own(value: Any, kept: tuple[Any, ...]) -> Any:
-    """What is returned, not in memory that is kept: a caller may write to it."""
+def _own(value: Any, cached: tuple[Any, ...]) -> Any:
+    """What is returned, not in memory that is cached: a caller may write to it."""
     if not isinstance(value, Tensor):
         return value
-    shared = any(isinstance(x, Tensor) and _memory(x)[0] == _memory(value)[0] for x in kept)
+    shared = any(isinstance(x, Tensor) and _memory(x)[0] == _memory(value)[0] for x in cached)
     return value.clone() if shared else value
 
 
-def _with_kept(module: fx.GraphModule, found: dict[fx.Node, None]) -> fx.GraphModule:
-    """A graph that has these nodes' values of a `_Kept`."""
+def _with_cached(module: fx.GraphModule, found: dict[fx.Node, None]) -> fx.GraphModule:
+    """A graph that has these nodes' values of a `_Cached`."""
     nodes, near = module.graph.nodes, set(found)
     like = list(dict.fromkeys(a for node in found for a in _arguments(node)[0] if a not in found))
     results = [node for node in found if any(user not in found for user in node.users)]
@@ -169,21 +169,21 @@ def _with_kept(module: fx.GraphModule, found: dict[fx.Node, None]) -> fx.GraphMo
             made[node] = inner.node_copy(node, made.__getitem__)
     inner.output(tuple(made[node] for node in results))
     outer, names = fx.Graph(), dict[fx.Node, fx.Node]()
-    kept = outer.call_module("kept")
+    cached = outer.call_module("cached")
     for place, node in enumerate(results):
-        names[node] = outer.call_function(operator.getitem, (kept, place))
+        names[node] = outer.call_function(operator.getitem, (cached, place))
     for node in nodes:
         if node.op == "call_function" and not near.isdisjoint(node.all_input_nodes):
             near.add(node)  # what it computes may be a view
         if node.op == "output":
             read = node.all_input_nodes
-            own = {n: outer.call_function(_own, (names[n], kept)) if n in near else names[n] for n in read}
+            own = {n: outer.call_function(_own, (names[n], cached)) if n in near else names[n] for n in read}
             outer.output(fx.map_arg(node.args[0], own.__getitem__))
         elif node not in found and (node.op != "get_attr" or node in like or any(u not in found for u in node.users)):
             names[node] = outer.node_copy(node, names.__getitem__)
-    kept.args = tuple(names[node] for node in like)
+    cached.args = tuple(names[node] for node in like)
     root = {str(n.target): getattr(module, str(n.target)) for n in nodes if n.op in ("get_attr", "call_module")}
-    whole = fx.GraphModule({**root, "kept": _Kept(fx.GraphModule(root, inner))}, outer)
+    whole = fx.GraphModule({**root, "cached": _Cached(fx.GraphModule(root, inner))}, outer)
     legalize_graph(whole)
     whole.recompile()
     return whole

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops import registry
-from ai3_ops._torch import pytree
+from ai3_ops._torch import constant_when_compiled, pytree, users_level
 from ai3_ops.operations.attention import AttentionCall
 from ai3_ops.operations.plain_attention import Sight
 from ai3_ops.selecting.choice import Algorithm
@@ -83,9 +85,18 @@ def _mask(
     device: Any = "cpu",
     **options: Any,
 ) -> Tensor | None:
-    """As transformers' own for PyTorch's function; of padding that all see alike, and of sliding windows, a `_Window`."""
-    from transformers.masking_utils import sdpa_mask
+    """As transformers' own for PyTorch's function; of padding that all see alike, and of sliding windows, a `_Window`.
 
+    Models that do not ask for implementations get what they get by default: they add it to scores of their own.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    if not _asks(type(options.get("config"))):
+        return eager_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=mask_function, attention_mask=attention_mask, local_size=local_size,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device, **options,
+        )  # fmt: skip
     whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset == 0
     whole = whole and (attention_mask is None or attention_mask.shape[-1] == kv_length)
     causal, window = allow_is_causal_skip, local_size or 0
@@ -103,6 +114,27 @@ def _mask(
         allow_is_causal_skip=allow_is_causal_skip, allow_is_bidirectional_skip=allow_is_bidirectional_skip,
         device=device, **options,
     )  # fmt: skip
+
+
+@constant_when_compiled
+def _asks(config: type) -> bool:
+    """Whether the models of a class of configurations ask for implementations, as the file of their classes says."""
+    for cls in config.__mro__:
+        modeling = sys.modules.get(cls.__module__.replace(".configuration_", ".modeling_"))
+        if ".configuration_" in cls.__module__ and modeling is not None:
+            asks = hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
+            if not asks and cls not in _SAID:
+                _SAID.add(cls)
+                warnings.warn(
+                    f"ai3_ops.register_transformers: the models of {cls.__name__} have attention of their own and ask for no "
+                    'implementation: it is computed as with attn_implementation="eager"',
+                    stacklevel=users_level(),
+                )
+            return asks
+    return True
+
+
+_SAID: set[type] = set()
 
 
 def _is_traced(mask: Tensor | None) -> bool:

@@ -168,7 +168,7 @@ Tensor conv2d_run(const Entry& asked, Conv2dCall& c) {
 
   if (traits.tensors && p.batch > 0) {
     c.channels_last = channels_last, c.algorithm = &call.algorithm->info;
-    cast_kept(call, c, pack_description(p));
+    convert_weight(call, c, pack_description(p));
     traits.tensors(p, &c);
     const Tensor output = with_dense_strides(*c.result, channels_last);
     if (c.output) torch::stable::copy_(*c.output, output);

@@ -95,7 +95,7 @@ Tensor linear_run(const Entry& asked, LinearCall& c) {
       torch::stable::zero_(output);
   } else if (traits.tensors) {
     c.algorithm = &call.algorithm->info;
-    cast_kept(call, c, pack_description(p));
+    convert_weight(call, c, pack_description(p));
     traits.tensors(p, &c);
     if (c.output) torch::stable::copy_(*c.output, *c.result);
     return *c.result;

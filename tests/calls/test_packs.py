@@ -19,6 +19,14 @@ LAYERS = {
 each_layer = pytest.mark.parametrize("operation", LAYERS)
 
 
+def columns():
+    """A linear layer whose weight is (in_features, out_features)."""
+    return pytest.importorskip("transformers.pytorch_utils").Conv1D(192, 256)
+
+
+ALL = LAYERS | {"columns": (columns, (1, 256))}
+
+
 def parameter(m, w):
     m.weight = nn.Parameter(w, False)
 
@@ -67,7 +75,7 @@ WAYS = [parameter, assigned, loaded, data, vector, moving_average, copied, stepp
 
 def reference(operation, module, x):
     """By PyTorch, with the parameters as they are."""
-    layer = LAYERS[operation][0]()
+    layer = ALL[operation][0]()
     layer.weight, layer.bias = module.weight, module.bias
     return layer(x)
 
@@ -75,7 +83,7 @@ def reference(operation, module, x):
 def running(run, operation):
     """The swapped layer, and what runs it and holds its parameters."""
     torch.manual_seed(0)
-    make, shape = LAYERS[operation]
+    make, shape = ALL[operation]
     x = torch.randn(shape)
     swapped = ai3_ops.swap(make().eval().requires_grad_(False), "default", x)
     if run == "compiled":
@@ -89,7 +97,7 @@ def running(run, operation):
     return swapped, swapped, x
 
 
-@each_layer
+@pytest.mark.parametrize("operation", ALL)
 @pytest.mark.parametrize("run", ["eager", "compiled", "exported"])
 def test_a_thousand_replacements(run, operation):
     module, call, x = running(run, operation)

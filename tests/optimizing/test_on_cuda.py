@@ -99,9 +99,9 @@ def test_each_set_of_sizes_is_captured_once_and_what_comes_late_runs(monkeypatch
     optimized = ai3_ops.optimize(Block().eval(), torch.randn(2, 3, 9, 9))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for batch in (*range(3, 3 + on_cuda.KEPT), 2, 3 + on_cuda.KEPT - 1):
+        for batch in (*range(3, 3 + on_cuda.REPLAYS), 2, 3 + on_cuda.REPLAYS - 1):
             assert optimized(torch.randn(batch, 3, 9, 9)).shape == (batch, 5)
-    assert [shape[0] for shape in stand.captures] == [2, *range(3, 2 + on_cuda.KEPT)]
+    assert [shape[0] for shape in stand.captures] == [2, *range(3, 2 + on_cuda.REPLAYS)]
 
 
 def test_what_lies_on_the_cpu_is_not_captured(monkeypatch):

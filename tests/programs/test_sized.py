@@ -60,10 +60,10 @@ def test_once_for_each_size():
 
 def test_those_used_last_are_kept():
     module = body(added)
-    for rows in range(1, sized.KEPT + 1):
+    for rows in range(1, sized.CACHED + 1):
         module(torch.ones(rows, 2))
     assert "aten::arange" not in calls(module, torch.ones(1, 2))
-    module(torch.ones(sized.KEPT + 1, 2))  # 2 goes
+    module(torch.ones(sized.CACHED + 1, 2))  # 2 goes
     assert "aten::arange" not in calls(module, torch.ones(1, 2))
     assert "aten::arange" in calls(module, torch.ones(2, 2))
 

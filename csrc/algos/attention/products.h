@@ -44,7 +44,7 @@ template <class A>
     const int64_t n = smaller(kRows, count - r);
     const char* const next = reinterpret_cast<const char*>(rows.data + smaller(r + kRows, count - 1) * rows.stride);
     multiply_tile<A, true>(n, StridedRows<A>{rows.data + r * rows.stride, rows.stride}, panel, size,
-                           Tile<A>{zeros, 0, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
+                           Tile<A>{zeros, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
   }
 }
 // sums[query] += weights(query, key) * rows[key], for R queries and two vectors of columns, or one; weights lie [key][query of a

@@ -53,7 +53,13 @@ bool is_strided_pointwise_of_large_weights(const Conv2dProblem& p) {
 }
 
 bool in_channels_alone(const Conv2dProblem& p) { return p.groups > 1 && p.groups == p.in_channels; }
-bool saves_products(const Conv2dProblem& p) { return enough_channels(p) && flops(p) >= kLeastFlops; }
+// Images of one row, whose transforms `choose_transform` rules. In 16 bits they are as images of more rows.
+bool has_transforms_of_sequences(const Conv2dProblem& p) {
+  return is_sequence(p) && sizes_known(p) && is_concrete(p) && size_of(p.dtype) > 2 && !in_channels_alone(p);
+}
+bool saves_products(const Conv2dProblem& p) {
+  return !has_transforms_of_sequences(p) && enough_channels(p) && flops(p) >= kLeastFlops;
+}
 
 struct Row {
   Choice choice;
@@ -79,7 +85,7 @@ const char* why_not_winograd(Conv2dProblem p, const Candidates<Conv2dProblem>& u
 }
 
 // Of images of one row, which `direct` reads with their channels innermost: up to 7 taps a transform needs more of them to be
-// faster, and F(4, 7) is faster than a Fourier transform (docs/decisions/sequences.md). In 16 bits as images of more rows.
+// faster, and F(4, 7) is faster than a Fourier transform (docs/decisions/sequences.md).
 constexpr int64_t kLeastOfASequence = 32;
 Choice choose_transform(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
   constexpr const char* winograd = "winograd_general";
@@ -90,13 +96,13 @@ Choice choose_transform(const Conv2dProblem& p, const Candidates<Conv2dProblem>&
 }
 
 Choice choose(const Conv2dProblem& p, const Candidates<Conv2dProblem>& usable) {
-  const bool sequence = is_sequence(p) && sizes_known(p) && is_concrete(p) && size_of(p.dtype) > 2 && !in_channels_alone(p);
+  const bool sequence = has_transforms_of_sequences(p);
   if (sequence) {
     const Choice transform = choose_transform(p, usable);
     if (transform.algorithm) return transform;
   }
   for (const Row& row : rows)
-    if (row.fits(p) && usable(p, row.choice.algorithm) && !(sequence && row.fits == saves_products)) {
+    if (row.fits(p) && usable(p, row.choice.algorithm)) {
       if (*row.choice.why) return row.choice;
       return {row.choice.algorithm, sequence && usable(p, "fft") ? "no transform saves enough" : why_not_winograd(p, usable)};
     }

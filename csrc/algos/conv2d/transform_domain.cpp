@@ -193,7 +193,7 @@ struct Products {
   AI3_INLINE void product(const StridedRows<A>& rows, int64_t count, const Stored* panel, int64_t k, A* to, Next next) const {
     multiply_tile<A, true>(
         count, rows, panel, k,
-        Tile<A>{zeros<A>(), 0, to, d.row, reinterpret_cast<const char*>(to), d.row * static_cast<int64_t>(sizeof(A)), next});
+        Tile<A>{zeros<A>(), to, d.row, reinterpret_cast<const char*>(to), d.row * static_cast<int64_t>(sizeof(A)), next});
   }
   // One panel of the products of one position, `rows` tiles; `index` counts the panels `own`.
   [[gnu::noinline]] void multiply(const A* v, const Stored* packed, A* m, int64_t rows, int64_t index, const Share& own,

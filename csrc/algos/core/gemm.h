@@ -105,8 +105,10 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
 
-// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from what is there (earlier sums, or a
-// residual that lies where the output does) or from the bias; the rest of the epilogue follows while the tile is in the L1 cache.
+// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from the bias or from 0, and what is
+// there (earlier sums, or a residual that lies where the output does) is added to them: the rounding errors of a long sum grow
+// with the length of its parts (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, 4.2). The rest of the epilogue
+// follows while the tile is in the L1 cache.
 template <class T, class Rows, class Stored>
 AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored* panel, int64_t columns, int64_t k,
                               const Output<T>& out, Next next) {
@@ -121,10 +123,10 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
   Output<T> rest = out;
   if (biased) rest.bias = nullptr;
   if (onto_residual) rest.residual = nullptr;
-  auto tile = [&]<class C>(const A* from, int64_t stride, C* c, int64_t ldc, const A* residual = nullptr,
+  auto tile = [&]<class C>(const A* from, C* c, int64_t ldc, const A* residual = nullptr,
                            Activation activation = Activation::none) {
     const Tile<A, C> t{
-        from, stride,   c,         ldc, reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
+        from, c,        ldc,       reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
         next, residual, activation};
     if (half)
       multiply_tile<A, false, true>(row_count, rows, panel, k, t);
@@ -133,19 +135,20 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
   };
   if constexpr (same)
     if (whole) {
-      const A* const from = add ? out.data : biased ? out.bias : start;
-      if (k > 0 && !rest.bias && is_applied_in_registers(rest.activation, rest.residual))
-        return tile(from, add ? out.row_stride : 0, out.data, out.row_stride, rest.residual, rest.activation);
-      tile(from, add ? out.row_stride : 0, out.data, out.row_stride);
+      const A *const from = biased ? out.bias : start, *const onto = add ? out.data : rest.residual;
+      const bool adds_once = !rest.bias && !(add && rest.residual);
+      if (k > 0 && adds_once && is_applied_in_registers(rest.activation, onto))
+        return tile(from, out.data, out.row_stride, onto, rest.activation);
+      if (k > 0 || !add) tile(from, out.data, out.row_stride, add ? onto : nullptr);
       if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, columns);
       return;
     }
   if (biased)
     for (int64_t i = 0; i < columns; i++) start[i] = widen(out.bias[i]);
   if constexpr (requires { Rows::pairs; } && !same)
-    if (whole && rest.plain()) return tile(start, 0, out.data, out.row_stride);
+    if (whole && rest.plain()) return tile(start, out.data, out.row_stride);
   alignas(64) A sums[kRows * P];
-  tile(start, 0, sums, P);
+  tile(start, sums, P);
   if constexpr (same)
     if (add)
       for (int64_t r = 0; r < row_count; r++)

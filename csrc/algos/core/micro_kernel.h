@@ -223,9 +223,8 @@ struct IndirectRows {
 // Where the sums of a tile start, and what comes after it.
 template <class A, class C = A>
 struct Tile {
-  const A* start;
-  int64_t start_stride;  // 0: the same for all rows
-  C* c;                  // bfloat16 only for sums of pairs
+  const A* start;  // of every row
+  C* c;            // bfloat16 only for sums of pairs
   int64_t ldc;
   const char* output;  // the tile's lines of the output, which are prefetched before the sums are done
   int64_t output_stride;
@@ -233,7 +232,7 @@ struct Tile {
   const A* residual = nullptr;  // laid out as c; only of type A, with what is applied in registers
   Activation activation = Activation::none;
 };
-// C = start + rows * panel; all kPanel columns of c are written, or half of them.
+// C = start + rows * panel + residual, which with k = 0 counts as nothing; all kPanel columns of c are written, or half of them.
 template <class A, int R, bool half, class Rows, class Stored, class C>
 AI3_INLINE void micro_kernel(const Rows& rows, const Stored* panel, int64_t k, const Tile<A, C>& t) {
   for (int r = 0; r < R; r++) {
@@ -242,7 +241,7 @@ AI3_INLINE void micro_kernel(const Rows& rows, const Stored* panel, int64_t k, c
     if constexpr (!half) __builtin_prefetch(line + 64, 1);
   }
   MicroTile<A, R, half> tile;
-  tile.start(t.start, t.start_stride);
+  tile.start(t.start, 0);
   // Not a loop of no turns: where its two ways met, GCC would keep the whole tile in memory before and after it.
   if (k <= 0) return tile.store(t.c, t.ldc);
   rows.multiply(tile, panel, k, t.next);

@@ -119,10 +119,10 @@ AI3_INLINE Vec<A> interleaved(Vec<A> first, Vec<A> second, Vec<A> third, std::in
   const Vec<A> two = __builtin_shufflevector(first.raw, second.raw, ((begin + i) / 3 + ((begin + i) % 3 == 1 ? width : 0))...);
   return __builtin_shufflevector(two.raw, third.raw, ((begin + i) % 3 == 2 ? width + (begin + i) / 3 : i)...);
 }
-// `rows` x `columns` elements, contiguous along columns in `from` and along rows in `to`: squares turn in registers, or the three
-// rows of images in colour, which would fill three eighths of an AVX2 square.
+// `rows` x `columns` elements, contiguous along columns in `from` and along rows in `to`: squares are transposed in registers, or
+// the three rows of images in colour, which would fill three eighths of an AVX2 square.
 template <class T>
-void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to, int64_t to_column) {
+void transpose_block(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to, int64_t to_column) {
   using V = Vec<Acc<T>>;
   constexpr int64_t width = V::width;
   int64_t c = 0;
@@ -149,7 +149,7 @@ void turn(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
 }
 
 template <class T>
-inline constexpr bool turns = !std::is_same_v<T, bool>;  // masks are small: no squares of bytes
+inline constexpr bool transposes = !std::is_same_v<T, bool>;  // masks are small: no squares of bytes
 
 template <class T>
 void copy_of(const CopyProblem& p, const T* x, T* y) {
@@ -168,10 +168,10 @@ void copy_of(const CopyProblem& p, const T* x, T* y) {
       } else if (from.w == 1 && to.w == 1) {
         for (int64_t c = 0; c < p.channels; c++)
           __builtin_memcpy(yi + c * to.c, xi + c * from.c, static_cast<size_t>(p.width) * sizeof(T));
-      } else if (turns<T> && from.w == 1 && to.c == 1) {
-        if constexpr (turns<T>) turn(xi, from.c, p.channels, p.width, yi, to.w);
-      } else if (turns<T> && from.c == 1 && to.w == 1) {
-        if constexpr (turns<T>) turn(xi, from.w, p.width, p.channels, yi, to.c);
+      } else if (transposes<T> && from.w == 1 && to.c == 1) {
+        if constexpr (transposes<T>) transpose_block(xi, from.c, p.channels, p.width, yi, to.w);
+      } else if (transposes<T> && from.c == 1 && to.w == 1) {
+        if constexpr (transposes<T>) transpose_block(xi, from.w, p.width, p.channels, yi, to.c);
       } else {
         for (int64_t w = 0; w < p.width; w++)
           for (int64_t c = 0; c < p.channels; c++) yi[w * to.w + c * to.c] = xi[w * from.w + c * from.c];

@@ -37,18 +37,18 @@ std::vector<Number> parsed(const std::string& text) {
 // From the text alone, so that it is the same in every process.
 int64_t id_of(const std::string& text) { return static_cast<int64_t>(Hash().add(text).value() >> 2) | 1; }
 
-struct Kept {
+struct Cached {
   std::shared_ptr<const Numbers> numbers;
   int64_t owners;
 };
-using Parts = Sharded<Kept>;
+using Parts = Sharded<Cached>;
 
 int64_t keep(const std::string& text) {
   auto numbers = std::make_shared<const Numbers>(Numbers{text, parsed(text)});
   for (int64_t id = id_of(text);; id += 2) {  // the next one where another text has the same
     Parts::Part& part = Parts::part_of(id);
     const std::lock_guard lock(part.mutex);
-    Kept& place = part.map[id];
+    Cached& place = part.map[id];
     if (!place.numbers) place = {std::move(numbers), 0};
     if (place.numbers->text != text) continue;
     place.owners++;

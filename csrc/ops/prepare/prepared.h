@@ -59,7 +59,7 @@ bool same_layout(const P& a, const P& b) {
 // Problems with patterns of what a rule may not choose are not kept. The hash of a problem names a set, which holds those of its
 // problems that were met last.
 template <class P>
-class KeptCalls {
+class CachedCalls {
  public:
   struct Key {
     const void* asked;  // an Entry, or an Algorithm for a problem that it is known to support
@@ -130,11 +130,11 @@ Prepared<P> derive(const Chosen<P>& chosen, const P& p, bool runs) {
   return call;
 }
 template <class P>
-Prepared<P> prepare_kept(const void* asked, Where where, const P& p, const auto& make) {
+Prepared<P> prepare_cached(const void* asked, Where where, const P& p, const auto& make) {
   if constexpr (requires { value_of(p); }) {
     bool whole = true;  // the value says all
     if constexpr (requires { p.exclude; }) whole = !p.exclude;
-    if (whole) return KeptCalls<P>::get({asked, where, generation(), value_of(p)}, make);
+    if (whole) return CachedCalls<P>::get({asked, where, generation(), value_of(p)}, make);
   }
   return make();
 }
@@ -150,12 +150,12 @@ Prepared<P> prepare(const Entry& asked, Where where, const P& p, bool runs = tru
   const auto* algorithm = asked.algorithm<P>(where.device);
   const Traits<P>* traits = algorithm ? &algorithm->traits : nullptr;
   const bool at_once = !traits || !(traits->choose || traits->supports || traits->workspace || traits->packed_bytes);
-  return at_once || !runs ? derived() : prepare_kept(&asked, where, p, derived);
+  return at_once || !runs ? derived() : prepare_cached(&asked, where, p, derived);
 }
 // The same call of tensors that lie in memory as p has it.
 template <class P>
 Prepared<P> relaid(const Prepared<P>& call, Where where, const P& p) {
-  return prepare_kept(call.algorithm, where, p, [&] { return derive<P>(call, p, true); });
+  return prepare_cached(call.algorithm, where, p, [&] { return derive<P>(call, p, true); });
 }
 
 }  // namespace ai3::ops

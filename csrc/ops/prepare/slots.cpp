@@ -23,7 +23,8 @@ constexpr size_t kSampleWords = 32;   // of a weight's memory, compared at every
 constexpr int64_t kProductsOfARow = 1 << 15;
 constexpr size_t kRowsAtMost = 1024;
 
-bool dense_memory(const Tensor& t) { return is_contiguous(t) || (t.dim() == 4 && is_dense(t, true)); }
+bool is_transposed(const Tensor& t) { return t.dim() == 2 && t.stride(0) == 1 && t.stride(1) == t.size(0); }
+bool dense_memory(const Tensor& t) { return is_contiguous(t) || is_transposed(t) || (t.dim() == 4 && is_dense(t, true)); }
 
 // A hash of one word, each time elsewhere, of each of `count` equal parts of memory, the first word among them; of all words
 // where there are fewer, and of less than a word of all bytes. A change of one of them always shows.
@@ -136,7 +137,7 @@ std::optional<Tensor> kept(const Slot& slot, const PackKey& asked, const Tensor&
   }
   const bool ask = slot.version == Slot::kAskVersion;
   Mark mark = mark_of(weight, slot.version);
-  const size_t rows = std::min(static_cast<size_t>(weight.size(0)), kRowsAtMost);
+  const size_t rows = std::min(static_cast<size_t>(weight.size(is_transposed(weight) ? 1 : 0)), kRowsAtMost);  // of its memory
   const bool each = readable && rows > kSampleWords && products / weight.size(0) >= kProductsOfARow;
   std::vector<Packs::One> idle, old;  // destroyed when no lock is held
   bool several = false;

@@ -72,7 +72,7 @@ ReadyWeight ready_weight(const Prepared<P>& call, const WeightedCall& c, std::sp
 // For algorithms of PyTorch's operators: the weight in the input's dtype, kept in the slot; what they keep of it themselves goes
 // by the version of the weight that was given.
 template <class P>
-void cast_kept(const Prepared<P>& call, WeightedCall& c, std::span<const int64_t> description) {
+void convert_weight(const Prepared<P>& call, WeightedCall& c, std::span<const int64_t> description) {
   if (c.weight.scalar_type() == c.input.scalar_type()) return;
   if (c.slot) c.slot.version = version_of(c.slot, c.weight);
   c.weight = ready_weight(call, c, description).tensor;

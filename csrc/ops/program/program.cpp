@@ -51,9 +51,9 @@ InputLayout layout_of(Tensor& t, size_t index) {
   return layout;
 }
 
-// ---- Plans that are kept ----------------------------------------------------------------------------------------------------
+// ---- The cache of plans -----------------------------------------------------------------------------------------------------
 
-struct Kept {
+struct CachedPlan {
   uint64_t hash;
   std::string text;
   std::vector<InputLayout> inputs;
@@ -63,7 +63,7 @@ struct Kept {
 };
 constexpr size_t kPlansAtMost = 128;
 std::mutex mutex;
-std::vector<Kept> kept;
+std::vector<CachedPlan> cache;
 [[maybe_unused]] const int at_fork = guard_at_fork([] { mutex.lock(); }, [] { mutex.unlock(); });
 uint64_t clock_of_use = 0;
 
@@ -74,21 +74,22 @@ std::shared_ptr<const Plan> plan_for(const std::string& text, const std::vector<
   const uint64_t hash = of_all.value();
   const int32_t team = threads();
   const uint64_t now = generation();
-  auto fits = [&](const Kept& k) {
+  auto fits = [&](const CachedPlan& k) {
     return k.hash == hash && k.threads == team && k.generation == now && k.inputs == inputs && k.text == text;
   };
   {
     const std::lock_guard lock(mutex);
-    for (Kept& k : kept)
+    for (CachedPlan& k : cache)
       if (fits(k)) return k.used = ++clock_of_use, k.plan;
   }
   std::shared_ptr<const Plan> plan = make_plan(text, inputs, Where{});  // not under the lock: other programs run on
   const std::lock_guard lock(mutex);
-  for (Kept& k : kept)
+  for (CachedPlan& k : cache)
     if (fits(k)) return k.plan;
-  if (kept.size() == kPlansAtMost)
-    kept.erase(std::min_element(kept.begin(), kept.end(), [](const Kept& a, const Kept& b) { return a.used < b.used; }));
-  kept.push_back({hash, text, inputs, team, now, ++clock_of_use, plan});
+  if (cache.size() == kPlansAtMost)
+    cache.erase(
+        std::min_element(cache.begin(), cache.end(), [](const CachedPlan& a, const CachedPlan& b) { return a.used < b.used; }));
+  cache.push_back({hash, text, inputs, team, now, ++clock_of_use, plan});
   return plan;
 }
 

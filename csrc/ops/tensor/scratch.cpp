@@ -12,8 +12,8 @@
 namespace ai3::ops {
 namespace {
 
-constexpr int kKeptBytes = 256 << 20;
-constexpr int kKeptBlocks = 64;
+constexpr int kCachedBytes = 256 << 20;
+constexpr int kCachedBlocks = 64;
 
 struct Block {
   char* data;
@@ -22,9 +22,9 @@ struct Block {
 // A stack, so that one thread alone has one block, warm in its cache, which grows to what its largest call needs. Never waited
 // for: where another thread is at it, or was when the process was forked, memory comes from the system and goes back there.
 std::mutex mutex;
-Block kept[kKeptBlocks];
-int kept_blocks = 0;
-int64_t kept_bytes = 0;
+Block cached[kCachedBlocks];
+int cached_blocks = 0;
+int64_t cached_bytes = 0;
 
 #ifdef __GLIBC__
 bool is_set(const char* name, const char* within = "") {
@@ -40,7 +40,7 @@ bool is_set(const char* name, const char* within = "") {
     if (is_set(name)) return;
   }
   if (is_set("GLIBC_TUNABLES", "glibc.malloc.")) return;
-  mallopt(M_TRIM_THRESHOLD, kKeptBytes);
+  mallopt(M_TRIM_THRESHOLD, kCachedBytes);
   mallopt(M_MMAP_THRESHOLD, 32 << 20);  // the largest that glibc takes: larger blocks are mappings of their own
 }
 #endif
@@ -58,9 +58,9 @@ void ask_for_huge_pages([[maybe_unused]] const void* data, [[maybe_unused]] int6
 
 Scratch::Scratch(int64_t bytes) {
   if (bytes == 0) return;
-  if (const std::unique_lock lock(mutex, std::try_to_lock); lock && kept_blocks > 0) {
-    const Block block = kept[--kept_blocks];
-    kept_bytes -= block.bytes;
+  if (const std::unique_lock lock(mutex, std::try_to_lock); lock && cached_blocks > 0) {
+    const Block block = cached[--cached_blocks];
+    cached_bytes -= block.bytes;
     data_ = block.data, bytes_ = block.bytes;
   }
   if (bytes_ >= bytes) return;
@@ -76,9 +76,9 @@ Scratch::~Scratch() {
   if (!data_) return;
   const std::unique_lock lock(mutex, std::try_to_lock);
   // One block whatever its size: in fresh pages a network's activations take longer to get than to compute.
-  if (lock && kept_blocks < kKeptBlocks && (kept_blocks == 0 || kept_bytes + bytes_ <= kKeptBytes)) {
-    kept[kept_blocks++] = {data_, bytes_};
-    kept_bytes += bytes_;
+  if (lock && cached_blocks < kCachedBlocks && (cached_blocks == 0 || cached_bytes + bytes_ <= kCachedBytes)) {
+    cached[cached_blocks++] = {data_, bytes_};
+    cached_bytes += bytes_;
   } else {
     std::free(data_);
   }
@@ -86,21 +86,21 @@ Scratch::~Scratch() {
 
 }  // namespace ai3::ops
 
-// Fills the memory that is kept with a byte, so that tests see what is read before it is written.
+// Fills the cached memory with a byte, so that tests see what is read before it is written.
 extern "C" AI3_EXPORT void ai3_fill_workspace(int byte) {
   using namespace ai3::ops;
   const std::lock_guard lock(mutex);
-  for (int i = 0; i < kept_blocks; i++) std::memset(kept[i].data, byte, static_cast<size_t>(kept[i].bytes));
+  for (int i = 0; i < cached_blocks; i++) std::memset(cached[i].data, byte, static_cast<size_t>(cached[i].bytes));
 }
 
-// Gives the memory that is kept back to the system; returns how many bytes that was: 0, too, where another thread is at it.
+// Gives the cached memory back to the system; returns how many bytes that was: 0, too, where another thread is at it.
 extern "C" AI3_EXPORT int64_t ai3_release_workspace() {
   using namespace ai3::ops;
   const std::unique_lock lock(mutex, std::try_to_lock);
   if (!lock) return 0;
-  const int64_t released = kept_bytes;
-  while (kept_blocks > 0) std::free(kept[--kept_blocks].data);
-  kept_bytes = 0;
+  const int64_t released = cached_bytes;
+  while (cached_blocks > 0) std::free(cached[--cached_blocks].data);
+  cached_bytes = 0;
 #ifdef __GLIBC__
   malloc_trim(0);  // small blocks are parts of the heap
 #endif
