@@ -51,9 +51,10 @@ def test_cudnn_is_the_one_that_torch_loads():
 
 
 @built
+@pytest.mark.parametrize("name", ["implicit_precomp_gemm", "cudnn"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_cudnn_is_listed_for_every_dtype(dtype):
-    (info,) = [a for a in ai3_ops.algorithms("conv2d", "cuda") if a.name == "implicit_precomp_gemm"]
+def test_cudnn_is_listed_for_every_dtype(dtype, name):
+    (info,) = [a for a in ai3_ops.algorithms("conv2d", "cuda") if a.name == name]
     assert str(dtype).removeprefix("torch.") in info.dtypes
     assert info.deterministic
     assert info.accuracy == "exact"
@@ -81,9 +82,10 @@ def test_packs_of_as_many_elements_differ_in_size():
 
 
 @needs_gpu
+@pytest.mark.parametrize("name", ["implicit_precomp_gemm", "cudnn"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_cudnn_computes_the_convolution_on_any_stream(dtype, memory_format):
+def test_cudnn_computes_the_convolution_on_any_stream(dtype, memory_format, name):
     x = torch.randint(-3, 4, (2, 8, 9, 11), device="cuda").to(dtype).to(memory_format=memory_format)
     w = torch.randint(-3, 4, (12, 4, 3, 3), device="cuda").to(dtype)
     b = torch.randint(-3, 4, (12,), device="cuda").to(dtype)
@@ -91,7 +93,7 @@ def test_cudnn_computes_the_convolution_on_any_stream(dtype, memory_format):
     for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            y = torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, b, 2, 1, 1, 2)
+            y = getattr(torch.ops.ai3, f"conv2d_{name}")(x, w, b, 2, 1, 1, 2)
         stream.synchronize()
         assert torch.equal(y, expected)
         if dtype != torch.float64:  # which ATen answers in NCHW whatever it gets, and we as ever
@@ -143,15 +145,39 @@ def test_a_pack_of_other_sizes_is_refused():
 
 
 @needs_gpu
-def test_cudnn_runs_in_a_cuda_graph():
-    x, w = torch.randn(1, 8, 14, 14, device="cuda"), torch.randn(16, 8, 3, 3, device="cuda")
-    torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1)
+@pytest.mark.parametrize("called", [True, False])
+@pytest.mark.parametrize("name", ["implicit_precomp_gemm", "cudnn"])
+def test_cudnn_runs_in_a_cuda_graph(name, called):
+    """Also where its first call of the problem is the captured one, in which a plan is made."""
+    conv2d = getattr(torch.ops.ai3, f"conv2d_{name}")
+    x, w = torch.randn(1, 8, 14 + called, 14, device="cuda"), torch.randn(16, 8, 3, 3, device="cuda")
+    conv2d(x if called else x[..., :3, :], w, None, 1, 1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1)
+        y = conv2d(x, w, None, 1, 1)
     x.copy_(torch.randn_like(x))
     graph.replay()
-    assert torch.equal(y, torch.ops.ai3.conv2d_implicit_precomp_gemm(x, w, None, 1, 1))
+    assert torch.equal(y, conv2d(x, w, None, 1, 1))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_cudnn_reads_slices_that_begin_anywhere(dtype, memory_format):
+    """An engine that reads 16 bytes at once cannot: they have a plan of their own."""
+    x = torch.randint(-3, 4, (3, 8, 9, 11), device="cuda").to(dtype).to(memory_format=memory_format)
+    w, b = torch.randint(-3, 4, (16, 8, 3, 3), device="cuda").to(dtype), torch.arange(17, device="cuda").to(dtype)
+    odd = x.flatten().new_empty(x.numel() + 1)[1:].as_strided(x.shape, x.stride()).copy_(x)
+    expected = F.conv2d(x.double(), w.double(), b[1:].double(), 1, 1).to(dtype)
+    for input in (odd, x):
+        assert torch.equal(torch.ops.ai3.conv2d_cudnn(input, w, b[1:], 1, 1), expected)
+
+
+@needs_gpu
+def test_a_guess_is_one_of_cudnn_s_methods():
+    x, w = torch.randn(10, 64, 56, 56, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")
+    method = ai3_ops.resolve("conv2d", "guess", x, w, None, 1, 1)
+    assert method.startswith(("implicit", "gemm", "fft", "winograd"))
 
 
 class _ToldCuda(torch.Tensor):

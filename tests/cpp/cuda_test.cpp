@@ -694,6 +694,164 @@ TEST(Cudnn, AFirstCallMayBeCaptured) {
   EXPECT_GT(fake::dnn_handles, before) << "no thread made one";
 }
 
+// Sets what engines the graph interface has until the end of the block.
+struct Engines {
+  Engines(std::initializer_list<fake::DnnEngine> engines) { fake::dnn_engines = engines; }
+  ~Engines() { fake::dnn_engines = fake::kDnnEngines; }
+};
+const Algorithm<Conv2dProblem>& by_graph() { return on_cuda<Conv2dProblem>("conv2d", "cudnn"); }
+// On exact integers whose memory begins at multiples of 16 bytes, or at no such.
+void expect_exact_by_graph(const Conv2dProblem& p, bool aligned) {
+  const Flush flush = aligned ? Flush::begin : Flush::end;
+  const Inputs<Conv2dProblem> in(p, {flush, Values::integers});
+  const Guarded y = run(by_graph(), p, in, flush, extent(p).output);
+  const Reference expected = reference("conv2d", p, in.x.values(), in.weight.values(), in.bias.values(), nullptr, nullptr);
+  for (int64_t i = 0; i < extent(p).output; i++) ASSERT_EQ(get(p.dtype, y.as<char>(), i), expected.y[i]) << "element " << i;
+}
+
+TEST(CudnnGraph, ThePlanIsTheFirstThatComputesAsItIsAskedFor) {
+  for (bool aligned : {true, false})
+    for (bool bias : {true, false})
+      for (bool allow_tf32 : {true, false})
+        for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+          Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 7, 4, 1), false, bias);
+          p.dtype = dtype, p.allow_tf32 = allow_tf32;
+          fake::launches = 0;
+          expect_exact_by_graph(p, aligned);
+          // Of those without a note against them: TF32's, 16 bits' on tensor cores, and the fallback's, which takes any memory.
+          const bool tf32 = dtype == DType::f32 && allow_tf32;
+          const size_t engine = !aligned ? 5 : tf32 ? 3 : dtype == DType::f32 ? 5 : 4;
+          EXPECT_EQ(fake::dnn_engine_used, engine) << name_of(dtype) << aligned << allow_tf32;
+          EXPECT_EQ(fake::dnn_alignment_used, aligned ? 16 : size_of(dtype));
+          EXPECT_EQ(by_graph().traits.workspace(p), dtype == DType::f32 ? 256 : 512) << "of either kind of memory";
+          EXPECT_EQ(fake::launches, 0) << "a pass for the bias";
+        }
+}
+
+TEST(CudnnGraph, APlanIsMadeOnceForEachThreadDeviceAndAlignment) {
+  const Conv2dProblem p = dnn_problem(201);
+  std::thread([&] {
+    const int64_t before = fake::dnn_plans_made;
+    for (int i = 0; i < 3; i++)
+      for (bool aligned : {true, false}) expect_exact_by_graph(p, aligned);
+    EXPECT_EQ(fake::dnn_plans_made - before, 2) << "cuDNN does not let threads share a plan";
+    fake::device = 1;
+    expect_exact_by_graph(p, true);
+    EXPECT_EQ(fake::dnn_device_used, 1);
+    EXPECT_EQ(fake::dnn_plans_made - before, 4);
+    fake::device = 0;
+    Conv2dProblem other = p;
+    other.has_bias = false;
+    expect_exact_by_graph(other, true);
+    other.allow_tf32 = true;
+    expect_exact_by_graph(other, true);
+    EXPECT_EQ(fake::dnn_plans_made - before, 8);
+  }).join();
+  const int64_t made = fake::dnn_plans_made;
+  for (int i = 0; i < 20; i++) std::thread([&] { expect_exact_by_graph(p, true); }).join();
+  EXPECT_LE(fake::dnn_plans_made, made + 2) << "threads that have ended leave plans with their handles";
+}
+
+TEST(CudnnGraph, PlansAreBounded) {
+  const int64_t before = fake::dnn_plans;
+  Reason reason{};
+  for (int64_t i = 0; i < 3000; i++) ASSERT_TRUE(by_graph().traits.supports(dnn_problem(5000 + i), reason)) << reason.text;
+  EXPECT_LE(fake::dnn_plans, std::max<int64_t>(before, 1024) + 1);
+}
+
+TEST(CudnnGraph, RunsOnTheCallsStreamAndMayBeCapturedFirst) {
+  const Conv2dProblem p = dnn_problem(202);
+  const Inputs<Conv2dProblem> in(p, {Flush::begin, Values::integers});
+  const Guarded y(extent(p).output * 4, Flush::begin), scratch(256, Flush::begin);
+  fake::capturing = true;
+  for (void* stream : {static_cast<void*>(y.as<char>()), static_cast<void*>(nullptr)}) {
+    ASSERT_EQ(by_graph().traits.workspace(p), 256);
+    Workspace workspace{scratch.as<char>(), 256, 0, stream};
+    by_graph().run(p, {in.x.stored(), in.weight.stored(), in.bias.stored(), nullptr, y.as<char>()}, workspace);
+    EXPECT_EQ(fake::dnn_stream_used, stream);
+    EXPECT_EQ(fake::capture_mode, cudaStreamCaptureModeGlobal) << "the thread is left in another mode";
+  }
+  fake::capturing = false;
+}
+
+TEST(CudnnGraph, RefusalsAreInItsOwnWordsAndErrorsAreNone) {
+  Reason reason{};
+  auto refusal = [&](int64_t height) {
+    EXPECT_FALSE(by_graph().traits.supports(dnn_problem(height), reason));
+    return std::string(reason.text);
+  };
+  {
+    const Engines none{{.numerical = {CUDNN_NUMERICAL_NOTE_FFT}},
+                       {.numerical = {CUDNN_NUMERICAL_NOTE_REDUCED_PRECISION_REDUCTION}}};
+    EXPECT_EQ(refusal(203), "cuDNN refuses: none of its precompiled engines computes this as it is asked for");
+  }
+  {
+    const Engines refusing{{.adds_bias = false}, {.status = CUDNN_STATUS_NOT_SUPPORTED_LAYOUT}};
+    EXPECT_EQ(refusal(204), "cuDNN refuses: CUDNN_STATUS_NOT_SUPPORTED_LAYOUT: this engine");
+  }
+  {
+    const Engines broken{{.status = CUDNN_STATUS_NOT_SUPPORTED_SUBLIBRARY_UNAVAILABLE}};
+    EXPECT_THROW(by_graph().traits.supports(dnn_problem(205), reason), std::runtime_error);
+  }
+  fake::dnn_answer = CUDNN_STATUS_NOT_SUPPORTED;
+  EXPECT_EQ(refusal(206), "cuDNN refuses: CUDNN_STATUS_NOT_SUPPORTED: for a test");
+  fake::dnn_answer = CUDNN_STATUS_BAD_PARAM;
+  EXPECT_THROW(by_graph().traits.supports(dnn_problem(207), reason), std::runtime_error);
+  fake::dnn_answer = CUDNN_STATUS_SUCCESS;
+  EXPECT_FALSE(by_graph().traits.supports(dnn_problem(206), reason)) << "a refusal is asked for once";
+  EXPECT_TRUE(by_graph().traits.supports(dnn_problem(205), reason)) << "an error is kept";
+  // Memory that no engine reads is known only when the plan runs.
+  const Engines aligned{{.alignment = 16}};
+  EXPECT_TRUE(by_graph().traits.supports(dnn_problem(209), reason)) << reason.text;
+  try {
+    expect_exact_by_graph(dnn_problem(209), false);
+    ADD_FAILURE() << "no error";
+  } catch (const std::runtime_error& e) {
+    EXPECT_STREQ(e.what(), "cuDNN refuses: CUDNN_STATUS_NOT_SUPPORTED: this alignment");
+  }
+}
+
+TEST(CudnnGraph, FiltersOfTensorCoresAreKrscBesideChannelsLast) {
+  for (bool nhwc : {false, true})
+    for (bool allow_tf32 : {false, true})
+      for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+        Conv2dProblem p = problems::conv2d({1, 6, 5, 7, 4, 3, 2, 1, 1, 1, 1, 1, 1, 2}, nhwc, true);
+        p.dtype = dtype, p.allow_tf32 = allow_tf32;
+        const bool krsc = nhwc && (size_of(dtype) == 2 || (dtype == DType::f32 && allow_tf32));
+        EXPECT_EQ(by_graph().traits.packed_bytes(p), krsc ? round_up(4 * 3 * 3 * 2 * size_of(dtype), 256) : 0);
+        expect_exact_by_graph(p, true);
+        EXPECT_EQ(fake::dnn_format_used == CUDNN_TENSOR_NHWC, krsc) << name_of(dtype);
+      }
+}
+
+// What cuDNN's heuristic says first of what can run is what runs, under its name.
+TEST(Cudnn, AGuessIsTheFirstOfItsHeuristicThatIsUsable) {
+  const auto& guess = on_cuda<Conv2dProblem>("conv2d", "guess");
+  const Candidates<Conv2dProblem> all{nullptr,
+                                      [](const void*, const Conv2dProblem& p, const char* name) {
+                                        const AlgorithmInfo* info = algorithm("cuda", "conv2d", name);
+                                        Reason ignored;
+                                        return info &&
+                                               supported(*reinterpret_cast<const Algorithm<Conv2dProblem>*>(info), p, ignored);
+                                      },
+                                      nullptr};
+  Conv2dProblem p = problems::conv2d({1, 4, 9, 11, 4, 3, 3, 2, 2, 1, 1, 1, 1, 1}, false, true);
+  fake::dnn_ranking = {{CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED, CUDNN_STATUS_NOT_SUPPORTED},
+                       {CUDNN_CONVOLUTION_FWD_ALGO_FFT, CUDNN_STATUS_SUCCESS},
+                       {CUDNN_CONVOLUTION_FWD_ALGO_GEMM, CUDNN_STATUS_SUCCESS},
+                       {CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM, CUDNN_STATUS_SUCCESS}};
+  EXPECT_STREQ(guess.traits.choose(p, all).algorithm, "gemm") << "fft does not stride";
+  p.dtype = DType::f16;
+  EXPECT_STREQ(guess.traits.choose(p, all).algorithm, "implicit_precomp_gemm") << "gemm would round before the bias";
+  fake::dnn_ranking.resize(3);
+  EXPECT_EQ(guess.traits.choose(p, all).algorithm, nullptr);
+  p.batch = -1;
+  EXPECT_STREQ(guess.traits.choose(p, all).algorithm, "implicit_gemm") << "cuDNN is not asked about unknown sizes";
+  p.batch = 1;
+  const Capability none(0);
+  EXPECT_STREQ(guess.traits.choose(p, all).algorithm, "implicit_gemm") << "nor without a GPU";
+}
+
 // PyTorch's own operators for gradients read the process's switches, not the call's.
 TEST(Cuda, GradientsAreComputedByWhatGetsTheCallsSwitches) {
   each_kernel([&]<class P>(const Algorithm<P>& a) {

@@ -5,66 +5,23 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <memory>
-#include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
+
+#include "../../csrc/cuda/core/cudnn_plan.h"
 
 namespace {
 
-void check(cudnnStatus_t status, const char* what) {
-  if (status == CUDNN_STATUS_SUCCESS) return;
-  char words[512] = "";
-  cudnnGetLastErrorString(words, sizeof(words));
-  throw std::runtime_error(std::string(what) + ": " + cudnnGetErrorString(status) + ": " + words);
-}
-
-// A descriptor of cuDNN's graph interface.
-class Described {
- public:
-  explicit Described(cudnnBackendDescriptorType_t type) {
-    check(cudnnBackendCreateDescriptor(type, &descriptor_), "cudnnBackendCreateDescriptor");
-  }
-  ~Described() { cudnnBackendDestroyDescriptor(descriptor_); }
-  Described(const Described&) = delete;
-  Described& operator=(const Described&) = delete;
-
-  void set(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type, int64_t count, const void* values) {
-    check(cudnnBackendSetAttribute(descriptor_, name, type, count, values), "cudnnBackendSetAttribute");
-  }
-  void set(cudnnBackendAttributeName_t name, const std::vector<int64_t>& values) {
-    set(name, CUDNN_TYPE_INT64, static_cast<int64_t>(values.size()), values.data());
-  }
-  void set(cudnnBackendAttributeName_t name, const Described& other) {
-    set(name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &other.descriptor_);
-  }
-  void finalize() { check(cudnnBackendFinalize(descriptor_), "cudnnBackendFinalize"); }
-  bool is_possible() { return cudnnBackendFinalize(descriptor_) == CUDNN_STATUS_SUCCESS; }
-  int64_t number(cudnnBackendAttributeName_t name) const {
-    int64_t count = 0, value = 0;
-    check(cudnnBackendGetAttribute(descriptor_, name, CUDNN_TYPE_INT64, 1, &count, &value), "cudnnBackendGetAttribute");
-    return value;
-  }
-  template <class Note>
-  std::vector<Note> notes(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type) const {
-    std::array<Note, 32> all;
-    int64_t count = 0;
-    check(cudnnBackendGetAttribute(descriptor_, name, type, all.size(), &count, all.data()), "cudnnBackendGetAttribute");
-    return {all.begin(), all.begin() + count};
-  }
-
- private:
-  cudnnBackendDescriptor_t descriptor_ = nullptr;
-};
+using namespace ai3;
 
 struct Layer {
-  int64_t n, c, size, k, kernel, stride, pad;
+  int64_t n, c, size, k, kernel, stride, pad, dilation = 1, groups = 1;
 };
-enum class Type { f32, tf32, f16, bf16 };
+enum class Type { f32, tf32, f16, bf16, f64 };
 
 struct Engine {
   std::vector<cudnnBackendNumericalNote_t> numerical;
@@ -75,74 +32,60 @@ struct Engine {
   }
 };
 
-// The engines, by number, that compute a layer on a device, with images in NHWC or NCHW and filters in KRSC or KCRS.
-std::map<int64_t, Engine> engines(const std::string& device, const Layer& l, Type type, bool nhwc, bool krsc) {
+Described described(const std::string& device) {
   std::ifstream file(std::string(AI3_DEVICES) + "/" + device + ".json");
   const std::string text{std::istreambuf_iterator<char>(file), {}};
   Described properties(CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR);
   properties.set(CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION, CUDNN_TYPE_CHAR, static_cast<int64_t>(text.size()), text.data());
   properties.finalize();
+  return properties;
+}
 
-  const cudnnDataType_t data = type == Type::f16 ? CUDNN_DATA_HALF : type == Type::bf16 ? CUDNN_DATA_BFLOAT16 : CUDNN_DATA_FLOAT;
-  auto tensor = [&](int64_t id, const std::array<int64_t, 4>& s, bool channels_last) {
-    auto t = std::make_unique<Described>(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
-    t->set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &data);
-    t->set(CUDNN_ATTR_TENSOR_DIMENSIONS, {s.begin(), s.end()});
-    t->set(CUDNN_ATTR_TENSOR_STRIDES, channels_last ? std::vector{s[1] * s[2] * s[3], int64_t{1}, s[1] * s[3], s[1]}
-                                                    : std::vector{s[1] * s[2] * s[3], s[2] * s[3], s[3], int64_t{1}});
-    t->set(CUDNN_ATTR_TENSOR_UNIQUE_ID, {id});
-    t->set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, {16});
-    t->finalize();
-    return t;
+Conv2dProblem problem(const Layer& l, Type type, bool nhwc, bool bias = false) {
+  auto strides = [&](int64_t c, int64_t size) {
+    return nhwc ? Strides4{c * size * size, 1, c * size, c} : Strides4{c * size * size, size * size, size, 1};
   };
-  const int64_t out = (l.size + 2 * l.pad - l.kernel) / l.stride + 1;
-  const auto x = tensor(1, {l.n, l.c, l.size, l.size}, nhwc), w = tensor(2, {l.k, l.c, l.kernel, l.kernel}, krsc),
-             y = tensor(3, {l.n, l.k, out, out}, nhwc);
-
-  Described convolution(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR);
-  const cudnnDataType_t sums = CUDNN_DATA_FLOAT;
-  const cudnnConvolutionMode_t mode = CUDNN_CROSS_CORRELATION;
-  convolution.set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, {2});
-  convolution.set(CUDNN_ATTR_CONVOLUTION_COMP_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &sums);
-  convolution.set(CUDNN_ATTR_CONVOLUTION_CONV_MODE, CUDNN_TYPE_CONVOLUTION_MODE, 1, &mode);
-  convolution.set(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS, {l.pad, l.pad});
-  convolution.set(CUDNN_ATTR_CONVOLUTION_POST_PADDINGS, {l.pad, l.pad});
-  convolution.set(CUDNN_ATTR_CONVOLUTION_DILATIONS, {1, 1});
-  convolution.set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, {l.stride, l.stride});
-  convolution.finalize();
-
-  Described operation(CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR);
-  const float one = 1, zero = 0;
-  operation.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X, *x);
-  operation.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W, *w);
-  operation.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y, *y);
-  operation.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC, convolution);
-  operation.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA, CUDNN_TYPE_FLOAT, 1, &one);
-  operation.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA, CUDNN_TYPE_FLOAT, 1, &zero);
-  operation.finalize();
-  Described graph(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
-  graph.set(CUDNN_ATTR_OPERATIONGRAPH_OPS, operation);
-  graph.finalize();
-
+  Conv2dProblem p{};
+  p.dtype = type == Type::f16 ? DType::f16 : type == Type::bf16 ? DType::bf16 : type == Type::f64 ? DType::f64 : DType::f32;
+  p.allow_tf32 = type == Type::tf32, p.has_bias = bias, p.groups = l.groups;
+  p.batch = l.n, p.in_channels = l.c, p.in_height = p.in_width = l.size, p.out_channels = l.k;
+  p.kernel_height = p.kernel_width = l.kernel, p.stride_h = p.stride_w = l.stride, p.pad_h = p.pad_w = l.pad;
+  p.dilation_h = p.dilation_w = l.dilation;
+  p.out_height = p.out_width = (l.size + 2 * l.pad - l.dilation * (l.kernel - 1) - 1) / l.stride + 1;
+  p.x_stride = strides(l.c, l.size), p.y_stride = strides(l.k, p.out_height);
+  return p;
+}
+// Those of a graph, by number.
+std::map<int64_t, Engine> engines_of(Described& graph, const Described& properties) {
   std::map<int64_t, Engine> found;
+  std::string words;
+  graph.finalize();
   const int64_t count = graph.number(CUDNN_ATTR_OPERATIONGRAPH_ENGINE_GLOBAL_COUNT);
   for (int64_t id = 0; id < count; id++) {
     Described engine(CUDNN_BACKEND_ENGINE_DESCRIPTOR);
     engine.set(CUDNN_ATTR_ENGINE_OPERATION_GRAPH, graph);
     engine.set(CUDNN_ATTR_ENGINE_GLOBAL_INDEX, {id});
     engine.set(CUDNN_ATTR_ENGINE_DEVICEPROP, properties);
-    if (!engine.is_possible()) continue;
+    if (!engine.is_possible(words)) continue;
     const auto behavior = engine.notes<cudnnBackendBehaviorNote_t>(CUDNN_ATTR_ENGINE_BEHAVIOR_NOTE, CUDNN_TYPE_BEHAVIOR_NOTE);
     if (std::ranges::count(behavior, CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION)) continue;
     Described configuration(CUDNN_BACKEND_ENGINECFG_DESCRIPTOR), plan(CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR);
     configuration.set(CUDNN_ATTR_ENGINECFG_ENGINE, engine);
-    if (!configuration.is_possible()) continue;
+    if (!configuration.is_possible(words)) continue;
     plan.set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, configuration);
     plan.set(CUDNN_ATTR_EXECUTION_PLAN_DEVICEPROP, properties);
-    if (!plan.is_possible()) continue;
+    if (!plan.is_possible(words)) continue;
     found[id] = {engine.notes<cudnnBackendNumericalNote_t>(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE),
                  plan.number(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE)};
   }
+  return found;
+}
+// The engines, by number, that compute a layer on a device, with images in NHWC or NCHW and filters in KRSC or KCRS.
+std::map<int64_t, Engine> engines(const std::string& device, const Layer& l, Type type, bool nhwc, bool krsc) {
+  const Described properties = described(device);
+  std::map<int64_t, Engine> found;
+  with_graph(problem(l, type, nhwc), 16, krsc, {nullptr, &properties},
+             [&](Described& graph) { found = engines_of(graph, properties); });
   if (type == Type::f32) std::erase_if(found, [](const auto& e) { return !e.second.is_strict(); });
   return found;
 }
@@ -206,6 +149,48 @@ TEST(CudnnAsked, NoEngineTransformsByFourier) {
   for (const char* device : kDevices)
     for (const auto& [id, engine] : engines(device, kMiddle, Type::f32, false, false))
       EXPECT_FALSE(engine.has(CUDNN_NUMERICAL_NOTE_FFT)) << device << ": engine " << id;
+}
+
+// What conv2d's `cudnn` runs (csrc/cuda/conv2d/cudnn.cpp), by its own code: a plan for whatever networks have, on each GPU, with
+// and without a bias, which the same plan adds, of memory that begins at multiples of 16 bytes or of an element.
+TEST(CudnnAsked, OurPlansComputeEveryLayerAsItIsAskedFor) {
+  for (const char* device : kDevices) {
+    const Described properties = described(device);
+    for (const Layer& l :
+         {kMiddle, Layer{10, 3, 224, 64, 11, 4, 2}, Layer{10, 64, 56, 256, 1, 1, 0}, Layer{1, 5, 9, 3, 3, 2, 1},
+          Layer{1, 64, 28, 64, 3, 1, 2, 2}, Layer{1, 64, 28, 64, 3, 1, 1, 1, 4}, Layer{1, 32, 28, 32, 3, 1, 1, 1, 32}})
+      for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16, Type::f64})
+        for (bool nhwc : {false, true})
+          for (bool bias : {false, true})
+            for (bool aligned : {false, true}) {
+              const Conv2dProblem p = problem(l, type, nhwc, bias);
+              SCOPED_TRACE(std::string(device) + ", " + std::to_string(l.c) + " channels, type " +
+                           std::to_string(static_cast<int>(type)) + (nhwc ? ", NHWC" : ", NCHW"));
+              const GraphPlan plan = graph_plan(p, aligned ? 16 : size_of(p.dtype), {nullptr, &properties});
+              ASSERT_EQ(plan.refusal, "");
+              const Described engine =
+                  std::move(plan.configuration->others(CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_BACKEND_ENGINE_DESCRIPTOR).at(0));
+              for (const auto note :
+                   engine.notes<cudnnBackendNumericalNote_t>(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE)) {
+                const bool rounds = note == CUDNN_NUMERICAL_NOTE_TENSOR_CORE || note == CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS;
+                EXPECT_TRUE(rounds ? type != Type::f32 : note == CUDNN_NUMERICAL_NOTE_STRICT_NAN_PROP) << "note " << note;
+              }
+            }
+  }
+}
+
+// In the format of their type our plans multiply where images and filters lie, bias included.
+TEST(CudnnAsked, OurPlansCopyNothingInTheFormatOfTheirType) {
+  for (const std::string device : kDevices) {
+    const Described properties = described(device);
+    for (bool bias : {false, true})
+      for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16}) {
+        if (type == Type::tf32 && device != "h100") continue;
+        const GraphPlan plan = graph_plan(problem(kMiddle, type, type != Type::f32, bias), 16, {nullptr, &properties});
+        EXPECT_LT(plan.workspace, kMiddle.k * kMiddle.c * kMiddle.kernel * kMiddle.kernel * 2)
+            << device << ", type " << static_cast<int>(type) << bias;
+      }
+  }
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 namespace ai3::inline AI3_LEVEL {
 
+const Algorithm<Conv2dProblem>& conv2d_cudnn_record();  // on CUDA
 const Algorithm<Conv2dProblem>& conv2d_depthwise_record();
 const Algorithm<Conv2dProblem>& conv2d_direct_record();
 const Algorithm<Conv2dProblem>& conv2d_fft_record();

@@ -8,7 +8,7 @@ namespace {
 using By = Cudnn<CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM>;
 
 AI3_REGISTER_(conv2d, implicit_precomp_gemm, By::run, .supports = By::supports, .workspace = By::workspace,
-              .packed_bytes = By::packed_bytes, .pack = cudnn_pack, .gradients = gradients_by_im2col)
+              .packed_bytes = cudnn_packed_bytes, .pack = cudnn_pack, .gradients = gradients_by_im2col)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

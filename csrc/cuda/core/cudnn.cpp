@@ -1,43 +1,14 @@
 #include "cudnn.cuh"
 
 #include <algorithm>
-#include <array>
-#include <map>
+#include <list>
 #include <memory>
 #include <mutex>
-#include <utility>
-#include <vector>
 
-#include "host.h"
+#include "cudnn_handle.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
-
-std::string words_of(cudnnStatus_t status) {
-  char more[256] = "";
-  cudnnGetLastErrorString(more, sizeof(more));
-  return std::string(cudnnGetErrorString(status)) + (*more ? std::string(": ") + more : "");
-}
-void check(cudnnStatus_t status, const char* what) {
-  if (status != CUDNN_STATUS_SUCCESS) throw std::runtime_error(std::string("ai3: ") + what + ": " + words_of(status));
-}
-
-// What says that this method, of this problem, is not for this device. Other categories, and the rest of this one, say that the
-// call or the installation is wrong: as a refusal that would be kept, and nobody would hear of it.
-bool is_refusal(cudnnStatus_t status) {
-  switch (static_cast<int>(status)) {
-    case 3000:  // NOT_SUPPORTED, and in particular
-    case 3001:  // GRAPH_PATTERN
-    case 3002:  // SHAPE
-    case 3003:  // DATA_TYPE
-    case 3004:  // LAYOUT
-    case 3007:  // ARCH_MISMATCH
-    case 3010:  // SHARED_MEMORY_INSUFFICIENT
-    case 3011:  // PADDING
-      return true;
-    default: return false;
-  }
-}
 
 int current_device() {
   int device = 0;
@@ -45,47 +16,32 @@ int current_device() {
   return device;
 }
 
-// While it lives, this thread may allocate memory although it captures a stream: what is made then is no part of the graph.
-class RelaxedCapture {
- public:
-  RelaxedCapture() { exchange(); }
-  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-
- private:
-  void exchange() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // A thread's handles, one for each device. A thread that ends leaves them to the next, since a handle takes milliseconds and
 // device memory to make; none is destroyed, because CUDA may be gone when the process ends.
 class Handles {
  public:
   ~Handles() {
     const std::lock_guard lock(mutex());
-    for (const auto& handle : mine_) idle().push_back(handle);
+    idle().splice(idle().begin(), mine_);  // to be found first: what was used last has the plans of what runs now
   }
-  cudnnHandle_t on(int device) {
-    auto of_device = [&](const auto& handle) { return handle.first == device; };
-    if (const auto found = std::find_if(mine_.begin(), mine_.end(), of_device); found != mine_.end()) return found->second;
+  CudnnHandle& on(int device) {
+    auto of_device = [&](const auto& handle) { return handle.device == device; };
+    if (const auto found = std::find_if(mine_.begin(), mine_.end(), of_device); found != mine_.end()) return *found;
     {
       const std::lock_guard lock(mutex());
       if (const auto found = std::find_if(idle().begin(), idle().end(), of_device); found != idle().end()) {
-        mine_.push_back(*found);
-        idle().erase(found);
-        return mine_.back().second;
+        mine_.splice(mine_.end(), idle(), found);
+        return mine_.back();
       }
     }
     cudnnHandle_t handle = nullptr;
     const RelaxedCapture relaxed;
-    check(cudnnCreate(&handle), "cudnnCreate");
-    mine_.emplace_back(device, handle);
-    return handle;
+    check_cudnn(cudnnCreate(&handle), "cudnnCreate");
+    return mine_.emplace_back(CudnnHandle{device, handle});
   }
 
  private:
-  using List = std::vector<std::pair<int, cudnnHandle_t>>;
+  using List = std::list<CudnnHandle>;  // whose elements stay where they are
   static std::mutex& mutex() {
     static auto& one = *new std::mutex;
     return one;
@@ -96,16 +52,12 @@ class Handles {
   }
   List mine_;
 };
-cudnnHandle_t handle_on(int device) {
-  static thread_local Handles handles;
-  return handles.on(device);
-}
 
 // A descriptor that is destroyed with its owner.
 template <class D, cudnnStatus_t (*create)(D*), cudnnStatus_t (*destroy)(D)>
 class Descriptor {
  public:
-  Descriptor() { check(create(&descriptor_), "a cuDNN descriptor"); }
+  Descriptor() { check_cudnn(create(&descriptor_), "a cuDNN descriptor"); }
   ~Descriptor() { destroy(descriptor_); }
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
@@ -131,41 +83,15 @@ struct Plan {
   std::string refusal;  // empty: supported
 };
 
-// A problem by value, as far as the plan depends on it.
-using Key = std::array<int64_t, 28>;
-Key key_of(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, int device) {
-  return {device,          method,         static_cast<int64_t>(p.dtype),
-          p.allow_tf32,    p.batch,        p.in_channels,
-          p.in_height,     p.in_width,     p.out_channels,
-          p.kernel_height, p.kernel_width, p.out_height,
-          p.out_width,     p.stride_h,     p.stride_w,
-          p.pad_h,         p.pad_w,        p.dilation_h,
-          p.dilation_w,    p.groups,       p.x_stride.n,
-          p.x_stride.c,    p.x_stride.h,   p.x_stride.w,
-          p.y_stride.n,    p.y_stride.c,   p.y_stride.h,
-          p.y_stride.w};
-}
-
-// Whether w is to be KRSC, else KCRS: beside channels_last images tensor cores read nothing else, and cuDNN would rearrange it in
-// every call.
-bool reads_krsc(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
-  const bool implicit =
-      method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM || method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;
-  const bool tensor_cores = size_of(p.dtype) == 2 || (p.dtype == DType::f32 && p.allow_tf32);
-  const bool channels_last = p.x_stride.c == 1 && p.y_stride.c == 1;
-  return implicit && tensor_cores && channels_last;
-}
-
 // Sets the descriptors and asks for the workspace.
 cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudnnHandle_t handle, Plan& plan) {
-  const cudnnDataType_t type = p.dtype == DType::f64    ? CUDNN_DATA_DOUBLE
-                               : p.dtype == DType::f32  ? CUDNN_DATA_FLOAT
-                               : p.dtype == DType::bf16 ? CUDNN_DATA_BFLOAT16
-                                                        : CUDNN_DATA_HALF;
+  const cudnnDataType_t type = cudnn_type(p.dtype);
   // Tensor cores multiply half types exactly; float32 they would round to TF32.
   const cudnnMathType_t math = size_of(p.dtype) == 2                    ? CUDNN_TENSOR_OP_MATH
                                : p.dtype == DType::f32 && !p.allow_tf32 ? CUDNN_FMA_MATH
                                                                         : CUDNN_DEFAULT_MATH;
+  const bool implicit =
+      method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM || method == CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_PRECOMP_GEMM;
   auto to = [](int64_t value) { return static_cast<int>(value); };
   auto tensor = [&](cudnnTensorDescriptor_t t, int64_t channels, int64_t height, int64_t width, const Strides4& s) {
     return cudnnSetTensor4dDescriptorEx(t, type, to(p.batch), to(channels), to(height), to(width), to(s.n), to(s.c), to(s.h),
@@ -177,7 +103,7 @@ cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudn
   if (!status) status = cudnnSetActivationDescriptor(plan.identity, CUDNN_ACTIVATION_IDENTITY, CUDNN_PROPAGATE_NAN, 0);
   if (!status)
     status =
-        cudnnSetFilter4dDescriptor(plan.w, type, reads_krsc(p, method) ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW,
+        cudnnSetFilter4dDescriptor(plan.w, type, implicit && reads_krsc(p) ? CUDNN_TENSOR_NHWC : CUDNN_TENSOR_NCHW,
                                    to(p.out_channels), to(p.in_channels / p.groups), to(p.kernel_height), to(p.kernel_width));
   if (!status)
     status = cudnnSetConvolution2dDescriptor(plan.convolution, to(p.pad_h), to(p.pad_w), to(p.stride_h), to(p.stride_w),
@@ -190,7 +116,7 @@ cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudn
              : cudnnGetConvolutionForwardWorkspaceSize(handle, plan.x, plan.w, plan.convolution, plan.y, method, &plan.workspace);
 }
 
-std::shared_ptr<const Plan> make_plan(const Conv2dProblem& p, const Key& key, cudnnConvolutionFwdAlgo_t method,
+std::shared_ptr<const Plan> make_plan(const Conv2dProblem& p, const CudnnKey& key, cudnnConvolutionFwdAlgo_t method,
                                       cudnnHandle_t handle) {
   auto plan = std::make_shared<Plan>();
   // Descriptors have 32 bits for each number.
@@ -202,7 +128,7 @@ std::shared_ptr<const Plan> make_plan(const Conv2dProblem& p, const Key& key, cu
   if (is_refusal(status))
     plan->refusal = "cuDNN refuses: " + words_of(status);
   else
-    check(status, "cudnnGetConvolutionForwardWorkspaceSize");  // such as memory that is missing now: nothing to keep
+    check_cudnn(status, "cudnnGetConvolutionForwardWorkspaceSize");  // such as memory that is missing now: nothing to keep
   return plan;
 }
 
@@ -210,13 +136,13 @@ std::shared_ptr<const Plan> make_plan(const Conv2dProblem& p, const Key& key, cu
 // meet; one that is full is emptied: a plan is made in microseconds, and a network has fewer layers than the tables hold.
 struct alignas(64) Table {
   std::mutex mutex;
-  std::map<Key, std::shared_ptr<const Plan>> plans;
+  std::map<CudnnKey, std::shared_ptr<const Plan>> plans;
 };
 constexpr size_t kTables = 64, kPlansInTable = 16;
 std::shared_ptr<const Plan> plan_of(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
   static auto& tables = *new std::array<Table, kTables>;
   const int device = current_device();
-  const Key key = key_of(p, method, device);
+  const CudnnKey key = cudnn_key(p, method, device);
   uint64_t hash = 0;
   for (const int64_t number : key) hash = (hash ^ static_cast<uint64_t>(number)) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
   Table& table = tables[hash % kTables];
@@ -225,13 +151,49 @@ std::shared_ptr<const Plan> plan_of(const Conv2dProblem& p, cudnnConvolutionFwdA
     if (const auto found = table.plans.find(key); found != table.plans.end()) return found->second;
   }
   // Made without the lock; of two threads that make one, the first one's is kept.
-  std::shared_ptr<const Plan> plan = make_plan(p, key, method, handle_on(device));
+  std::shared_ptr<const Plan> plan = make_plan(p, key, method, cudnn_handle().handle);
   const std::lock_guard lock(table.mutex);
   if (table.plans.size() == kPlansInTable) table.plans.clear();
   return table.plans.emplace(key, std::move(plan)).first->second;
 }
 
 }  // namespace
+
+CudnnKey cudnn_key(const Conv2dProblem& p, int64_t how, int device) {
+  return {device,
+          how,
+          static_cast<int64_t>(p.dtype),
+          p.allow_tf32,
+          p.batch,
+          p.in_channels,
+          p.in_height,
+          p.in_width,
+          p.out_channels,
+          p.kernel_height,
+          p.kernel_width,
+          p.out_height,
+          p.out_width,
+          p.stride_h,
+          p.stride_w,
+          p.pad_h,
+          p.pad_w,
+          p.dilation_h,
+          p.dilation_w,
+          p.groups,
+          p.x_stride.n,
+          p.x_stride.c,
+          p.x_stride.h,
+          p.x_stride.w,
+          p.y_stride.n,
+          p.y_stride.c,
+          p.y_stride.h,
+          p.y_stride.w};
+}
+
+CudnnHandle& cudnn_handle() {
+  static thread_local Handles handles;
+  return handles.on(current_device());
+}
 
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason) {
   const int capability = current_capability();
@@ -250,8 +212,22 @@ int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method
   return p.batch == 0 ? 0 : piece_bytes<char>(static_cast<int64_t>(plan_of(p, method)->workspace));
 }
 
-int64_t cudnn_packed_bytes(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method) {
-  if (!reads_krsc(p, method)) return 0;
+std::vector<cudnnConvolutionFwdAlgo_t> cudnn_ranked(const Conv2dProblem& p) {
+  const auto plan = plan_of(p, CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM);  // whose descriptors are those of all
+  if (!plan->refusal.empty()) return {};
+  cudnnConvolutionFwdAlgoPerf_t all[2 * CUDNN_CONVOLUTION_FWD_ALGO_COUNT];  // a method may have two kinds of arithmetic
+  int count = 0;
+  check_cudnn(cudnnGetConvolutionForwardAlgorithm_v7(cudnn_handle().handle, plan->x, plan->w, plan->convolution, plan->y,
+                                                     static_cast<int>(std::size(all)), &count, all),
+              "cudnnGetConvolutionForwardAlgorithm_v7");
+  std::vector<cudnnConvolutionFwdAlgo_t> ranked;
+  for (int i = 0; i < count; i++)
+    if (all[i].status == CUDNN_STATUS_SUCCESS) ranked.push_back(all[i].algo);
+  return ranked;
+}
+
+int64_t cudnn_packed_bytes(const Conv2dProblem& p) {
+  if (!reads_krsc(p)) return 0;
   return piece_bytes<char>(
       checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width, size_of(p.dtype)}));
 }
@@ -262,8 +238,8 @@ void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method,
   void* y = operands.output.data;
   const auto plan = plan_of(p, method);
   if (!plan->refusal.empty()) throw std::runtime_error(plan->refusal);
-  const cudnnHandle_t handle = handle_on(current_device());
-  check(cudnnSetStream(handle, stream_of(workspace)), "cudnnSetStream");
+  const cudnnHandle_t handle = cudnn_handle().handle;
+  check_cudnn(cudnnSetStream(handle, stream_of(workspace)), "cudnnSetStream");
   void* scratch = plan->workspace ? take<char>(workspace, static_cast<int64_t>(plan->workspace)) : nullptr;
   const double one64 = 1, zero64 = 0;
   const float one32 = 1, zero32 = 0;
@@ -273,12 +249,12 @@ void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method,
     const cudnnStatus_t status =
         cudnnConvolutionBiasActivationForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch,
                                               plan->workspace, zero, plan->y, y, plan->b, b, plan->identity, plan->y, y);
-    if (!is_refusal(status)) return check(status, "cudnnConvolutionBiasActivationForward");
+    if (!is_refusal(status)) return check_cudnn(status, "cudnnConvolutionBiasActivationForward");
   }
   if (b) cudnn_spread_bias(p, operands, workspace);
-  check(cudnnConvolutionForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch, plan->workspace,
-                                b ? one : zero, plan->y, y),
-        "cudnnConvolutionForward");
+  check_cudnn(cudnnConvolutionForward(handle, one, plan->x, x, plan->w, w, plan->convolution, method, scratch, plan->workspace,
+                                      b ? one : zero, plan->y, y),
+              "cudnnConvolutionForward");
 }
 
 }  // namespace ai3::inline AI3_LEVEL

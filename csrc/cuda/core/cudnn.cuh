@@ -3,6 +3,8 @@
 #pragma once
 #include <cudnn.h>
 
+#include <vector>
+
 #include "../../algos/conv2d/problem.h"
 #include "../conv2d/gradients.cuh"
 
@@ -13,8 +15,10 @@ namespace ai3::inline AI3_LEVEL {
 bool cudnn_supports(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, Reason& reason);
 // Bytes, a multiple of 256. Throws std::runtime_error where cuDNN cannot be asked.
 int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method);
-// Bytes of the weight as KRSC, 0 where the method reads it as it is; and what writes it.
-int64_t cudnn_packed_bytes(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method);
+// The methods that it has for the problem, those first that its heuristic expects to be fastest. As cudnn_workspace.
+std::vector<cudnnConvolutionFwdAlgo_t> cudnn_ranked(const Conv2dProblem& p);
+// Bytes of the weight as KRSC, 0 where it is read as it is; and what writes it. Of the implicit methods and the graph interface.
+int64_t cudnn_packed_bytes(const Conv2dProblem& p);
 void cudnn_pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace);
 // y = b everywhere.
 void cudnn_spread_bias(const Conv2dProblem& p, const Conv2dOperands& operands, Workspace& workspace);
@@ -28,7 +32,6 @@ template <cudnnConvolutionFwdAlgo_t method>
 struct Cudnn {
   static bool supports(const Conv2dProblem& p, Reason& reason) { return cudnn_supports(p, method, reason); }
   static int64_t workspace(const Conv2dProblem& p) { return cudnn_workspace(p, method); }
-  static int64_t packed_bytes(const Conv2dProblem& p) { return cudnn_packed_bytes(p, method); }
   static void run(const Conv2dProblem& p, const Conv2dOperands& operands, Workspace& workspace) {
     cudnn_convolution(p, method, operands, workspace);
   }

@@ -1,7 +1,9 @@
 // cuDNN's convolution on the host, as far as csrc/cuda calls it: by the definition, on what the descriptors say.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <vector>
 
 #include "../../../csrc/algos/core/algorithm.h"
 #include "cuda_runtime.h"
@@ -26,7 +28,12 @@ enum cudnnConvolutionFwdAlgo_t {
   CUDNN_CONVOLUTION_FWD_ALGO_FFT = 4,
   CUDNN_CONVOLUTION_FWD_ALGO_FFT_TILING = 5,
   CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD = 6,
-  CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED = 7
+  CUDNN_CONVOLUTION_FWD_ALGO_WINOGRAD_NONFUSED = 7,
+  CUDNN_CONVOLUTION_FWD_ALGO_COUNT = 8
+};
+struct cudnnConvolutionFwdAlgoPerf_t {
+  cudnnConvolutionFwdAlgo_t algo;
+  cudnnStatus_t status;
 };
 enum cudnnActivationMode_t { CUDNN_ACTIVATION_RELU = 1, CUDNN_ACTIVATION_IDENTITY = 5 };
 enum cudnnNanPropagation_t { CUDNN_NOT_PROPAGATE_NAN = 0, CUDNN_PROPAGATE_NAN = 1 };
@@ -64,6 +71,7 @@ inline thread_local cudnnTensorFormat_t dnn_format_used = CUDNN_TENSOR_NCHW;
 inline thread_local cudnnConvolutionFwdAlgo_t dnn_algorithm_used = CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM;
 inline thread_local bool dnn_fuses_bias = true;
 inline thread_local char dnn_message[128] = "";
+inline thread_local std::vector<cudnnConvolutionFwdAlgoPerf_t> dnn_ranking;  // by the heuristic
 inline std::atomic<int64_t> dnn_handles = 0, dnn_queries = 0, dnn_descriptors = 0;
 constexpr size_t kDnnWorkspace = 100;
 
@@ -181,6 +189,16 @@ inline cudnnStatus_t cudnnGetConvolutionForwardWorkspaceSize(cudnnHandle_t handl
     return fake::dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "no Winograd of these");
   return ok ? CUDNN_STATUS_SUCCESS : fake::dnn_fail(CUDNN_STATUS_BAD_PARAM, "descriptors of another problem");
 }
+inline cudnnStatus_t cudnnGetConvolutionForwardAlgorithm_v7(cudnnHandle_t handle, cudnnTensorDescriptor_t x,
+                                                            cudnnFilterDescriptor_t w, cudnnConvolutionDescriptor_t c,
+                                                            cudnnTensorDescriptor_t y, int most, int* count,
+                                                            cudnnConvolutionFwdAlgoPerf_t* found) {
+  if (handle->device != fake::device || x->type != y->type || x->size[1] != w->size[1] * c->groups)
+    return fake::dnn_fail(CUDNN_STATUS_BAD_PARAM, "descriptors of another problem");
+  *count = std::min(most, static_cast<int>(fake::dnn_ranking.size()));
+  std::copy_n(fake::dnn_ranking.begin(), *count, found);
+  return CUDNN_STATUS_SUCCESS;
+}
 namespace fake {
 // alpha conv(x, w) + beta y + b.
 inline cudnnStatus_t dnn_convolve(cudnnHandle_t handle, const void* alpha, cudnnTensorDescriptor_t x, const void* xs,
@@ -247,3 +265,5 @@ inline cudnnStatus_t cudnnConvolutionBiasActivationForward(cudnnHandle_t handle,
   if (!fake::dnn_fuses_bias) return fake::dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "this epilogue");
   return fake::dnn_convolve(handle, alpha, x, xs, w, ws, c, algorithm, workspace, workspace_bytes, alpha_z, bias, y, ys);
 }
+
+#include "cudnn_backend.h"
