@@ -800,6 +800,7 @@ TEST(CudnnGraph, RefusalsAreInItsOwnWordsAndErrorsAreNone) {
   fake::dnn_answer = CUDNN_STATUS_SUCCESS;
   EXPECT_FALSE(by_graph().traits.supports(dnn_problem(206), reason)) << "a refusal is asked for once";
   EXPECT_TRUE(by_graph().traits.supports(dnn_problem(205), reason)) << "an error is kept";
+  EXPECT_EQ(refusal(int64_t{1} << 31), "cuDNN takes sizes and strides below 2147483648, got 25769803776");
   // Memory that no engine reads is known only when the plan runs.
   const Engines aligned{{.alignment = 16}};
   EXPECT_TRUE(by_graph().traits.supports(dnn_problem(209), reason)) << reason.text;

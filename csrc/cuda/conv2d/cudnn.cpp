@@ -23,10 +23,11 @@ const GraphPlan& plan_of(const Conv2dProblem& p, int64_t alignment) {
   CudnnHandle& on = cudnn_handle();
   const CudnnKey key = cudnn_key(p, 2 * alignment + p.has_bias, on.device);
   if (const auto found = on.plans.find(key); found != on.plans.end()) return found->second;
+  if (on.plans.size() >= kPlans) on.plans.clear();
+  if (std::string refusal = too_large_for_cudnn(key); !refusal.empty())
+    return on.plans.emplace(key, GraphPlan{.refusal = std::move(refusal)}).first->second;
   const RelaxedCapture relaxed;
-  GraphPlan plan = graph_plan(p, alignment, {on.handle});
-  if (on.plans.size() == kPlans) on.plans.clear();
-  return on.plans.emplace(key, std::move(plan)).first->second;
+  return on.plans.emplace(key, graph_plan(p, alignment, {on.handle})).first->second;
 }
 
 bool supports(const Conv2dProblem& p, Reason& reason) {

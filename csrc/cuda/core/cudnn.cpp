@@ -119,11 +119,7 @@ cudnnStatus_t ask(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, cudn
 std::shared_ptr<const Plan> make_plan(const Conv2dProblem& p, const CudnnKey& key, cudnnConvolutionFwdAlgo_t method,
                                       cudnnHandle_t handle) {
   auto plan = std::make_shared<Plan>();
-  // Descriptors have 32 bits for each number.
-  if (const auto largest = std::max_element(key.begin(), key.end()); *largest > INT32_MAX) {
-    plan->refusal = "cuDNN takes sizes and strides below 2147483648, got " + std::to_string(*largest);
-    return plan;
-  }
+  if (plan->refusal = too_large_for_cudnn(key); !plan->refusal.empty()) return plan;
   const cudnnStatus_t status = ask(p, method, handle, *plan);
   if (is_refusal(status))
     plan->refusal = "cuDNN refuses: " + words_of(status);
@@ -188,6 +184,11 @@ CudnnKey cudnn_key(const Conv2dProblem& p, int64_t how, int device) {
           p.y_stride.c,
           p.y_stride.h,
           p.y_stride.w};
+}
+
+std::string too_large_for_cudnn(const CudnnKey& key) {
+  const int64_t largest = *std::max_element(key.begin(), key.end());
+  return largest > INT32_MAX ? "cuDNN takes sizes and strides below 2147483648, got " + std::to_string(largest) : "";
 }
 
 CudnnHandle& cudnn_handle() {

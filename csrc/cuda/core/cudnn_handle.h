@@ -11,6 +11,9 @@ namespace ai3::inline AI3_LEVEL {
 // A problem by value, as far as cuDNN's plan depends on it. `how` says the rest: the method, or how memory is aligned.
 using CudnnKey = std::array<int64_t, 28>;
 CudnnKey cudnn_key(const Conv2dProblem& p, int64_t how, int device);
+// Why cuDNN is not asked, empty where it is. The old interface's descriptors have 32 bits for each number; the graph interface's
+// heuristic divides by zero and ends the process where sizes have more (seen in 9.19).
+std::string too_large_for_cudnn(const CudnnKey& key);
 
 struct CudnnHandle {
   int device;

@@ -14,7 +14,7 @@ namespace ai3::inline AI3_LEVEL {
 enum GraphTensor : int64_t { kX = 1, kW, kB, kY, kSums };
 
 struct GraphPlan {
-  std::optional<Described> configuration, plan;
+  std::optional<Described> configuration = {}, plan = {};
   int64_t workspace = 0;
   std::string refusal;  // empty: there is a plan
 };
