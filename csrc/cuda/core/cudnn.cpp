@@ -218,9 +218,10 @@ std::vector<cudnnConvolutionFwdAlgo_t> cudnn_ranked(const Conv2dProblem& p) {
   if (!plan->refusal.empty()) return {};
   cudnnConvolutionFwdAlgoPerf_t all[2 * CUDNN_CONVOLUTION_FWD_ALGO_COUNT];  // a method may have two kinds of arithmetic
   int count = 0;
-  check_cudnn(cudnnGetConvolutionForwardAlgorithm_v7(cudnn_handle().handle, plan->x, plan->w, plan->convolution, plan->y,
-                                                     static_cast<int>(std::size(all)), &count, all),
-              "cudnnGetConvolutionForwardAlgorithm_v7");
+  const cudnnStatus_t status = cudnnGetConvolutionForwardAlgorithm_v7(cudnn_handle().handle, plan->x, plan->w, plan->convolution,
+                                                                      plan->y, static_cast<int>(std::size(all)), &count, all);
+  if (is_refusal(status)) return {};
+  check_cudnn(status, "cudnnGetConvolutionForwardAlgorithm_v7");
   std::vector<cudnnConvolutionFwdAlgo_t> ranked;
   for (int i = 0; i < count; i++)
     if (all[i].status == CUDNN_STATUS_SUCCESS) ranked.push_back(all[i].algo);
