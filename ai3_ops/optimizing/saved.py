@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,11 @@ def _spec(text: str) -> Any:
     try:
         return pytree.treespec_loads(text)
     except NotImplementedError as error:
-        raise ValueError(f"{error}: import the library that has this type first") from None
+        named = re.search(
+            r"Deserializing ([\w.]+)\.\w+", str(error)
+        )  # a library may import its parts when they are used
+        needed = f"import {named[1]}" if named else "import the library that has this type"
+        raise ValueError(f"{error}: {needed} first") from None
 
 
 def _module(document: dict[str, Any], reader: Reader) -> Optimized:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ai3_ops
+from ai3_ops.registering import transformers as registering
 
 transformers = pytest.importorskip("transformers")
 
@@ -81,6 +83,41 @@ def test_models_compute_what_eager_does(kind, padding):
             got = model(ids, attention_mask=mask)[0]
             shown = mask.bool()
             assert (got - expected)[shown].abs().max() <= 1e-4 * expected[shown].abs().max()
+
+
+# Their classes multiply matrices themselves, and add what mask they get.
+OWN = {
+    "Bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 60},
+    "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4, "vocab_size": 60},
+    "MPNet": SMALL,
+    "RemBert": SMALL | {"input_embedding_size": 16},
+    "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 60},
+    "Longformer": SMALL | {"attention_window": 4, "max_position_embeddings": 64},
+}
+
+
+@pytest.mark.filterwarnings("ignore:ai3_ops.register_transformers")
+@pytest.mark.parametrize("padding", ["", "left", "right"])
+@pytest.mark.parametrize("kind", OWN)
+def test_models_with_attention_of_their_own(kind, padding):
+    eager, *others = models(kind, OWN[kind], "Model")
+    ids, mask = batch(padding)
+    with torch.no_grad():
+        expected = eager(ids, attention_mask=mask)[0]
+        for model in others:
+            assert torch.equal(model(ids, attention_mask=mask)[0], expected)
+
+
+def test_models_with_attention_of_their_own_are_named():
+    *_, model = models("Bloom", OWN["Bloom"], "Model")
+    registering._SAID.clear()
+    with pytest.warns(
+        UserWarning, match='BloomConfig have attention of their own.*as with attn_implementation="eager"'
+    ):
+        model(batch("")[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model(batch("")[0])
 
 
 @pytest.mark.parametrize("kind", DECODERS)
