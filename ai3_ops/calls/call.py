@@ -41,7 +41,7 @@ class Call(Ways):
     modules: ClassVar[dict[type[nn.Module], Callable[[Any, Tensor], tuple[Any, ...]]]] = {}
     # Of those among them whose forward has more to do: that, given the module, the call and the forward's arguments.
     forwards: ClassVar[dict[type[nn.Module], Callable[..., Any]]] = {}
-    # The same of other packages, by "module:class".
+    # As `modules`, of other packages, by "module:class".
     others_modules: ClassVar[dict[str, Callable[[Any, Tensor], tuple[Any, ...]]]] = {}
     # Functions of other packages that make it somewhere, by "module:name": what computes them, given the call and the arguments.
     wholes: ClassVar[dict[str, Callable[..., Any]]] = {}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ai3_ops import _library, _torch
 from ai3_ops._torch import OpOverload
@@ -291,6 +291,8 @@ def _of_columns(module: Any, input: Tensor) -> tuple[Any, ...]:
     """Arguments of transformers' Conv1D (GPT-2's), whose weight is (in_features, out_features)."""
     weight, bias = weights_of(module)
     call = module.__dict__.get("_ai3")
+    if isinstance(input, fx.Proxy):  # a tracer knows parameters, not views of them
+        return input, fx.Proxy(input.tracer.create_arg(weight), input.tracer).t(), bias
     return input, weight.t() if call is None else call.transposed(weight), bias
 
 
@@ -324,7 +326,7 @@ class LinearCall(SwitchedCall):
 
     def _forget(self) -> None:
         super()._forget()
-        self.view: nn.Parameter | None = None
+        self.view: tuple[nn.Parameter, nn.Parameter] | None = None  # of a weight, and that
 
     def forget_packs(self) -> None:
         """Nor is the memory of a transposed weight held."""
@@ -336,10 +338,10 @@ class LinearCall(SwitchedCall):
         tracing = torch.compiler.is_compiling() or _torch.tracing_state() is not None
         if tracing or type(weight) is not nn.Parameter or (torch.is_grad_enabled() and weight.requires_grad):
             return weight.t()
-        view = self.view
-        if view is None or not _is_view(view, weight):
-            self.view = view = nn.Parameter(weight.detach().t(), requires_grad=False)
-        return view
+        known = self.view
+        if known is None or known[1] is not weight or not _is_view(*known):  # another one counts its changes by itself
+            self.view = known = nn.Parameter(weight.detach().t(), requires_grad=False), weight
+        return known[0]
 
     def gains(self, args: tuple[Any, ...]) -> bool:
         """By the level of instructions, the features and the rows of a call in float32; autocast's has another dtype."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -37,11 +37,15 @@ def split(x: Tensor, heads: int) -> Tensor:
     return x.flatten(1, -2).unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _weights_are_asked_for() -> bool:
-    """Whether the model that runs was called with output_attentions: hooks then look at what its layers return."""
+def recorded() -> Collection[str]:
+    """What the model that runs was asked to return of its layers, as "attentions": hooks look at what these return."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
-    return collector is not None and "attentions" in (collector.get() or ())
+    return () if collector is None else collector.get() or ()
+
+
+def _weights_are_asked_for() -> bool:
+    return "attentions" in recorded()
 
 
 def _fast_in(hidden: Tensor) -> bool:

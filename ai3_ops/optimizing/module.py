@@ -38,6 +38,7 @@ from ai3_ops.graph.caches import Past, as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import agree, flat
 from ai3_ops.graph.state import copied, hooks_of, others
+from ai3_ops.operations.of_transformers import recorded
 from ai3_ops.optimizing import pipeline
 from ai3_ops.optimizing.attributes import Attributes, Hooks, Stores, reads
 from ai3_ops.optimizing.document import Reader, Refused, Writer, reading
@@ -103,6 +104,21 @@ class Optimized(nn.Module):
         self._parameters, self._buffers = original._parameters, original._buffers
         self._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
         self._watch()
+
+    @property
+    def __class__(self) -> Any:
+        """For `isinstance`, a layer of transformers': it looks those up by class whose outputs it records when asked to."""
+        original = self.__dict__.get("_ai3_original")
+        kind: type = type(original[0]) if original else Optimized
+        layer = kind.__module__.startswith("transformers.models.") and not hasattr(kind, "from_pretrained")
+        return kind if layer else type(self)
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        vars(object)["__class__"].__set__(self, cls)
+
+    def _get_name(self) -> str:
+        return type(self).__name__
 
     @classmethod
     def restored(
@@ -503,6 +519,9 @@ class Optimized(nn.Module):
                 name, level = self._ai3_report.parts[0].name or "the model", users_level()
                 text = f"{watched} sees nothing of programs: within it the original of {name} computes"
                 warnings.warn(f"ai3_ops.optimize: {text}", stacklevel=level)
+            with torch.no_grad():
+                return self._ai3_original[0](*args, **kwargs)
+        if changes and not torch.compiler.is_compiling() and recorded():
             with torch.no_grad():
                 return self._ai3_original[0](*args, **kwargs)
         if changes and not torch.compiler.is_compiling() and (self._hooked() or self._replaced() or self._altered()):

@@ -194,22 +194,6 @@ def _run(
         raise does_not_run("ai3_ops.optimize", example_inputs, error) from error
 
 
-def _install_recorders(model: nn.Module) -> None:
-    """The hooks by which transformers records hidden states, which it looks layers up by their classes for when first asked.
-
-    It would not find those that parts take the place of.
-    """
-    capturing, modeling = (sys.modules.get(f"transformers.{n}") for n in ("utils.output_capturing", "modeling_utils"))
-    install, kind = (
-        getattr(capturing, "maybe_install_capturing_hooks", None),
-        getattr(modeling, "PreTrainedModel", None),
-    )
-    if install is not None and kind is not None:
-        for module in model.modules():
-            if isinstance(module, kind):
-                install(module)
-
-
 def _by_parts(
     original: nn.Module,
     settings: Any,
@@ -240,7 +224,6 @@ def _by_parts(
             calls.setdefault(module, []).append(Inputs(*pytree.tree_map(as_now, (args, kwargs))))
         known.add(key)
 
-    _install_recorders(original)
     before, after, again = (copied(original, sharing=True) for _ in range(3))  # the last one for a second opinion
     handles = [
         module.register_forward_pre_hook(record, with_kwargs=True)

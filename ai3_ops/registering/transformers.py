@@ -118,20 +118,28 @@ def _mask(
 
 @constant_when_compiled
 def _asks(config: type) -> bool:
-    """Whether the models of a class of configurations ask for implementations, as the file of their classes says."""
-    for cls in config.__mro__:
-        modeling = sys.modules.get(cls.__module__.replace(".configuration_", ".modeling_"))
-        if ".configuration_" in cls.__module__ and modeling is not None:
-            asks = hasattr(modeling, "ALL_ATTENTION_FUNCTIONS")
-            if not asks and cls not in _SAID:
-                _SAID.add(cls)
-                warnings.warn(
-                    f"ai3_ops.register_transformers: the models of {cls.__name__} have attention of their own and ask for no "
-                    'implementation: it is computed as with attn_implementation="eager"',
-                    stacklevel=users_level(),
-                )
-            return asks
-    return True
+    """Whether all models of a class of configurations are known to ask for implementations, by the files of their classes."""
+    from transformers import PreTrainedModel
+
+    package, _, name = config.__module__.rpartition(".")
+    files = [m for n, m in [*sys.modules.items()] if n.startswith(f"{package}.modeling_") and m is not None]
+    kinds = [
+        kind
+        for file in files
+        for kind in vars(file).values()
+        if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == file.__name__
+    ]
+    asks = name.startswith("configuration_") and bool(kinds)
+    asks = asks and all(hasattr(file, "ALL_ATTENTION_FUNCTIONS") for file in files)
+    asks = asks and all(kind._supports_sdpa or kind._supports_attention_backend for kind in kinds)
+    if not asks and config not in _SAID:
+        _SAID.add(config)
+        warnings.warn(
+            f"ai3_ops.register_transformers: models of {config.__name__} are not known to ask for an implementation, as those do "
+            'not that have attention of their own: they get masks as with attn_implementation="eager"',
+            stacklevel=users_level(),
+        )
+    return asks
 
 
 _SAID: set[type] = set()

@@ -31,6 +31,13 @@ def parameter(m, w):
     m.weight = nn.Parameter(w, False)
 
 
+def wrapped(m, w):
+    """Another parameter of the same memory, which counts changes by itself."""
+    m.weight = nn.Parameter(m.weight.data, False)
+    with torch.no_grad():
+        m.weight.copy_(w)
+
+
 def assigned(m, w):
     m.load_state_dict(m.state_dict() | {"weight": w}, assign=True)
 
@@ -70,7 +77,7 @@ def converted(m, w):
     m.double().float()
 
 
-WAYS = [parameter, assigned, loaded, data, vector, moving_average, copied, stepped, exchanged, converted]
+WAYS = [parameter, wrapped, assigned, loaded, data, vector, moving_average, copied, stepped, exchanged, converted]
 
 
 def reference(operation, module, x):

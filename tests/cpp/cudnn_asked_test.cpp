@@ -101,7 +101,7 @@ TEST(CudnnAsked, StrictFloat32HasEnginesForLayersOfNetworks) {
           << device << ": " << l.c << " channels, kernel " << l.kernel;
 }
 
-// Why filters are packed as KRSC beside channels_last images (csrc/cuda/core/cudnn.cpp): tensor cores then read images and filter
+// Why filters are packed as KRSC beside channels_last images (csrc/cuda/core/cudnn_plan.h): tensor cores then read images and filter
 // where they lie, and of any other order a copy is made in every call. In TF32 only Hopper's do.
 TEST(CudnnAsked, TensorCoresReadKrscFiltersWithoutACopy) {
   const int64_t elements = kMiddle.k * kMiddle.c * kMiddle.kernel * kMiddle.kernel;
@@ -172,7 +172,7 @@ TEST(CudnnAsked, OurPlansComputeEveryLayerAsItIsAskedFor) {
                   std::move(plan.configuration->others(CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_BACKEND_ENGINE_DESCRIPTOR).at(0));
               for (const auto note :
                    engine.notes<cudnnBackendNumericalNote_t>(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE)) {
-                const bool rounds = note == CUDNN_NUMERICAL_NOTE_TENSOR_CORE || note == CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS;
+                const bool rounds = note == CUDNN_NUMERICAL_NOTE_TENSOR_CORE;
                 EXPECT_TRUE(rounds ? type != Type::f32 : note == CUDNN_NUMERICAL_NOTE_STRICT_NAN_PROP) << "note " << note;
               }
             }

@@ -93,6 +93,7 @@ OWN = {
     "RemBert": SMALL | {"input_embedding_size": 16},
     "Mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 60},
     "Longformer": SMALL | {"attention_window": 4, "max_position_embeddings": 64},
+    "BlipText": SMALL | {"encoder_hidden_size": 32, "is_decoder": True},
 }
 
 
@@ -112,7 +113,7 @@ def test_models_with_attention_of_their_own_are_named():
     *_, model = models("Bloom", OWN["Bloom"], "Model")
     registering._SAID.clear()
     with pytest.warns(
-        UserWarning, match='BloomConfig have attention of their own.*as with attn_implementation="eager"'
+        UserWarning, match='BloomConfig are not known to ask.*as with attn_implementation="eager"'
     ):
         model(batch("")[0])
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ struct Output {
     activation = a, slope = m.slope.template read<Acc<T>>();
   }
   AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
-  // The output of one block of k: the first one starts from bias and residual, the last one applies the activation.
+  // The output of one block of k: the first one starts from the bias and adds the residual, the last one applies the activation.
   AI3_INLINE Output part(bool first, bool last) const {
     Output o = *this;
     if (!first) o.bias = o.residual = nullptr, o.add = true;

@@ -214,10 +214,11 @@ int64_t cudnn_workspace(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method
 }
 
 std::vector<cudnnConvolutionFwdAlgo_t> cudnn_ranked(const Conv2dProblem& p) {
-  const auto plan = plan_of(p, CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM);  // whose descriptors are those of all
+  const auto plan = plan_of(p, CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM);  // a filter as KRSC where it reads that
   if (!plan->refusal.empty()) return {};
   cudnnConvolutionFwdAlgoPerf_t all[2 * CUDNN_CONVOLUTION_FWD_ALGO_COUNT];  // a method may have two kinds of arithmetic
   int count = 0;
+  const RelaxedCapture relaxed;
   const cudnnStatus_t status = cudnnGetConvolutionForwardAlgorithm_v7(cudnn_handle().handle, plan->x, plan->w, plan->convolution,
                                                                       plan->y, static_cast<int>(std::size(all)), &count, all);
   if (is_refusal(status)) return {};

@@ -27,7 +27,7 @@ void cudnn_spread_bias(const Conv2dProblem& p, const Conv2dOperands& operands, W
 void cudnn_convolution(const Conv2dProblem& p, cudnnConvolutionFwdAlgo_t method, const Conv2dOperands& operands,
                        Workspace& workspace);
 
-// The functions of the method's record. The kernels that they launch are compiled with cudnn.cu, once for all methods.
+// The functions of the method's record. The kernels that they launch are compiled with cudnn_kernels.cu, once for all methods.
 template <cudnnConvolutionFwdAlgo_t method>
 struct Cudnn {
   static bool supports(const Conv2dProblem& p, Reason& reason) { return cudnn_supports(p, method, reason); }

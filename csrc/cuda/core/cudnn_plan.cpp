@@ -88,17 +88,13 @@ namespace {
 bool fits(const Conv2dProblem& p, const Described& engine) {
   for (const auto note : engine.notes<cudnnBackendBehaviorNote_t>(CUDNN_ATTR_ENGINE_BEHAVIOR_NOTE, CUDNN_TYPE_BEHAVIOR_NOTE))
     if (note == CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION) return false;
-  const bool rounds = p.dtype == DType::f32 && p.allow_tf32;
   for (const auto note : engine.notes<cudnnBackendNumericalNote_t>(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE))
     switch (note) {
       case CUDNN_NUMERICAL_NOTE_TENSOR_CORE:  // which multiply 16 bits exactly, and round float32 to TF32
-        if (p.dtype == DType::f32 && !rounds) return false;
-        break;
-      case CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS:
-        if (!rounds) return false;
+        if (p.dtype == DType::f32 && !p.allow_tf32) return false;
         break;
       case CUDNN_NUMERICAL_NOTE_STRICT_NAN_PROP: break;
-      default: return false;  // sums of few bits or in any order, transforms, and what nobody knows yet
+      default: return false;  // inputs or sums of fewer bits, sums in any order, transforms, and what nobody knows yet
     }
   return true;
 }
@@ -131,7 +127,7 @@ void find_plan(const Conv2dProblem& p, const Described& graph, const GraphDevice
 
 GraphPlan graph_plan(const Conv2dProblem& p, int64_t alignment, const GraphDevice& on) {
   GraphPlan found;
-  found.refusal = "cuDNN refuses: none of its precompiled engines computes this as it is asked for";
+  found.refusal = "has no precompiled engine of cuDNN's that computes this as it is asked for";
   with_graph(p, alignment, reads_krsc(p), on, [&](Described& graph) {
     if (graph.is_possible(found.refusal)) find_plan(p, graph, on, found);
   });

@@ -18,7 +18,7 @@ constexpr size_t kPacksAtMost = 8;  // of a slot: algorithms, dtypes and copies 
 constexpr int kMissesAtMost = 16;
 constexpr uint64_t kIdleAtMost = 64;  // calls of a slot after which a pack that none used is freed
 constexpr size_t kSampleWords = 32;   // of a weight's memory, compared at every call
-// In a call with at least so many products for each row of the weight (of one output), where reading one word more costs nothing
+// In a call with at least so many products for each row of the weight's memory (of one output, mostly), where reading one word more costs nothing
 // to speak of, a word of each row is compared as well.
 constexpr int64_t kProductsOfARow = 1 << 15;
 constexpr size_t kRowsAtMost = 1024;
@@ -137,8 +137,9 @@ std::optional<Tensor> kept(const Slot& slot, const PackKey& asked, const Tensor&
   }
   const bool ask = slot.version == Slot::kAskVersion;
   Mark mark = mark_of(weight, slot.version);
-  const size_t rows = std::min(static_cast<size_t>(weight.size(is_transposed(weight) ? 1 : 0)), kRowsAtMost);  // of its memory
-  const bool each = readable && rows > kSampleWords && products / weight.size(0) >= kProductsOfARow;
+  const int64_t in_memory = weight.size(is_transposed(weight) ? 1 : 0);
+  const size_t rows = std::min(static_cast<size_t>(in_memory), kRowsAtMost);
+  const bool each = readable && rows > kSampleWords && products / in_memory >= kProductsOfARow;
   std::vector<Packs::One> idle, old;  // destroyed when no lock is held
   bool several = false;
   Parts::Part& part = Parts::part_of(slot.id);

@@ -103,7 +103,7 @@ inline const std::vector<DnnEngine> kDnnEngines = {
     {.behavior = {CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION}},
     {.numerical = {CUDNN_NUMERICAL_NOTE_WINOGRAD}},
     {.numerical = {CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC}},
-    {.numerical = {CUDNN_NUMERICAL_NOTE_TENSOR_CORE, CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS}, .alignment = 16},  // of float32
+    {.numerical = {CUDNN_NUMERICAL_NOTE_TENSOR_CORE, CUDNN_NUMERICAL_NOTE_DOWN_CONVERT_INPUTS}, .alignment = 16},
     {.numerical = {CUDNN_NUMERICAL_NOTE_TENSOR_CORE}, .alignment = 16, .workspace = 300},
     {.numerical = {CUDNN_NUMERICAL_NOTE_STRICT_NAN_PROP}, .named = false}};
 // What tests set, and look at.
