@@ -101,8 +101,8 @@ TEST(CudnnAsked, StrictFloat32HasEnginesForLayersOfNetworks) {
           << device << ": " << l.c << " channels, kernel " << l.kernel;
 }
 
-// Why filters are packed as KRSC beside channels_last images (csrc/cuda/core/cudnn_plan.h): tensor cores then read images and filter
-// where they lie, and of any other order a copy is made in every call. In TF32 only Hopper's do.
+// Why filters are packed as KRSC beside channels_last images (csrc/cuda/core/cudnn_plan.h): tensor cores then read images and
+// filter where they lie, and of any other order a copy is made in every call. In TF32 only Hopper's do.
 TEST(CudnnAsked, TensorCoresReadKrscFiltersWithoutACopy) {
   const int64_t elements = kMiddle.k * kMiddle.c * kMiddle.kernel * kMiddle.kernel;
   for (const std::string device : kDevices)
