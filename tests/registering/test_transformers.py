@@ -112,9 +112,7 @@ def test_models_with_attention_of_their_own(kind, padding):
 def test_models_with_attention_of_their_own_are_named():
     *_, model = models("Bloom", OWN["Bloom"], "Model")
     registering._SAID.clear()
-    with pytest.warns(
-        UserWarning, match='BloomConfig are not known to ask.*as with attn_implementation="eager"'
-    ):
+    with pytest.warns(UserWarning, match='BloomConfig are not known to ask.*as with attn_implementation="eager"'):
         model(batch("")[0])
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
