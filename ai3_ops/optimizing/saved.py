@@ -106,9 +106,8 @@ def _spec(text: str) -> Any:
     try:
         return pytree.treespec_loads(text)
     except NotImplementedError as error:
-        named = re.search(
-            r"Deserializing ([\w.]+)\.\w+", str(error)
-        )  # a library may import its parts when they are used
+        # A library may import its parts when they are used.
+        named = re.search(r"Deserializing ([\w.]+)\.\w+", str(error))
         needed = f"import {named[1]}" if named else "import the library that has this type"
         raise ValueError(f"{error}: {needed} first") from None
 
