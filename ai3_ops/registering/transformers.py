@@ -123,7 +123,7 @@ def _asks(config: type) -> bool:
 
     package, _, name = config.__module__.rpartition(".")
     files = [m for n, m in [*sys.modules.items()] if n.startswith(f"{package}.modeling_") and m is not None]
-    kinds = [
+    kinds: list[Any] = [
         kind
         for file in files
         for kind in vars(file).values()
