@@ -509,8 +509,7 @@ class Optimized(nn.Module):
                         "that require none, or use the original model"
                     )
         if first is None:  # a model of which only submodules could be captured
-            with torch.no_grad():
-                return self._ai3_original[0](*args, **kwargs)
+            return self._by_original(args, kwargs)
         changes = first.body is not None or len(self._ai3_plans) > 1
         if watched and changes and not isinstance(first.body, Swapped):
             if not self._ai3_original:
@@ -519,15 +518,13 @@ class Optimized(nn.Module):
                 name, level = self._ai3_report.parts[0].name or "the model", users_level()
                 text = f"{watched} sees nothing of programs: within it the original of {name} computes"
                 warnings.warn(f"ai3_ops.optimize: {text}", stacklevel=level)
-            with torch.no_grad():
-                return self._ai3_original[0](*args, **kwargs)
-        if changes and not torch.compiler.is_compiling() and recorded():
-            with torch.no_grad():
-                return self._ai3_original[0](*args, **kwargs)
-        if changes and not torch.compiler.is_compiling() and (self._hooked() or self._replaced() or self._altered()):
+            return self._by_original(args, kwargs)
+        eagerly = changes and not torch.compiler.is_compiling()
+        if eagerly and self._ai3_original and recorded():  # of modules inside, which programs do not call
+            return self._by_original(args, kwargs)
+        if eagerly and (self._hooked() or self._replaced() or self._altered()):
             self._warn_of_changes()
-            with torch.no_grad():
-                return self._ai3_original[0](*args, **kwargs)
+            return self._by_original(args, kwargs)
         plan: Plan | None
         if isinstance(first.body, Swapped) and not form:
             plan = first
@@ -539,9 +536,8 @@ class Optimized(nn.Module):
             if plan is None:
                 plan = self._planned(leaves, args, kwargs, form)
         if plan is None or plan.body is None:
-            with torch.no_grad():
-                out = self._ai3_original[0](*args, **kwargs)
-            if changes and not torch.compiler.is_compiling() and (self._replaced() or self._altered()):
+            out = self._by_original(args, kwargs)
+            if eagerly and (self._replaced() or self._altered()):
                 self._watch()  # it made a table anew, for these sizes
             return out
         if any_autocast():
@@ -553,6 +549,10 @@ class Optimized(nn.Module):
         else:
             out = plan.body(*leaves)
         return out if plan.returned is None else plan.returned.of(out)
+
+    def _by_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad():
+            return self._ai3_original[0](*args, **kwargs)
 
     def _is_watched(self, leaves: list[Any]) -> str:
         """What follows each operator of this call, as "torch.func"; "" where nothing does."""

@@ -136,6 +136,18 @@ def test_hooks_that_only_record_what_a_caller_asked_for_are_captured():
         torch.testing.assert_close(fast(x), 2 * model(x))
 
 
+def test_without_the_original_programs_run_while_layers_are_recorded():
+    capturing = pytest.importorskip("transformers.utils.output_capturing")
+    model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval(), torch.randn(1, 3, 8, 8)
+    fast = optimized(model, x, selectors="default", keep_original=False)
+    token = capturing._active_collector.set({"hidden_states": []})
+    try:
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), model(x))
+    finally:
+        capturing._active_collector.reset(token)
+
+
 class Scales(nn.Module):
     def __init__(self):
         super().__init__()

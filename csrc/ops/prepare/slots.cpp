@@ -18,8 +18,8 @@ constexpr size_t kPacksAtMost = 8;  // of a slot: algorithms, dtypes and copies 
 constexpr int kMissesAtMost = 16;
 constexpr uint64_t kIdleAtMost = 64;  // calls of a slot after which a pack that none used is freed
 constexpr size_t kSampleWords = 32;   // of a weight's memory, compared at every call
-// In a call with at least so many products for each row of the weight's memory (of one output, mostly), where reading one word
-// more costs nothing to speak of, a word of each row is compared as well.
+// In a call with at least so many products for each row of the weight's memory (of one output, mostly), which take far longer
+// than reading one word more, a word of each row is compared as well.
 constexpr int64_t kProductsOfARow = 1 << 15;
 constexpr size_t kRowsAtMost = 1024;
 
