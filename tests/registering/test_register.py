@@ -170,6 +170,29 @@ def test_rules_that_name_one_another_choose_nothing(header):
         )
 
 
+def test_a_rule_that_throws_takes_no_other_algorithm_away(header):
+    rule = """
+    #include <ai3/algorithm.h>
+    #include <stdexcept>
+    inline ai3::Choice broken_of_{name}(const ai3::Conv2dProblem&, const ai3::Candidates<ai3::Conv2dProblem>&) {{
+      throw {thrown};
+    }}
+    AI3_ALGORITHM_WITHOUT_KERNEL(conv2d, {name}, .choose = broken_of_{name})
+    """
+    sentences = {
+        'std::runtime_error("no library")': "no library",
+        "5": "an exception that is no std::exception came out of its `choose`",
+    }
+    for thrown, sentence in sentences.items():
+        name = f"user_broken_{len(thrown)}"
+        register_function("conv2d", name, header(rule.format(name=name, thrown=thrown), f"{name}.h"))
+        assert ai3_ops.supports("conv2d", name, X, W) == (False, sentence)
+        with pytest.raises(RuntimeError, match=rf"^ai3::conv2d_{name}: {sentence}; algorithms that support this .*direct"):
+            getattr(torch.ops.ai3, f"conv2d_{name}")(X, W)
+    with pytest.raises(RuntimeError, match=r"ai3::conv2d_winograd: .*; algorithms that support this case: .*direct"):
+        torch.ops.ai3.conv2d_winograd(X, W, dilation=2)
+
+
 def test_a_shared_operators_name_is_refused_and_leaves_nothing(header):
     with pytest.raises(RuntimeError, match=r"conv2d can have no algorithm 'mixed': .*choose another name"):
         register_function("conv2d", "mixed", header(scaled("mixed")))

@@ -173,20 +173,26 @@ inline uint64_t& unanswered() {
   static thread_local uint64_t count = 0;
   return count;
 }
-// Whether an algorithm supports p. One that throws instead of answering does not, so that a user's cannot take the others away.
-template <class P>
-bool supported(const Traits<P>& traits, const P& p, Reason& reason) {
-  if (!traits.supports) return true;
+// What an algorithm answers when `ask` asks it. One that throws instead supports nothing, so that a user's cannot take the others
+// away.
+template <class Ask>
+auto answer(const char* what, Reason& reason, Ask&& ask) -> decltype(ask()) {
   try {
-    if (traits.supports(p, reason)) return true;
-    if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
+    return ask();
   } catch (const std::exception& e) {
     unanswered()++;
     refuse(reason, "%s", e.what());
   } catch (...) {
     unanswered()++;
-    refuse(reason, "an exception that is no std::exception came out of its `supports`");
+    refuse(reason, "an exception that is no std::exception came out of its `%s`", what);
   }
+  return {};
+}
+template <class P>
+bool supported(const Traits<P>& traits, const P& p, Reason& reason) {
+  if (!traits.supports) return true;
+  if (answer("supports", reason, [&] { return traits.supports(p, reason); })) return true;
+  if (!*reason.text) refuse(reason, "does not support this case");  // a user's `supports` may say false alone
   return false;
 }
 
@@ -248,7 +254,8 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
             visit(state, e->name.c_str(), candidate->traits);
         }
       }};
-  const Choice choice = a->traits.choose(p, candidates);
+  const Choice choice = answer("choose", reason, [&] { return a->traits.choose(p, candidates); });
+  if (*reason.text) return nullptr;
   const Entry* chosen = choice.algorithm ? context.find(p, choice.algorithm) : nullptr;
   if (why) *why = choice.why;
   if (!chosen)
