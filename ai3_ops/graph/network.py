@@ -442,6 +442,19 @@ def batch_of(inputs: Sequence[Any]) -> int:
     return int(max(tensors, key=lambda x: x.ndim).shape[0]) if tensors else 0
 
 
+def of_one_batch(leaves: Sequence[Any]) -> list[Any] | None:
+    """Inputs, of which some have one item for the whole batch of the others, as rotary tables and masks do, with that for each.
+
+    None where that is not how their first dimensions differ, or they do not.
+    """
+    batches = {x.shape[0] if x.ndim else 0 for x in leaves if isinstance(x, Tensor)}
+    if len(batches) != 2 or 1 not in batches or 0 in batches:
+        return None
+    batch = max(batches)
+    alone = (isinstance(x, Tensor) and x.shape[0] == 1 for x in leaves)
+    return [x.expand(batch, *x.shape[1:]).contiguous() if one else x for x, one in zip(leaves, alone, strict=True)]
+
+
 def flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The leaves of a call's arguments, in the order of a captured graph's inputs."""
     return pytree.tree_leaves((args, kwargs))

@@ -36,7 +36,7 @@ from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.caches import Past, as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
-from ai3_ops.graph.network import agree, flat
+from ai3_ops.graph.network import agree, flat, of_one_batch
 from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.operations.of_transformers import recorded
 from ai3_ops.optimizing import pipeline
@@ -81,6 +81,7 @@ class Optimized(nn.Module):
         self._ai3_settings = settings
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
+        self._ai3_mixed: dict[Any, Plan] = {}  # of calls in which some inputs have one item for the whole batch
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
         self._ai3_compared: dict[str, int] = {}  # how many sizes of each open length were, with the original
@@ -168,7 +169,7 @@ class Optimized(nn.Module):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_mixed": {}}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
@@ -232,6 +233,8 @@ class Optimized(nn.Module):
         original = self._ai3_original[0]
         runs = rehearsal or (first and first.cold) or original
         args, kwargs = as_examples(runs, args, kwargs)
+        if first is None and (wide := _of_one_batch(runs, args, kwargs)):
+            args, kwargs = wide
         settings = self._ai3_settings
         plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
         # The choices stay, not the selectors, which may be functions that no file holds.
@@ -262,6 +265,8 @@ class Optimized(nn.Module):
         """Makes a plan for another call of this part, as one step of decoding is; packs are shared."""
         assert self._ai3_first is not None
         args, kwargs, form = self._arranged(*as_examples(rehearsal, args, kwargs))
+        if wide := _of_one_batch(rehearsal, args, kwargs):
+            args, kwargs = wide
         leaves, name = pytree.tree_leaves((args, kwargs)), self._ai3_report.parts[0].name
         key = _key(leaves, self._ai3_first.dynamic)
         key = (form, key) if form else key
@@ -382,6 +387,37 @@ class Optimized(nn.Module):
             self._keep(key, plan)
             return plan
 
+    def _planned_mixed(
+        self, key: Any, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str
+    ) -> Plan | None:
+        """For inputs of which some have one item for the batch of the others: the plan for as many of those as the batch has.
+
+        None where inputs are otherwise, or where that plan is not what the original computes of these, which are compared once.
+        """
+        wide = of_one_batch(leaves) if self._ai3_first and self._ai3_first.dynamic and self._ai3_original else None
+        if wide is None:
+            return None
+        alike, structure = _key(wide, True), pytree.tree_structure((args, kwargs))
+        with _planning:
+            if key in self._ai3_mixed:
+                return self._ai3_mixed[key]
+            positional, named = pytree.tree_unflatten(wide, structure)
+            plan = self._ai3_plans.get((form, alike) if form else alike)
+            plan = plan or self._planned(wide, positional, named, form)
+            if plan is None or plan.body is None or isinstance(plan.body, Swapped):
+                return None
+            mixed, original = replace(plan, body=_Mixed(plan.body)), self._ai3_original[0]
+            args, kwargs = as_examples(original, args, kwargs)
+            # An update of a cache that is no `Past` would show in the call itself.
+            same = all(isinstance(x, Past) for x in pytree.tree_leaves((args, kwargs)) if is_cache(x))
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(leaves), enabled=False):
+                copy = copied(original, sharing=True)
+                own, other = pytree.tree_map_only(Tensor, _apart, ((args, kwargs), others(args, kwargs)))
+                same = same and bool(self._agrees(mixed, copy, *own)) and self._agrees(mixed, copy, *other) is not False
+            mixed = mixed if same else replace(mixed, body=None)  # which the original computes from now on
+            self._ai3_mixed = dict([*self._ai3_mixed.items(), (key, mixed)][-SIZES:])
+            return mixed if same else None
+
     def _warn_of_sizes(self, what: str) -> None:
         """Once."""
         if self._tells("sizes"):
@@ -445,33 +481,41 @@ class Optimized(nn.Module):
         leaves = pytree.tree_leaves(inputs[0])
         if first is None or first.body is None or not self._differs_in_sizes(leaves):
             return False
-        worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (first.report.error or 0.0))
         copy, compared = copied(self._ai3_original[0], sharing=True), 0
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(args, kwargs), enabled=False):
             item = functools.partial(
                 pytree.tree_map_only, Tensor, lambda x: (x[:1] if first.dynamic else x).detach().clone()
             )
             for given in map(item, inputs):
-                try:
-                    calls = Calls(copy, *given)
-                except Exception:  # of sizes, or of values, that the original refuses
+                same = self._agrees(first, copy, *given)
+                if same is None:
                     break
-                _, expected = calls.made[0]
-                if calls.alters:
-                    return False
-                try:
-                    with StatesChecked():
-                        outputs = pipeline.flat_outputs(first.body(*flat(*given)))
-                    returned = outputs if first.returned is None else first.returned.leaves(outputs)
-                    same = all(agree(one, other, worst) for one, other in zip(returned, expected, strict=True))
-                except Exception:  # of sizes that a program or a step does not take
-                    return False
                 if not same:
                     return False
                 compared += 1
         for length, tells in self._other_lengths(leaves).items():  # a number left in may fit what is a multiple of it
             self._ai3_compared[length] = self._ai3_compared.get(length, 0) + (compared > 0 and tells)
         return compared > 0
+
+    @staticmethod
+    def _agrees(plan: Plan, copy: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
+        """Whether a plan computes what a copy of the original does; None of sizes, or of values, that the original refuses."""
+        assert plan.body is not None
+        worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (plan.report.error or 0.0))
+        try:
+            calls = Calls(copy, args, kwargs)
+        except Exception:
+            return None
+        _, expected = calls.made[0]
+        if calls.alters:
+            return False
+        try:
+            with StatesChecked():
+                outputs = pipeline.flat_outputs(plan.body(*flat(args, kwargs)))
+            returned = outputs if plan.returned is None else plan.returned.leaves(outputs)
+            return all(agree(one, other, worst) for one, other in zip(returned, expected, strict=True))
+        except Exception:  # of sizes that a program or a step does not take
+            return False
 
     def _differs_in_sizes(self, leaves: list[Any]) -> bool:
         """Whether tensors have the example's types and numbers of dimensions, and all else its values."""
@@ -532,9 +576,10 @@ class Optimized(nn.Module):
             plan = self._of_trace(leaves, first, form)
         else:
             key = _key(leaves, first.dynamic)
-            plan = self._ai3_plans.get((form, key) if form else key)
+            key = (form, key) if form else key
+            plan = self._ai3_plans.get(key) or self._ai3_mixed.get(key)
             if plan is None:
-                plan = self._planned(leaves, args, kwargs, form)
+                plan = self._planned_mixed(key, leaves, args, kwargs, form) or self._planned(leaves, args, kwargs, form)
         if plan is None or plan.body is None:
             out = self._by_original(args, kwargs)
             if eagerly and (self._replaced() or self._altered()):
@@ -839,13 +884,46 @@ def _inner(x: Tensor, start: int, stop: int | None = None) -> tuple[int, ...] | 
     return x.shape[start:stop] if x.ndim or not start else None
 
 
+def _apart(x: Tensor) -> Tensor:
+    """A copy, which may have been made in inference mode."""
+    return x.detach().clone()
+
+
+class _Mixed(nn.Module):
+    """A plan's body for inputs of which some have one item for the batch of the others."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self._body = (body,)  # which is the plan's
+
+    def forward(self, *leaves: Any) -> Any:
+        return self._body[0](*(of_one_batch(leaves) or leaves))
+
+
+def _of_one_batch(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A call's arguments with as many items of each as the batch has, where the module, a copy that may run, returns the same."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    wide = of_one_batch(leaves)
+    if wide is None:
+        return None
+    try:
+        given = pytree.tree_unflatten(wide, spec)
+        (_, expected), (_, found) = (Calls(module, *each).made[0] for each in ((args, kwargs), given))
+        same = all(agree(one, other, pipeline.WORST_ERROR) for one, other in zip(found, expected, strict=True))
+    except Exception:  # it refuses them
+        return None
+    return given if same else None
+
+
 def _key(leaves: list[Any], dynamic: bool) -> Any:
     """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors."""
     if len(leaves) == 1 and dynamic:
         x = leaves[0]
         return (_inner(x, 1), x.dtype) if isinstance(x, Tensor) else repr(x)
-    start = 1 if dynamic else 0
-    batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else ()
+    batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else set[Any]()
+    start = 1 if dynamic and len(batches) == 1 else 0  # of several batches a plan is for these
     cached = any(map(is_cache, leaves))  # whichever cache, and however long it is
     return len(batches), *(
         (_inner(x, start, -1 if cached and as_long(x) else None), x.dtype, x.device.type)
