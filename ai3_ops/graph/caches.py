@@ -21,6 +21,7 @@ from ai3_ops.surveying.examples import Inputs
 
 aten = torch.ops.aten
 LENGTH = 2  # the dimension of keys and values, (N, heads, length, features), that grows
+CACHE = "a cache"  # what is shown of one
 
 
 def is_cache(leaf: Any) -> bool:
@@ -58,7 +59,7 @@ class Past:
         return Past(keys, values, 2 * self.length)
 
     def __repr__(self) -> str:
-        return "a cache"
+        return CACHE
 
 
 class _Watched:
@@ -109,6 +110,13 @@ def as_examples(
 def as_long(leaf: Any) -> bool:
     """Whether an argument's last dimension is as long as the cache beside it: masks of scores."""
     return isinstance(leaf, Tensor) and leaf.ndim == 4
+
+
+def open_sizes(x: Any, lengths: frozenset[int]) -> Any:
+    """What an export may leave open of an input: the batch, and sizes that may be a length; None of what is no tensor."""
+    if not isinstance(x, Tensor):
+        return None
+    return {d: Dim.AUTO if d else Dim.DYNAMIC for d, n in enumerate(x.shape) if not d or n in lengths}
 
 
 def longer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -175,6 +183,16 @@ class Update:
             early.update(found)
         for node in sorted(early & order.keys(), key=order.__getitem__, reverse=True):
             at.append(node)
+
+
+def elsewhere(graph: fx.Graph) -> list[fx.Node]:
+    """All but masks as long as the cache, the keys and values that an update returned, and what is computed of those."""
+    behind = set[fx.Node]()
+    for node in graph.nodes:  # which are in order
+        source = node.target is update or (node.op == "placeholder" and node.meta["scales"] is None)
+        if source or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    return [node for node in graph.nodes if node not in behind]
 
 
 def group(graph: fx.Graph) -> None:
@@ -251,8 +269,10 @@ class _Traced:
         return self.returned
 
 
-def exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> tuple[Any, Update]:
-    """The program of an `Opened` module, in which the number of keys is open, and the batch where `dynamic` says so."""
+def exported(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: frozenset[int] | None
+) -> tuple[Any, Update]:
+    """The program of an `Opened` module, in which the number of keys is open; the batch and these lengths where there are any."""
     leaves, spec = pytree.tree_flatten(longer(args, kwargs))
     place = next(place for place, leaf in enumerate(leaves) if isinstance(leaf, Past))
     past = leaves[place]
@@ -261,13 +281,11 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     given += [x.new_zeros(batch, x.shape[1], past.length, x.shape[-1]) for x in past.before]
     noted = Update(place, len(given), past.length // 2)
     shapes: list[Any] = []
-    for x in given:
-        open_ones = {0: Dim.DYNAMIC} if dynamic else {}
+    for x in given[:-2]:
+        open_ones = {} if lengths is None else open_sizes(x, lengths) or {}
         open_ones |= {3: Dim.DYNAMIC} if as_long(x) else {}
         shapes.append(open_ones if isinstance(x, Tensor) else None)
-    for own in shapes[-2:]:
-        own.pop(3, None)
-        own[LENGTH] = Dim.DYNAMIC
+    shapes += [{LENGTH: Dim.DYNAMIC} | ({} if lengths is None else {0: Dim.DYNAMIC})] * 2
     program = torch.export.export(
         Opened(module, spec, noted), tuple(given), dynamic_shapes=(tuple(shapes),), strict=False
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
+import itertools
 import logging
 import operator
 import re
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from ai3_ops._torch import TorchDispatchMode, pytree
@@ -241,7 +243,7 @@ def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) ->
         if dynamic and not _any_batch(program):
             return None
         made = Made(module, (args, kwargs), _plain_network(program, update, module, inputs, dynamic), numbers)
-        if lengths and any(n.meta["scales"] is None for n in made.network.graph.nodes if n.meta["shape"]):
+        if lengths and any(n.meta["scales"] is None for n in caches.elsewhere(made.network.graph) if n.meta["shape"]):
             return None
         _compared(made.of(module), module, calls)
         return made
@@ -250,7 +252,6 @@ def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) ->
     batches = {x.shape[0] if x.ndim else 0 for x in tensors}
     if len(batches) == 1 and 0 not in batches:
         alone = module is not calls.module or calls.cold is None  # a second try, or of a graph
-        alone = alone or any(isinstance(x, Past) for x in inputs)  # whose length is the open one
         # What unrolls steps needs their number; to find that out, export bounds the sizes of each: minutes, of dual paths.
         alone = alone or any(isinstance(m, nn.RNNBase) for m in module.modules())
         for lengths in dict.fromkeys((frozenset[int]() if alone else _lengths(tensors), frozenset[int]())):
@@ -309,8 +310,11 @@ def _any_batch(program: ExportedProgram) -> bool:
     return False
 
 
-def _holds_for_longer(program: ExportedProgram, cache: dict[Any, int]) -> bool:
-    """Whether the branches that were taken for a cache are those of longer ones; of shorter ones comparisons say it."""
+def _holds_for_longer(program: ExportedProgram, cache: dict[Any, int], lengths: dict[Any, int]) -> bool:
+    """Whether the branches that were taken for a cache are those of longer ones; of shorter ones comparisons say it.
+
+    Of other `lengths` that are open, as that of a prompt, too, to which the cache belongs.
+    """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     sizes: list[Any] = [n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt)]
     env = sizes[-1].node.shape_env
@@ -318,13 +322,17 @@ def _holds_for_longer(program: ExportedProgram, cache: dict[Any, int]) -> bool:
         asked = env.replace(guard.expr)
         if cache.keys().isdisjoint(asked.free_symbols) or _holds_for_any_batch(guard):
             continue
-        longer = ({symbol: times * n + more for symbol, n in cache.items()} for times, more in _LONGER)
-        if not asked.free_symbols <= cache.keys() or not all(bool(asked.subs(own)) for own in longer):
+        if not asked.free_symbols <= cache.keys() | lengths.keys():
             return False
+        for (times, more), longer in itertools.product(_LONGER, _LONGER_PROMPTS if lengths else (0,)):
+            own = {symbol: times * n + more + longer for symbol, n in cache.items()}
+            if not bool(asked.subs(own | {symbol: n + longer for symbol, n in lengths.items()})):
+                return False
     return True
 
 
 _LONGER = (2, 1), (3, 1), (8, 5), (1000, 0), (1000, 7)  # as many times the example's, and some more
+_LONGER_PROMPTS = 0, 1, 2, 7, 100, 1000
 
 
 def _holds_for_any_batch(guard: Any) -> bool:
@@ -354,15 +362,9 @@ def _export(
     if any(isinstance(leaf, Past) for leaf in flat(args, kwargs)):
         with warnings.catch_warnings(), quiet(), torch.no_grad():
             warnings.simplefilter("ignore")
-            return caches.exported(module, args, kwargs, lengths is not None)
+            return caches.exported(module, args, kwargs, lengths)
     if lengths is not None:
-
-        def opened(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return None
-            return {d: Dim.AUTO if d else Dim.DYNAMIC for d, n in enumerate(x.shape) if not d or n in lengths}
-
-        shapes = pytree.tree_map(opened, (args, kwargs))
+        shapes = pytree.tree_map(functools.partial(caches.open_sizes, lengths=lengths), (args, kwargs))
         positional, named = _grouped(module, shapes[0]), shapes[1]
         shapes = {**positional, **named} if kwargs else (*positional.values(),)
     with warnings.catch_warnings(), quiet(), torch.no_grad():
@@ -484,10 +486,10 @@ def _network(
     if update is not None:
         if any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(update.given)):
             raise Uncapturable("it gives sizes to its cache")
-        if own and not _holds_for_longer(program, own):
-            raise Uncapturable("how long the cache is decides what is computed")
     sizes, out_spec = _Sizes(inputs, dynamic, graph, own), program.call_spec.out_spec
     if update is not None:
+        if own and not _holds_for_longer(program, own, sizes.lengths):
+            raise Uncapturable("how long the cache is decides what is computed")
         out_spec = update.out_spec
         update.put_into(graph)
         caches.group(graph)
@@ -542,9 +544,10 @@ class _Sizes:
         self._cache = cache
         self._known: dict[Any, Any] = {}
         self._inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
-        for value, given in zip(self._inputs, inputs, strict=True) if not cache else ():
+        del self._inputs[len(inputs) :]  # the keys and values of a cache
+        for value, given in zip(self._inputs, inputs, strict=True):
             for size, own in zip(value.shape[1:], given.shape[1:], strict=True) if isinstance(value, Tensor) else ():
-                if not isinstance(size := _plain(size), int):
+                if not isinstance(size := _plain(size), int) and not self._follows_cache(size):
                     self.lengths[size] = own
         self._batches = {_plain(x.shape[0]) for x in self._inputs if isinstance(x, Tensor) and x.ndim}
         if not self._batches.isdisjoint(self.lengths) or not all(size.is_Symbol for size in self.lengths):
@@ -572,8 +575,13 @@ class _Sizes:
         shapes: list[Any] = [x.shape[1:] if isinstance(x, Tensor) else () for x in self._inputs]
         env = next(n for shape in shapes for n in shape if self._is_length(n)).node.shape_env
         guards = {env.replace(guard.expr) for guard in env.guards}
-        own = [g for g in guards if self._batches.isdisjoint(g.free_symbols) and g != True]  # noqa: E712
-        return Lengths(tuple(tuple(map(_said, shape)) for shape in shapes), tuple(map(_said, own)))
+        open_ones = self._batches | self._cache.keys()  # of which no condition is left
+        own = [g for g in guards if open_ones.isdisjoint(g.free_symbols) and g != True]  # noqa: E712
+        said = (tuple(None if self._follows_cache(_plain(n)) else _said(n) for n in shape) for shape in shapes)
+        return Lengths(tuple(said), tuple(map(_said, own)))
+
+    def _follows_cache(self, size: Any) -> bool:
+        return not isinstance(size, int) and not self._cache.keys().isdisjoint(size.free_symbols)
 
     def _of_batch(self, size: Any) -> Any:
         """What a size is with the example's lengths."""

@@ -56,8 +56,8 @@ SAYS: dict[str, Callable[..., Any]] = {
 class Lengths:
     """The sizes for which a graph holds whose lengths are open: what its capture took for granted of them."""
 
-    # Of each input its dimensions but the first: numbers, or lengths by their names.
-    inputs: tuple[tuple[int | str, ...], ...]
+    # Of each input its dimensions but the first: numbers, lengths by their names, None of one that follows a cache.
+    inputs: tuple[tuple[int | str | None, ...], ...]
     conditions: tuple[Any, ...]  # of these: each a word of SAYS, and what it is said of: names, numbers and others such
 
     def of(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int] | None:
@@ -65,7 +65,7 @@ class Lengths:
         found: dict[str, int] = {}
         for given, sizes in zip(shapes, self.inputs, strict=True):
             for own, size in zip(given[1:], sizes, strict=True):
-                if own != (size if isinstance(size, int) else found.setdefault(size, own)):
+                if size is not None and own != (size if isinstance(size, int) else found.setdefault(size, own)):
                     return None
         return found if self._hold(found) else None
 

@@ -34,7 +34,7 @@ from ai3_ops._torch import (
 )
 from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.alike import Graphs
-from ai3_ops.graph.caches import Past, as_examples, as_long, is_cache
+from ai3_ops.graph.caches import CACHE, Past, as_examples, as_long, is_cache
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import agree, flat, of_one_batch
 from ai3_ops.graph.state import copied, hooks_of, others
@@ -329,7 +329,7 @@ class Optimized(nn.Module):
         key = (form, key) if form else key
         cached = any(map(is_cache, leaves))
         unequal = self._ai3_first.dynamic and len({x.shape[:1] for x in leaves if isinstance(x, Tensor)}) > 1
-        if not form and not cached and not unequal and self._takes(leaves):
+        if not form and not unequal and self._takes(leaves):
             self._keep(key, self._ai3_first)
             return self._ai3_first
         if not self._ai3_original:
@@ -523,7 +523,7 @@ class Optimized(nn.Module):
         return len(leaves) == len(self._ai3_shown) and all(
             isinstance(shown, tuple) and len(x.shape) == len(shown) and x.dtype == next(types)
             if isinstance(x, Tensor)
-            else (repr(x) == shown if is_cache(x) else type(x) is type(shown) and repr(x) == repr(shown))
+            else (shown == CACHE if is_cache(x) else type(x) is type(shown) and repr(x) == repr(shown))
             for x, shown in zip(leaves, self._ai3_shown, strict=True)
         )
 
@@ -825,11 +825,15 @@ def _sizes(leaves: Iterable[Any]) -> list[tuple[int, ...]]:
     return [tuple(x.shape) if isinstance(x, Tensor) else () for x in leaves]
 
 
-def _resized(x: Any, sizes: Sequence[int | str], lengths: Mapping[str, int]) -> Any:
-    """An input of other lengths, in which its values repeat."""
+def _resized(x: Any, sizes: Sequence[int | str | None], lengths: Mapping[str, int]) -> Any:
+    """An input of other lengths, in which its values repeat; the keys that a mask is of are as many more as its queries."""
+    more = 0
     for dim, size in enumerate(sizes, 1):
         if isinstance(size, str):
+            more = lengths[size] - x.shape[dim]
             x = cycled(x, dim, lengths[size])
+        elif size is None:
+            x = cycled(x, dim, x.shape[dim] + more)
     return x
 
 
@@ -928,7 +932,7 @@ def _key(leaves: list[Any], dynamic: bool) -> Any:
     return len(batches), *(
         (_inner(x, start, -1 if cached and as_long(x) else None), x.dtype, x.device.type)
         if isinstance(x, Tensor)
-        else "a cache"
+        else CACHE
         if is_cache(x)
         else repr(x)
         for x in leaves
