@@ -384,22 +384,27 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
         return _affine(net, node, x, *pair, node.name, node.meta["layers"])
     if name not in ("add", "mul") or y.meta["shape"] is None or x.meta["dtype"] != y.meta["dtype"]:
         return None
-    if y.meta["shape"] != node.meta["shape"] and x.meta["shape"] == node.meta["shape"]:
-        pass
-    elif x.meta["shape"] != node.meta["shape"]:
-        x, y = y, x
     if not _broadcasts(node, x, y):
-        return None
+        x, y = y, x
+        if not _broadcasts(node, x, y):
+            return None
     return net.step(node, steps.binary, x, y, name, layers=node.meta["layers"])
 
 
 def _broadcasts(node: fx.Node, x: fx.Node, y: fx.Node) -> bool:
-    """Whether y is expanded to x's sizes, or has them; along no dimension that depends on the batch but the first."""
+    """Whether y is expanded to x's sizes, or has them, whatever the batch; along no dimension that depends on it but the first.
+
+    Sizes alone do not tell: with a batch of one they are the same of what has one item for each, and of what has one for all.
+    """
     shape, scales = x.meta["shape"], x.meta["scales"]
-    if shape != node.meta["shape"] or scales is None or y.meta["scales"] is None or len(y.meta["shape"]) > len(shape):
+    if shape != node.meta["shape"] or scales is None or scales != node.meta["scales"] or y.meta["scales"] is None:
         return False
-    other = (*[1] * (len(shape) - len(y.meta["shape"])), *y.meta["shape"])
-    return all(n == m or not k for n, m, k in zip(other[1:], shape[1:], scales[1:], strict=True))
+    more = len(shape) - len(y.meta["shape"])
+    if more < 0:
+        return False
+    other, own = (1,) * more + y.meta["shape"], (0,) * more + y.meta["scales"]
+    same = ((n, j) == (m, k) or not (j or k) for n, m, j, k in zip(other, shape, own, scales, strict=True))
+    return all([next(same, True) or own[0] == 0, *same])
 
 
 def _with_table(net: Network, node: fx.Node, x: fx.Node, y: Any, name: str) -> fx.Node | None:

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from nets import BOUND, agree, check, exact, optimized, taken
+from nets import BOUND, agree, check, exact, optimized, seeded, taken
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -356,6 +356,30 @@ def test_a_batch_of_one_that_is_squeezed():
         fast = optimized(model, torch.randn(batch, 3, 6, 6))
         for size in (1, 2, 3):
             agree(fast, model, torch.randn(size, 3, 6, 6))
+
+
+@pytest.mark.parametrize("name", ["add", "mul", "sub", "div"])
+@pytest.mark.parametrize("of", ["constant", "constant first", "computed"])
+def test_a_batch_of_one_in_another_dimension_is_no_table(name, of):
+    """(length, batch, features) beside (length, 1, features): of the same sizes where the batch is one, and not of the batch."""
+
+    class Tabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+            self.register_buffer("table", torch.rand(9, 1, 6) + 1)
+
+        def forward(self, x):
+            y = self.a(x.transpose(0, 1))
+            table = self.table[: y.size(0)]
+            table = self.b(table) if of == "computed" else table
+            y, table = (table, y) if of == "constant first" else (y, table)
+            return self.c(getattr(torch, name)(y, table).tanh()).transpose(0, 1)
+
+    model = seeded(Tabled())
+    fast = optimized(model, torch.randn(1, 5, 6))
+    for batch in (1, 3, 2):
+        agree(fast, model, torch.randn(batch, 5, 6))
 
 
 def test_weights_are_converted_one_after_another(monkeypatch):

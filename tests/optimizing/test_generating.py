@@ -64,7 +64,7 @@ class Layer(nn.Module):
             k, v = cache.update(k, v, self.index, given={"positions": positions, "kind": "plain"})
             if self.most and k.shape[2] > self.most:
                 k, v = k[:, :, -self.most :], v[:, :, -self.most :]
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None and length > 1)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(mask is None and length > 1))
         x = x + self.out(y.transpose(1, 2).reshape(n, length, features))
         return x + self.down(F.gelu(self.up(x)))
 
@@ -163,10 +163,85 @@ def test_steps_run_no_original(made, monkeypatch):
 def test_other_batches_and_padding(made, kind):
     seen = torch.ones(3, 6, dtype=torch.bool)
     seen[0, :2] = False
+    generates_the_same(*made, ids(3), cache_implementation=kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a masked prompt, which no example had
-        generates_the_same(*made, ids(3), cache_implementation=kind)
         generates_the_same(*made, ids(3), seen, cache_implementation=kind)
+
+
+def test_prompts_of_other_lengths_run_no_original(made, monkeypatch):
+    model, fast = made
+    for batch, length in ((1, 9), (3, 4), (2, 17)):
+        generates_the_same(model, fast, ids(batch, length))
+    for layer in optimized_layers(fast).values():
+        monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
+    with torch.no_grad():
+        _, cache = fast(ids(2, 11))  # neither the batch nor the length that any call had
+    assert cache.count == {0: 11, 1: 11}
+
+
+class Rotated(nn.Module):
+    """A decoder's layers with tables of positions that all items of a batch share."""
+
+    class Layer(Layer):
+        def forward(self, x, table, cache=None):
+            return super().forward(x * table, cache=cache) - table
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(30, 24), nn.Linear(24, 30)
+        self.layers = nn.ModuleList(self.Layer(i) for i in range(2))
+
+    def forward(self, ids, cache=None):
+        cache = Cache() if cache is None else cache
+        past, x = cache.get_seq_length(), self.words(ids)
+        places = torch.arange(past, past + ids.shape[1])[None, :, None]
+        table = (places / torch.arange(1, 25)).cos()
+        for layer in self.layers:
+            x = layer(x, table, cache=cache)
+        return self.head(x), cache
+
+    def generate(self, ids, *, max_new_tokens, **_):
+        cache, scores, new = None, [], ids
+        for _ in range(max_new_tokens):
+            found, cache = self(new, cache)
+            new = found[:, -1:].argmax(-1)
+            ids, scores = torch.cat([ids, new], 1), [*scores, found[:, -1]]
+        return ids, torch.stack(scores)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_tables_of_one_item_beside_a_batch(batch, monkeypatch):
+    model = seeded(Rotated())
+    fast = optimized(model, ids(batch), selectors="default", budget_seconds=60)
+    layers = optimized_layers(fast)
+    assert [*layers] == ["layers.0", "layers.1"]
+    for other, length in ((1, 6), (3, 6), (4, 9), (2, 3)):
+        generates_the_same(model, fast, ids(other, length))
+    restored = pickle.loads(pickle.dumps(fast))
+    for layer in layers.values():
+        monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
+    with torch.no_grad():
+        fast(ids(4, 9))  # was compared
+    monkeypatch.undo()
+    generates_the_same(model, restored, ids(4, 9))
+
+
+def test_tables_that_a_layer_takes_for_a_batch_stay_the_original_s(monkeypatch):
+    """Of one item the layer takes the first alone, of several all: as many of the table would be something else."""
+
+    class Counts(Rotated.Layer):
+        def forward(self, x, table, cache=None):
+            return super().forward(x + table.sum(0), table[:1], cache=cache)
+
+    model = Rotated()
+    model.layers = nn.ModuleList(Counts(i) for i in range(2))
+    model = seeded(model)
+    fast = optimized(model, ids(), selectors="default", budget_seconds=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for other in (1, 3):
+            generates_the_same(model, fast, ids(other))
 
 
 @pytest.mark.filterwarnings("ignore:.*(planned anew|its programs)")
