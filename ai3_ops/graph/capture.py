@@ -483,9 +483,8 @@ def _network(
     if not functionalize(graph):
         raise _NotPlain("it writes in place what is read elsewhere")
     own = {} if update is None else update.lengths(program)
-    if update is not None:
-        if any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(update.given)):
-            raise Uncapturable("it gives sizes to its cache")
+    if update is not None and any(isinstance(x, torch.SymInt) for x in pytree.tree_leaves(update.given)):
+        raise Uncapturable("it gives sizes to its cache")
     sizes, out_spec = _Sizes(inputs, dynamic, graph, own), program.call_spec.out_spec
     if update is not None:
         if own and not _holds_for_longer(program, own, sizes.lengths):

@@ -81,7 +81,8 @@ class Optimized(nn.Module):
         self._ai3_settings = settings
         self._ai3_original: tuple[nn.Module, ...] = (original,)  # not a submodule: names are as in the original
         self._ai3_plans: dict[Any, Plan] = {}
-        self._ai3_mixed: dict[Any, Plan] = {}  # of calls in which some inputs have one item for the whole batch
+        # Of other calls: of a batch beside inputs of one item for all of it, and those that are left to the original.
+        self._ai3_known: dict[Any, Plan] = {}
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
         self._ai3_compared: dict[str, int] = {}  # how many sizes of each open length were, with the original
@@ -169,7 +170,7 @@ class Optimized(nn.Module):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__() | {"_ai3_mixed": {}}
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
@@ -292,7 +293,7 @@ class Optimized(nn.Module):
         """
         modules = [m for m in self.modules() if isinstance(m, Optimized)]
         for module in modules:
-            module._ai3_asked, module._ai3_most = True, module._ai3_most + 1
+            module._ai3_asked, module._ai3_most, module._ai3_known = True, module._ai3_most + 1, {}
         try:
             self(*args, **kwargs)
         finally:
@@ -341,20 +342,23 @@ class Optimized(nn.Module):
             if key in self._ai3_plans:
                 return self._ai3_plans[key]
             costly = self._ai3_first.seconds > self._ai3_patience and not self._ai3_asked
-            if cached and costly:  # prompts of any length come once each: nothing is kept of them
+            if cached and costly:  # prompts of any length come once each: no plan is kept of them
                 self._warn_of_sizes(what)
+                self._note(key, None)
                 return None
             args, kwargs = as_examples(self._ai3_original[0], args, kwargs)  # a cache stays as it is
             leaves = pytree.tree_leaves((args, kwargs))
             if any(
                 is_cache(x) and not isinstance(x, Past) for x in leaves
             ):  # what is called more than once would change it
+                self._note(key, None)
                 return None
             if not form and not self._ai3_asked and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
                 if self._tells("batch"):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
+                self._note(key, None)
                 return None
             if not form and not unequal and self._computes((args, kwargs), others(args, kwargs)):
                 self._keep(key, self._ai3_first)
@@ -399,8 +403,8 @@ class Optimized(nn.Module):
             return None
         alike, structure = _key(wide, True), pytree.tree_structure((args, kwargs))
         with _planning:
-            if key in self._ai3_mixed:
-                return self._ai3_mixed[key]
+            if key in self._ai3_known:
+                return self._ai3_known[key]
             positional, named = pytree.tree_unflatten(wide, structure)
             plan = self._ai3_plans.get((form, alike) if form else alike)
             plan = plan or self._planned(wide, positional, named, form)
@@ -414,9 +418,14 @@ class Optimized(nn.Module):
                 copy = copied(original, sharing=True)
                 own, other = pytree.tree_map_only(Tensor, _apart, ((args, kwargs), others(args, kwargs)))
                 same = same and bool(self._agrees(mixed, copy, *own)) and self._agrees(mixed, copy, *other) is not False
-            mixed = mixed if same else replace(mixed, body=None)  # which the original computes from now on
-            self._ai3_mixed = dict([*self._ai3_mixed.items(), (key, mixed)][-SIZES:])
+            self._note(key, mixed if same else None)
             return mixed if same else None
+
+    def _note(self, key: Any, plan: Plan | None) -> None:
+        """What computes calls of this kind from now on: None for the original."""
+        assert self._ai3_first is not None
+        plan = plan or Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
+        self._ai3_known = dict([*self._ai3_known.items(), (key, plan)][-SIZES:])
 
     def _warn_of_sizes(self, what: str) -> None:
         """Once."""
@@ -577,7 +586,7 @@ class Optimized(nn.Module):
         else:
             key = _key(leaves, first.dynamic)
             key = (form, key) if form else key
-            plan = self._ai3_plans.get(key) or self._ai3_mixed.get(key)
+            plan = self._ai3_plans.get(key) or self._ai3_known.get(key)
             if plan is None:
                 plan = self._planned_mixed(key, leaves, args, kwargs, form) or self._planned(leaves, args, kwargs, form)
         if plan is None or plan.body is None:

@@ -187,7 +187,9 @@ def test_a_rule_that_throws_takes_no_other_algorithm_away(header):
         name = f"user_broken_{len(thrown)}"
         register_function("conv2d", name, header(rule.format(name=name, thrown=thrown), f"{name}.h"))
         assert ai3_ops.supports("conv2d", name, X, W) == (False, sentence)
-        with pytest.raises(RuntimeError, match=rf"^ai3::conv2d_{name}: {sentence}; algorithms that support this .*direct"):
+        with pytest.raises(
+            RuntimeError, match=rf"^ai3::conv2d_{name}: {sentence}; algorithms that support this .*direct"
+        ):
             getattr(torch.ops.ai3, f"conv2d_{name}")(X, W)
     with pytest.raises(RuntimeError, match=r"ai3::conv2d_winograd: .*; algorithms that support this case: .*direct"):
         torch.ops.ai3.conv2d_winograd(X, W, dilation=2)
