@@ -200,12 +200,17 @@ def algorithms(operation: str | None = None, device: str | torch.device | None =
 
 def registered() -> list[AlgorithmInfo]:
     """As `algorithms`, without those that packages only offer until they are asked."""
-    found = list(_of_text(_library.registry_text()))
+    found = list(_of_text(_text(generation())))
     if not _python:
         return found
     devices = [d for d in _library.DEVICES if d == "cpu" or torch.cuda.is_available()]
     found += [dataclasses.replace(info, device=d) for info in _python.values() for d in devices]
     return sorted(found, key=_order)
+
+
+@functools.lru_cache(maxsize=1)  # to write it takes longer than a call, and choices ask for it thousands of times
+def _text(_: int) -> bytes:
+    return _library.registry_text()
 
 
 def _order(info: AlgorithmInfo) -> tuple[str, str, str]:
@@ -232,7 +237,7 @@ def parameters(operation: str, algorithm: str) -> tuple[Parameter, ...]:
 # Each new length of a sequence asks, and to write the registry as a text takes longer than a call.
 @functools.lru_cache(maxsize=1)
 def _parameters(_: int) -> dict[tuple[str, str], tuple[Parameter, ...]]:
-    return {(a.operation, a.name): a.parameters for a in _of_text(_library.registry_text()) if a.parameters}
+    return {(a.operation, a.name): a.parameters for a in _of_text(_text(generation())) if a.parameters}
 
 
 def spelled(name: str, parameters: dict[str, Any]) -> str:

@@ -52,6 +52,7 @@ class Call(Ways):
     in_place_argument: ClassVar[bool] = False  # the function's first after the input says whether it overwrites that
     why_left: ClassVar[str] = "some calls had sizes for which PyTorch is faster"
     never_gains: ClassVar[bool] = False  # `default` leaves all to PyTorch, for which no class is needed
+    variances: ClassVar[frozenset[int]] = frozenset()  # places of the operator's arguments that are, and never below 0
     returns_view: ClassVar[bool] = False  # PyTorch's function, where the operator makes a copy
     repeats: ClassVar[bool] = False  # whether `__call__` does no more than `run_or_leave` with `arguments`
     by_name: ClassVar[dict[str, type[Call]]] = {}

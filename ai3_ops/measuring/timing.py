@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -158,6 +159,14 @@ class Layer:
         except RuntimeError:
             return "torch"
 
+    def usual(self, layout: str) -> str:
+        """What a module that was swapped to `default` runs: PyTorch's also where that is known to be the faster one."""
+        name = self.default(layout)
+        if name == "torch" or self.device != "cpu" or registry.preferred.get(self.operation) is not None:
+            return name
+        call = Call.by_name[self.operation]()
+        return "torch" if call.never_gains or not call.gains(self.tensors(layout, filled=False)) else name
+
     def candidates(self, layout: str, approximate: bool) -> list[str]:
         """The default, PyTorch, and all other algorithms that support the layer, in alphabetical order."""
         found = [self.default(layout), "torch"]
@@ -181,18 +190,24 @@ class Layer:
         packed = registry.packed_bytes_sizes(self.operation, name, p.device, p.dtype, **p.sizes)
         return max(both - packed, 0), packed
 
-    def tensors(self, layout: str) -> tuple[Any, ...]:
-        """The arguments with seeded normal numbers, weights of a size that keeps the input's scale."""
-        generator = torch.Generator().manual_seed(0)
+    def tensors(self, layout: str, *, filled: bool = True) -> tuple[Any, ...]:
+        """The arguments with seeded normal numbers, weights of a size that keeps the input's scale; else with any numbers."""
+        generator, variances = torch.Generator().manual_seed(0), Call.by_name[self.operation].variances
         made = []
         for i, (spec, parameter) in enumerate(zip(self.arguments, self.parameters, strict=True)):
             if not isinstance(spec, Spec):
                 made.append(spec)
                 continue
-            tensor = torch.randn(spec.shape, generator=generator)
-            if i == 1 and tensor.ndim > 1:
-                tensor /= math.sqrt(tensor[0].numel())
-            tensor = tensor.to(spec.device, spec.dtype).contiguous(memory_format=_format(spec.shape, layout))
+            format = _format(spec.shape, layout)
+            if filled:
+                tensor = torch.randn(spec.shape, generator=generator)
+                if i == 1 and tensor.ndim > 1:
+                    tensor /= math.sqrt(tensor[0].numel())
+                if i in variances:
+                    tensor = tensor.abs() + 0.5
+                tensor = tensor.to(spec.device, spec.dtype).contiguous(memory_format=format)
+            else:
+                tensor = torch.empty(spec.shape, dtype=spec.dtype, device=spec.device, memory_format=format)
             made.append(nn.Parameter(tensor, requires_grad=False) if parameter else tensor)
         return tuple(made)
 
@@ -450,11 +465,12 @@ class _Reference:
         self.scale = self.value.abs().max().item() if self.value.numel() else 0.0
 
     def of(self, output: Tensor) -> float:
-        """max|y - y64| / max|y64|, to two digits."""
+        """max|y - y64| / max|y64|, to two digits; the largest number where something is not finite."""
         if not self.value.numel():
             return 0.0
         difference = (output[self.part] if self.part else output).double() - self.value
-        return float(f"{difference.abs().max().item() / (self.scale or 1.0):.1e}")
+        error = float(f"{difference.abs().max().item() / (self.scale or 1.0):.1e}")
+        return error if math.isfinite(error) else sys.float_info.max
 
 
 def conversion(shape: Sequence[int], dtype: torch.dtype, device: str, surroundings: Surroundings) -> float:

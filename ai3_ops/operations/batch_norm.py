@@ -342,6 +342,7 @@ class BatchNormCall(NormalizationCall):
     forwards: ClassVar = dict.fromkeys(modules, _forward)
     why_left = "PyTorch is faster, and optimize folds it into the layer before (docs/algorithms/batch_norm/default.md)"
     never_gains = True
+    variances = frozenset({2})
 
     def arguments(  # type: ignore[override]
         self,

@@ -52,7 +52,7 @@ from ai3_ops.selecting.selectors import listed
 from ai3_ops.surveying.examples import Inputs
 from ai3_ops.swapping.swap import swap
 from ai3_ops.tuning.settings import Settings as TuneSettings
-from ai3_ops.tuning.settings import check_limits
+from ai3_ops.tuning.settings import check_flags, check_limits
 from ai3_ops.tuning.tune import tune_alone
 
 DEFAULT_SECONDS = 60.0  # where the user gives no budget
@@ -101,6 +101,7 @@ class Settings:
                 f"ai3_ops.optimize: verify needs one of {words}, got {self.verify!r}{near(str(self.verify), VERIFY)}"
             )
         check_limits("optimize", self)
+        check_flags("optimize", portable=self.portable, cuda_graphs=self.cuda_graphs)
 
 
 class Budget:

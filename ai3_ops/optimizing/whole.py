@@ -36,6 +36,7 @@ from ai3_ops.surveying import examples
 from ai3_ops.surveying.examples import Inputs
 from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
 from ai3_ops.surveying.running import does_not_run
+from ai3_ops.tuning.settings import check_flags
 
 
 def optimize(
@@ -49,6 +50,7 @@ def optimize(
         if is_lazy(tensor):
             raise ValueError(f"ai3_ops.optimize: {name!r} of a lazy module has no size yet: run the model once")
     refuse_meta(model, "ai3_ops.optimize")
+    check_flags("optimize", keep_original=keep_original, progress=progress)
     budget = Budget(settings.budget_seconds)
     check_words(settings.selectors, model)
     bounds = {"memory_limit": settings.memory_limit, "tolerance": settings.tolerance}

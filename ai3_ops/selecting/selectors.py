@@ -176,7 +176,7 @@ def _check_form(value: Selector, label: str) -> None:
         raise TypeError(
             f"{label}an operator is no selector; name its algorithm, as 'direct' for ai3::conv2d_direct, got {value}"
         )
-    if isinstance(value, (Mapping, nn.Module, type)) or not (
+    if isinstance(value, (Mapping, nn.Module, type, bytes, bytearray)) or not (
         value is None or isinstance(value, (str, Algorithm, Sequence)) or callable(value)
     ):
         raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -23,7 +24,7 @@ T = TypeVar("T")
 GAIN = 0.02  # the least share of the default's time that another choice must save
 DEVIATIONS = 3.0  # and the least number of standard errors of the difference
 UNKNOWN = 0.5  # of the time of a layer of which nothing is known: what measuring it may gain
-_SEARCH_STEPS = 24  # halvings of the price of memory
+_SEARCH_STEPS = 14  # halvings of the price of memory, of twelve decades: to a fifth of a percent
 _NEVER = 1e9  # microseconds: of what is not done
 NONE_HOLDS = "no algorithm holds the tolerance; the least error"
 BYTE = 1e3  # microseconds that a byte is worth where memory is the objective: more than any time
@@ -81,15 +82,16 @@ def select(
     settings: Settings,
     price: float = 0.0,
     among: Collection[str] | None = None,
+    usual: str = "",
 ) -> tuple[str, float, str]:
     """Of a layer in one layout: the algorithm, its cost (time, and price times bytes), and why; `among` these names, or all.
 
-    The first named is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more than GAIN of
-    its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first. Where none of
-    them holds the tolerance, `least_error`.
+    `usual`, or the first named, is the one to beat; where the settings forbid it, PyTorch's. Another is taken for a gain of more
+    than GAIN of its time and DEVIATIONS standard errors of the difference; of those within as little of the best, the first.
+    Where none of them holds the tolerance, `least_error`.
     """
     forbidden = {name: ineligible(layer, name, found, settings) for name in (found if among is None else among)}
-    first = next(iter(forbidden))
+    first = usual if usual in forbidden else next(iter(forbidden))
     allowed = [name for name, why in forbidden.items() if not why]
     if not allowed:
         least = least_error(layer, found, settings, price, forbidden)
@@ -146,12 +148,15 @@ def _chosen(layer: Layer, found: Mapping[str, Measured], settings: Settings) -> 
     return found[select(layer, found, settings)[0]]
 
 
-def unmeasured(layer: Layer, layout: str, settings: Settings, price: float = 0.0) -> tuple[str, float, str]:
-    """As `select`, of a layer that was not measured: `default`, unless what is known without measuring forbids it; no cost.
+def unmeasured(
+    layer: Layer, layout: str, settings: Settings, price: float = 0.0, usual: str = ""
+) -> tuple[str, float, str]:
+    """As `select`, of a layer that was not measured: `usual`, or what `default` runs, unless what is known without measuring
+    forbids it; no cost.
 
     Where memory has a price, only what takes none is left: nothing tells what time it would be worth.
     """
-    name = layer.default(layout)
+    name = usual or layer.default(layout)
     if name == "torch":
         return name, 0.0, "not measured"
     info, limit = registry.algorithm(layer.operation, name, layer.device), settings.tolerance
@@ -188,13 +193,19 @@ class _Choice:
             (edge, conversion(edge, layers[edge.second]) if edge.second in self.weighs else _NEVER)
             for edge in graph.edges
         ]
+        # What no price changes, and `at` is called for many.
+        self.usual = functools.cache(Layer.usual)
+        self.unmeasured = functools.cache(
+            lambda layer, layout, free: unmeasured(layer, layout, settings, not free, self.usual(layer, layout))
+        )
+        self.memory = functools.cache(Layer.memory)
 
     def at(self, price: float) -> _Solution:
         """The cheapest, where a byte of memory costs `price` microseconds."""
         layouts = self.graph.layouts
         picked: dict[tuple[Layer, str], tuple[str, float, str]] = {}
         for (layer, layout), found in self.times.items():
-            picked[layer, layout] = select(layer, found, self.settings, price)
+            picked[layer, layout] = select(layer, found, self.settings, price, usual=self.usual(layer, layout))
         costs = {node: [0.0] * len(own) for node, own in enumerate(layouts)}
         for site in self.graph.sites:
             for node in site.nodes:
@@ -233,9 +244,9 @@ class _Choice:
         algorithms, packed, workspace = [], 0, 0
         for site in self.graph.sites:
             layer, layout = site.layer, found[site.nodes[0]]
-            name, _, why = picked.get((layer, layout)) or unmeasured(layer, layout, self.settings, price)
+            name, _, why = picked.get((layer, layout)) or self.unmeasured(layer, layout, price <= 0)
             algorithms.append((name, why))
-            extra, pack = layer.memory(name, layout)
+            extra, pack = self.memory(layer, name, layout)
             packed, workspace = packed + pack, max(workspace, extra)
         return _Solution(found, algorithms, packed + workspace)
 
@@ -272,9 +283,12 @@ def _cost(of: str, to: str, microseconds: float) -> float:
     return 0.0 if of == to else microseconds if to == CHANNELS_LAST else _NEVER
 
 
-def choose(graph: CallGraph, times: Times, settings: Settings, meter: Meter) -> Plan:
-    """The plan of what was measured; layers that were not keep `default`, or what the settings allow."""
-    solution = _Choice(graph, times, settings, meter.conversion).best()
+def choose(graph: CallGraph, times: Times, settings: Settings, meter: Meter, end: float) -> Plan:
+    """The plan of what was measured; layers that were not keep `default`, or what the settings allow.
+
+    After `end`, by `timing.clock`, nothing more is measured.
+    """
+    solution = _Choice(graph, times, settings, functools.partial(meter.conversion, end=end)).best()
     layers = {}
     warn_of_errors(
         "tune", [s.name for s, (_, why) in zip(graph.sites, solution.algorithms, strict=True) if why == NONE_HOLDS], 6

@@ -11,6 +11,7 @@ takes the choice that is cheapest when each neighbour answers with its best.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
@@ -35,10 +36,17 @@ def solve(nodes: Mapping[Node, Vector], edges: Sequence[tuple[Node, Node, Matrix
             _add(around, a, b, [list(row) for row in matrix])
     order = {node: i for i, node in enumerate(nodes)}  # of equals the first, so that results do not vary
     taken: list[tuple[Node, list[float], dict[Node, list[list[float]]]]] = []
-    left = set(nodes)
-    while left:
-        node = min(left, key=lambda n: (min(len(around[n]), 3), -len(around[n]), order[n]))
-        left.remove(node)
+
+    def rank(node: Node) -> tuple[int, int, int, Node]:
+        return min(len(around[node]), 3), -len(around[node]), order[node], node
+
+    queue = [rank(node) for node in nodes]  # also ranks that nodes had before they lost or got a neighbour
+    heapq.heapify(queue)
+    while queue:
+        found = heapq.heappop(queue)
+        node = found[-1]
+        if node not in around or found != rank(node):
+            continue
         vector, edges_of = costs[node], around.pop(node)
         for other in edges_of:
             del around[other][node]
@@ -68,6 +76,8 @@ def solve(nodes: Mapping[Node, Vector], edges: Sequence[tuple[Node, Node, Matrix
                 taken[-1] = (node, [c if i == best else math.inf for i, c in enumerate(vector)], edges_of)
                 for other, matrix in edges_of.items():
                     costs[other] = [c + d for c, d in zip(costs[other], matrix[best], strict=True)]
+        for other in edges_of:
+            heapq.heappush(queue, rank(other))
     chosen: dict[Node, int] = {}
     for node, vector, edges_of in reversed(taken):
         chosen[node] = _best(

@@ -25,7 +25,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def check_limits(function: str, settings: Any) -> None:
-    """ValueError, in the name of an ai3_ops function, for an objective or a limit that is none."""
+    """ValueError, in the name of an ai3_ops function, for an objective, a limit or a flag that is none."""
     if settings.objective not in OBJECTIVES:
         words, meant = " or ".join(map(repr, OBJECTIVES)), near(str(settings.objective), OBJECTIVES)
         raise ValueError(f"ai3_ops.{function}: objective must be {words}, got {settings.objective!r}{meant}")
@@ -33,6 +33,14 @@ def check_limits(function: str, settings: Any) -> None:
         value = getattr(settings, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
             raise ValueError(f"ai3_ops.{function}: {name} needs a number of at least 0, or None, got {value!r}")
+    check_flags(function, deterministic=settings.deterministic, allow_approximate=settings.allow_approximate)
+
+
+def check_flags(function: str, **flags: Any) -> None:
+    """ValueError, in the name of an ai3_ops function, for what is neither True nor False: any word would be true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"ai3_ops.{function}: {name} needs True or False, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ai3_ops.surveying.modules import refuse_meta, refuse_optimized
 from ai3_ops.tuning.callgraph import CallGraph
 from ai3_ops.tuning.choosing import Timed, choose, to_measure
 from ai3_ops.tuning.meter import Meter, Times, shown
-from ai3_ops.tuning.settings import Interrupted, Settings
+from ai3_ops.tuning.settings import Interrupted, Settings, check_flags
 from ai3_ops.tuning.verifying import verified
 
 
@@ -74,6 +74,7 @@ def tune(
         raise TypeError(f"ai3_ops.tune needs an nn.Module, got {type(model).__name__}")
     refuse_optimized(model, "ai3_ops.tune", "tune the original model")
     refuse_meta(model, "ai3_ops.tune")
+    check_flags("tune", cache=cache, progress=progress)
     settings = Settings(objective, budget_seconds, memory_limit, tolerance, deterministic, allow_approximate)
     return _on_rank_0(lambda: tune_alone(model, example_inputs, settings, cache, progress))
 
@@ -148,6 +149,6 @@ def tune_alone(
                         text = f"ai3_ops.tune: {left} distinct layers were not measured within the budget; {kept}"
                         warnings.warn(text, stacklevel=5)
                     break
-            return choose(graph, times, settings, meter)
+            return choose(graph, times, settings, meter, end)
         except KeyboardInterrupt:
-            raise Interrupted("tune", choose(graph, times, settings, meter)) from None
+            raise Interrupted("tune", choose(graph, times, settings, meter, timing.clock())) from None

@@ -371,6 +371,9 @@ def test_longformer_in_a_model():
     near(torch.compile(swapped, backend="aot_eager", fullgraph=True)(x), under(mask, x, x, x), 1e-5)
     with pytest.raises(TypeError, match="takes numbers and words"):
         ai3_ops.Algorithm("longformer", global_mask=flags(1, 300))
+    for name, value in {"sinks": 3, "alibi_slopes": [1.0, 2.0]}.items():
+        with pytest.raises(TypeError, match=rf"takes numbers and words, and {name} is a tensor"):
+            ai3_ops.Algorithm("flash", **{name: value})
 
 
 TENSORS = {  # of (1, 2, 192, 16): what direct calls alone can be given

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import stat
+import sys
 import warnings
 import weakref
 from dataclasses import asdict, replace
@@ -304,6 +305,51 @@ def test_budget_and_interrupt(model, x, given, monkeypatch):
     assert len(whole) == 2 * 6 + 1 - 4  # six layers with two layouts, linear with one
 
 
+@pytest.mark.parametrize("settings", [{"budget_seconds": 0}, {"budget_seconds": 0, "memory_limit": 0}], ids=str)
+def test_nothing_is_timed_after_the_budget(model, x, monkeypatch, settings):
+    """Neither layers nor the conversions between them."""
+    monkeypatch.setattr(timing, "measure", None)
+    monkeypatch.setattr(timing, "conversion", None)
+    with pytest.warns(UserWarning, match="not measured within the budget"):
+        plan = tuned(model, x, cache=False, **settings)
+    assert all(layer.time_us is None for layer in plan.layers.values())
+
+
+CALLS = {  # small ones, of which swap's `default` leaves some to PyTorch
+    "relu": (nn.ReLU(), (2, 8, 9, 9)),
+    "batch_norm": (nn.BatchNorm2d(8), (2, 8, 9, 9)),
+    "linear": (nn.Linear(16, 8), (1, 16)),
+    "layer_norm": (nn.LayerNorm(16), (2, 16)),
+    "group_norm": (nn.GroupNorm(2, 8), (2, 8, 3, 3)),
+    "silu": (nn.SiLU(), (4, 4)),
+    "conv1d": (nn.Conv1d(4, 8, 3), (1, 4, 20)),
+    "conv2d": (nn.Conv2d(3, 8, 3), (1, 3, 12, 12)),
+    "max_pool2d": (nn.MaxPool2d(2), (1, 3, 12, 12)),
+}
+
+
+@pytest.mark.parametrize("operation", CALLS)
+def test_what_was_not_measured_is_what_swap_makes_of_default(operation):
+    layer, shape = CALLS[operation]
+    model, x = nn.Sequential(layer).eval(), torch.randn(shape)
+    with pytest.warns(UserWarning, match="not measured within the budget"):
+        plan = tuned(model, x, budget_seconds=0, cache=False)
+    swapped = ai3_ops.swap(model, "default", x)
+    with torch.no_grad():
+        swapped(x)
+    (used,) = ai3_ops.explain(swapped).layers
+    assert plan.layers["0"].algorithm == used.used
+
+
+def test_the_choice_to_beat_is_what_swap_makes_of_default(given):
+    """Ours as fast as PyTorch's, where `default` leaves the call to that."""
+    model, x = nn.Sequential(nn.BatchNorm2d(8)).eval(), torch.randn(2, 8, 9, 9)
+    given["direct"] = 99.5
+    assert tuned(model, x).layers["0"].algorithm == "torch"
+    given["direct"] = 50
+    assert tuned(model, x, cache=False).layers["0"].algorithm == "direct"
+
+
 def test_the_budget_ends_a_layer_that_takes_long(model, x, monkeypatch):
     """One that takes longer than all of it, on a busy machine perhaps, is left as if it had not been begun."""
     now = [0.0]
@@ -378,6 +424,9 @@ def test_layers_that_were_not_measured_keep_determinism(x, monkeypatch):
         ({"budget_seconds": -1}, "budget_seconds needs a number of at least 0"),
         ({"memory_limit": "1 GB"}, "memory_limit needs a number"),
         ({"tolerance": float("nan")}, "tolerance needs a number"),
+        ({"deterministic": "yes"}, "deterministic needs True or False, got 'yes'"),
+        ({"allow_approximate": 1}, "allow_approximate needs True or False, got 1"),
+        ({"cache": "no"}, "cache needs True or False, got 'no'"),
     ],
 )
 def test_settings_that_make_no_sense(model, x, options, message):
@@ -895,6 +944,27 @@ def test_errors_are_against_float64():
     assert 0 < results["direct"].error < 2e-6
     assert results["direct"].error < results["winograd_f6"].error < 1e-4
     assert results["winograd_f6"].packed_bytes > 16 * 16 * 9 * 4
+
+
+def test_variances_are_not_below_zero():
+    """Else all that is measured of a batch normalization is its error, which is no number."""
+    model, x = nn.Sequential(nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)).eval(), torch.randn(2, 8, 9, 9)
+    for layer in {site.layer for site in CallGraph(model, x).sites}:
+        found = measure(layer, CONTIGUOUS, ["direct", "torch"], Surroundings(2**20))
+        assert all(0 < m.error < 1e-6 for m in found.values())
+
+
+def test_what_is_not_finite_has_an_error_that_nothing_allows(monkeypatch):
+    made = Layer.tensors
+
+    def infinite(layer, layout, **options):
+        x, *others = made(layer, layout, **options)
+        return torch.full_like(x, torch.inf), *others
+
+    monkeypatch.setattr(Layer, "tensors", infinite)
+    found = measure(conv(), CONTIGUOUS, ["direct", "torch"], Surroundings(2**20))
+    assert all(m.error == sys.float_info.max for m in found.values())
+    assert json.loads(json.dumps(timing.to_json(found), allow_nan=False))
 
 
 # Everywhere the same --------------------------------------------------------------------------------------------------
