@@ -59,9 +59,8 @@ class Algorithm:
                 words = sorted({*known, "backward_input", "backward_weight"})
                 raise TypeError(f"Algorithm({name!r}) has no parameter {parameter!r}{near(parameter, words)}")
             if "Tensor" in known[parameter]:
-                raise TypeError(
-                    f"Algorithm({name!r}) takes numbers and words, and {parameter} is a tensor, an argument of calls; got {value!r}"
-                )
+                what = f"{parameter} is a tensor, an argument of calls; got {value!r}"
+                raise TypeError(f"Algorithm({name!r}) takes numbers and words, and {what}")
             if known[parameter] == "bool" and not isinstance(value, bool):
                 raise TypeError(f"Algorithm({name!r}) needs {parameter} to be True or False, got {value!r}")
 
