@@ -62,6 +62,7 @@ def canonicalize(network: Network) -> None:
             continue
         new.meta["layers"] = new.meta["layers"] or node.meta["layers"]
         new.meta["scales"] = node.meta["scales"] if new.meta["scales"] is None else new.meta["scales"]
+        new.meta.setdefault("lengths", node.meta.get("lengths", ()))
         new.meta.setdefault("call", node.meta.get("call", ""))  # of a new step: an identity's input has its own
         node.replace_all_uses_with(new)
         network.remove(node)
@@ -650,12 +651,19 @@ def _cut(net: Network, node: fx.Node, x: Any, dim: int, start: int, stop: int) -
     return net.step(node, steps.cut, x, dim, start, stop, layers=node.meta["layers"])
 
 
+def _is_open(x: fx.Node, dim: int) -> bool:
+    """Whether a dimension has another size in other calls: what is counted from its end, steps would hold as a number."""
+    return any(x.meta.get("lengths", ())[dim : dim + 1])
+
+
 @translates(aten.slice.Tensor)
 def _slice(net: Network, node: fx.Node, x: Any, dim: int, start: Any, end: Any, step: int) -> fx.Node | None:
     shape = x.meta["shape"]
     if node.meta["shape"] == shape and node.meta["batched"] and x.meta["batched"]:
         return x
     dim %= len(shape)
+    if _is_open(x, dim) and any(isinstance(n, int) and n < 0 for n in (start, end)):
+        return None
     first, last, _ = slice(start, end).indices(shape[dim])
     if step != 1:
         return _every(net, node, x, dim, first, last, step)
@@ -677,6 +685,8 @@ def _select(net: Network, node: fx.Node, x: Any, dim: int, index: int) -> fx.Nod
     if len(x.meta["shape"]) < 3 or not _known(x, node):
         return None
     dim %= len(x.meta["shape"])
+    if index < 0 and _is_open(x, dim):
+        return None
     index %= x.meta["shape"][dim]
     part = _cut(net, node, x, dim, index, index + 1)
     return None if part is None else _reshaped(net, node, part, node)

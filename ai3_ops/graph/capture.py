@@ -240,7 +240,7 @@ def _exported(module: nn.Module, calls: Calls, numbers: Places = frozenset()) ->
         with handed_on(module, numbers):
             program, update = _export(module, args, kwargs, lengths)
         dynamic = lengths is not None
-        if dynamic and not _any_batch(program):
+        if dynamic and not _any_batch(program, inputs):
             return None
         made = Made(module, (args, kwargs), _plain_network(program, update, module, inputs, dynamic), numbers)
         if lengths and any(n.meta["scales"] is None for n in caches.elsewhere(made.network.graph) if n.meta["shape"]):
@@ -297,17 +297,44 @@ def _compared(network: Network, module: nn.Module, calls: Calls) -> Network:
     return network
 
 
-def _any_batch(program: ExportedProgram) -> bool:
+def _any_batch(program: ExportedProgram, inputs: list[Any]) -> bool:
     """Whether the graph depends on no condition on the batch size, such as a branch that was taken for it."""
-    for node in program.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor) and value.ndim:
-            size = value.shape[0]
-            if isinstance(size, torch.SymInt):
-                batch, env = size.node.expr, size.node.shape_env
-                guards = [g for g in env.guards if batch in env.replace(g.expr).free_symbols]
-                return bool(batch.is_Symbol) and all(map(_holds_for_any_batch, guards))
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"][-len(inputs) :]
+    lengths: dict[Any, int] = {}
+    for value, given in zip(values, inputs, strict=False):
+        for size, own in zip(value.shape[1:], given.shape[1:], strict=True) if isinstance(value, Tensor) else ():
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                lengths[size.node.expr] = own
+    for value in values:
+        if isinstance(value, Tensor) and value.ndim and isinstance(size := value.shape[0], torch.SymInt):
+            batch, env = size.node.expr, size.node.shape_env
+            asked = ((g, env.replace(g.expr)) for g in env.guards)
+            own = [(g, said) for g, said in asked if batch in said.free_symbols]
+            return bool(batch.is_Symbol) and all(
+                _holds_for_any_batch(g) or (_is_of_operators(g) and _holds_for_batches(said, batch, lengths))
+                for g, said in own
+            )
     return False
+
+
+_BATCHES = 2, 3, 4, 7, 8, 16, 33, 1000  # of one item the example is, or its first
+
+
+def _holds_for_batches(asked: Any, batch: Any, lengths: dict[Any, int]) -> bool:
+    """Whether a condition on a batch and lengths holds for many batches, with the example's lengths and longer ones."""
+    if not asked.free_symbols <= {batch, *lengths}:
+        return False
+    more = (dict.fromkeys(lengths, 0), {n: own for n, own in lengths.items()}, dict.fromkeys(lengths, 1000))
+    return all(
+        bool(asked.subs({batch: n} | {symbol: own + longer[symbol] for symbol, own in lengths.items()}))
+        for n, longer in itertools.product(_BATCHES, more)
+    )
+
+
+def _is_of_operators(guard: Any) -> bool:
+    """Whether operators ask it, which choose among ways to compute the same, or refuse sizes; no module's own source."""
+    where = r"[/\\(](_prims_common/__init__|_prims/__init__|_refs/(\w+/)?\w+|_subclasses/\w+|nn/functional)\.py"
+    return re.search(where, str(guard.sloc)) is not None
 
 
 def _holds_for_longer(program: ExportedProgram, cache: dict[Any, int], lengths: dict[Any, int]) -> bool:
@@ -542,6 +569,7 @@ class _Sizes:
         self.lengths: dict[Any, int] = {}  # those of the example, by their symbols
         self._cache = cache
         self._known: dict[Any, Any] = {}
+        self._sizes = set[Any]()  # that follow from lengths, and from nothing else
         self._inputs = [n.meta["val"] for n in graph.nodes if n.op == "placeholder"]
         del self._inputs[len(inputs) :]  # the keys and values of a cache
         for value, given in zip(self._inputs, inputs, strict=True):
@@ -564,6 +592,8 @@ class _Sizes:
             batched = first is not None and first.is_Symbol and all(e is None or e.is_Integer for e in rest)
         else:
             batched = shape[:1] == (self.batch,) and None not in scales
+        sizes = (_plain(n) for n in value.shape if self._is_length(n))
+        self._sizes.update(n for n in sizes if n.free_symbols <= self.lengths.keys())
         known, lengths = None if None in scales else scales, tuple(map(self._is_length, value.shape))
         return {"shape": shape, "dtype": value.dtype, "batched": batched, "scales": known, "lengths": lengths}
 
@@ -577,7 +607,11 @@ class _Sizes:
         open_ones = self._batches | self._cache.keys()  # of which no condition is left
         own = [g for g in guards if open_ones.isdisjoint(g.free_symbols) and g != True]  # noqa: E712
         said = (tuple(None if self._follows_cache(_plain(n)) else _said(n) for n in shape) for shape in shapes)
-        return Lengths(tuple(said), tuple(map(_said, own)))
+        sizes = set[Any]()
+        for n in self._sizes:
+            with contextlib.suppress(Uncapturable):  # of what a file has no word for
+                sizes.add(_said(n))
+        return Lengths(tuple(said), tuple(map(_said, own)), tuple(sizes))
 
     def _follows_cache(self, size: Any) -> bool:
         return not isinstance(size, int) and not self._cache.keys().isdisjoint(size.free_symbols)

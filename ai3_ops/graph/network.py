@@ -59,6 +59,7 @@ class Lengths:
     # Of each input its dimensions but the first: numbers, lengths by their names, None of one that follows a cache.
     inputs: tuple[tuple[int | str | None, ...], ...]
     conditions: tuple[Any, ...]  # of these: each a word of SAYS, and what it is said of: names, numbers and others such
+    sizes: tuple[Any, ...] = ()  # that follow from them within the graph, said likewise; files have none
 
     def of(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int] | None:
         """The lengths of inputs of these sizes, () of what is no tensor; None where the graph does not hold for them."""
@@ -71,21 +72,45 @@ class Lengths:
 
     def others(self, own: Mapping[str, int]) -> Iterator[dict[str, int]]:
         """Lengths other than these, for which the graph holds, too: none is the same or a multiple; a shorter set first."""
-        tried = set[tuple[int, ...]]()
+        tried = list[dict[str, int]]()
         for turn in range(len(_OTHERS)):
             found = {name: _OTHERS[(turn + i) % len(_OTHERS)](n) for i, (name, n) in enumerate(own.items())}
-            new = (*found.values(),) not in tried and all(found[name] % n for name, n in own.items())
-            if new and self._hold(found):
-                tried.add((*found.values(),))
+            new = found not in tried and all(found[name] % n for name, n in own.items())
+            if new and self._hold(found) and all(self._differ(found, other) for other in (own, *tried)):
+                tried.append(found)
                 yield found
 
-    def _hold(self, lengths: Mapping[str, int]) -> bool:
-        def said(value: Any) -> Any:
-            if isinstance(value, tuple):
-                return SAYS[value[0]](*map(said, value[1:]))
-            return lengths[value] if isinstance(value, str) else value
+    def tell(self, found: Mapping[str, int], own: Mapping[str, int]) -> bool:
+        """Whether what a graph computes of these lengths shows that it does not hold those as numbers: none is a multiple of one."""
+        return all(n % own[name] for name, n in found.items() if n != own[name]) and self._differ(found, own)
 
-        return min(lengths.values(), default=0) > 1 and all(map(said, self.conditions))
+    def _differ(self, found: Mapping[str, int], own: Mapping[str, int]) -> bool:
+        """Whether all sizes that follow from lengths differ where those do.
+
+        A convolution with a stride has as many outputs of some lengths as of others.
+        """
+        changed = {name for name, n in found.items() if n != own[name]}
+        sizes = (size for size in self.sizes if not changed.isdisjoint(_names(size)))
+        return all(_said(size, found) != _said(size, own) for size in sizes)
+
+    def _hold(self, lengths: Mapping[str, int]) -> bool:
+        return min(lengths.values(), default=0) > 1 and all(_said(said, lengths) for said in self.conditions)
+
+
+def _names(value: Any) -> Iterator[str]:
+    """The lengths of which a condition or a size is."""
+    if isinstance(value, tuple):
+        for part in value[1:]:
+            yield from _names(part)
+    elif isinstance(value, str):
+        yield value
+
+
+def _said(value: Any, lengths: Mapping[str, int]) -> Any:
+    """The value of a condition, or of a size, with these lengths."""
+    if isinstance(value, tuple):
+        return SAYS[value[0]](*(_said(part, lengths) for part in value[1:]))
+    return lengths[value] if isinstance(value, str) else value
 
 
 # Of a length, those that are tried: of half of it and one more, so that tables are, too; else of what windows and strides divide.

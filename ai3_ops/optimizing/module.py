@@ -452,7 +452,7 @@ class Optimized(nn.Module):
         return bool(others) and all(self._ai3_compared.get(length, 0) >= COMPARED for length in others)
 
     def _other_lengths(self, leaves: list[Any]) -> dict[str, bool]:
-        """Which open lengths differ from the example's, and whether by more than a factor; {} where the plan does not hold."""
+        """Which open lengths differ from the example's, and whether that tells anything; {} where the plan does not hold."""
         lengths = self._ai3_first and self._ai3_first.lengths
         if not lengths:
             return {}
@@ -460,7 +460,8 @@ class Optimized(nn.Module):
         found = lengths.of(_sizes(leaves))
         if shown is None or found is None:
             return {}
-        return {name: n % shown[name] != 0 for name, n in found.items() if n != shown[name]}
+        tells = lengths.tell(found, shown)
+        return {name: tells for name, n in found.items() if n != shown[name]}
 
     def _compare_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compares other lengths, made of the example's, with the original, so that no call has to."""

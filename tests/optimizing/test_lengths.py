@@ -14,6 +14,7 @@ from nets import agree, check, seeded
 from torch import nn
 
 import ai3_ops
+from ai3_ops.graph import canonical
 from ai3_ops.graph.network import Lengths, difference
 from ai3_ops.optimizing import module as module_of_optimize
 from ai3_ops.optimizing import pipeline, saved
@@ -147,6 +148,63 @@ def test_lengths_that_fit_are_found():
     assert lengths.of([(), (1, 12, 3)]) == {"s": 12}
     assert lengths.of([(), (1, 13, 3)]) is None
     assert lengths.of([(), (1, 12, 4)]) is None
+
+
+class Sound(nn.Module):
+    """Samples by strided convolutions into steps, the last of which is cut off, and attention among these."""
+
+    def __init__(self, cut=-1):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(1, 8, 10, 5), nn.Conv1d(8, 8, 3, 2)
+        self.near, self.qkv, self.norm, self.cut = nn.Conv1d(8, 8, 4, padding=2), nn.Linear(8, 24), nn.LayerNorm(8), cut
+
+    def forward(self, samples):
+        x = F.gelu(self.second(F.gelu(self.first(samples[:, None]))))
+        x = (x + F.gelu(self.near(x)[:, :, : self.cut])).transpose(1, 2)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return x + F.scaled_dot_product_attention(q, k, v)
+
+
+def test_sound_of_any_length(nothing_anew):
+    """What is counted from the end is counted from there in other lengths, too."""
+    model = seeded(Sound())
+    fast = check(model, torch.randn(1, 400))
+    nothing_anew()
+    for batch, length in ((1, 400), (1, 601), (3, 401), (2, 247), (1, 1000)):
+        agree(fast, model, torch.randn(batch, length))
+
+
+def test_lengths_of_as_many_steps_tell_nothing(compared, monkeypatch):
+    """400 and 403 samples make as many steps: a number of these that was left in would fit both."""
+    monkeypatch.setattr(canonical, "_is_open", lambda *_: False)
+    model = seeded(Sound())
+    fast = check(model, torch.randn(1, 400))
+    lengths = fast._ai3_first.lengths
+    ((name,),) = lengths.inputs
+    assert not lengths.tell({name: 403}, {name: 400})
+    assert lengths.tell({name: 601}, {name: 400})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in (403, 402, 404, 601, 247, 1000):
+            agree(fast, model, torch.randn(1, length))
+
+
+@pytest.mark.parametrize("index", [-1, -2, 0])
+def test_the_last_of_any_length(index, nothing_anew):
+    class Last(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            x = self.a(x).tanh()
+            return self.b(x[:, index] + x[:, index - 2 : -1].sum(1))
+
+    model = seeded(Last())
+    fast = check(model, torch.randn(1, 8, 6))
+    nothing_anew()
+    for batch, length in ((1, 13), (2, 5), (3, 8)):
+        agree(fast, model, torch.randn(batch, length, 6))
 
 
 def test_batches_that_differ_among_inputs_are_the_originals():
