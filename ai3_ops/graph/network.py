@@ -81,7 +81,7 @@ class Lengths:
                 yield found
 
     def tell(self, found: Mapping[str, int], own: Mapping[str, int]) -> bool:
-        """Whether what a graph computes of these lengths shows that it does not hold those as numbers: none is a multiple of one."""
+        """Whether what a graph computes of these lengths shows that it holds none of those as a number, which fits multiples."""
         return all(n % own[name] for name, n in found.items() if n != own[name]) and self._differ(found, own)
 
     def _differ(self, found: Mapping[str, int], own: Mapping[str, int]) -> bool:
