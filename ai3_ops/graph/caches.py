@@ -7,7 +7,9 @@ that is a node that calls the update of whatever cache the graph is called with;
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +34,29 @@ def is_cache(leaf: Any) -> bool:
     return hasattr(kind, "get_seq_length") and hasattr(kind, "update")
 
 
+_notes = threading.local()
+
+
+@contextmanager
+def noted() -> Iterator[list[Any]]:
+    """What this thread's updates of a `Past` are given besides keys and values, as places to write to: in leaves."""
+    before, _notes.taken = getattr(_notes, "taken", None), list[Any]()
+    try:
+        yield _notes.taken
+    finally:
+        _notes.taken = before
+
+
+@contextmanager
+def narrow(places: frozenset[int]) -> Iterator[None]:
+    """Of these, which are as `noted` has them, this thread's updates within graphs are given the first item."""
+    before, _notes.narrow = getattr(_notes, "narrow", None), places
+    try:
+        yield
+    finally:
+        _notes.narrow = before
+
+
 class Past:
     """A cache as example inputs have it: what was there before the call, for any batch. An update keeps nothing."""
 
@@ -39,12 +64,19 @@ class Past:
         """Of one item of the batch; `length`: how many there are after an update."""
         self.before, self.length = (keys, values), length
 
+    @property
+    def queries(self) -> int:
+        """How many are new in the call."""
+        return self.length - self.before[0].shape[LENGTH]
+
     def get_seq_length(self) -> int:
         """As transformers' caches."""
         return self.before[0].shape[LENGTH]
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """What was there before, and this."""
+        if (notes := getattr(_notes, "taken", None)) is not None:
+            notes += pytree.tree_leaves((more, named))
         key, value = (
             torch.cat([old.to(new.dtype).expand(new.shape[0], -1, -1, -1), new], LENGTH)
             for old, new in zip(self.before, (keys, values), strict=True)
@@ -134,6 +166,10 @@ def longer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ..
 # In graphs ------------------------------------------------------------------------------------------------------------
 def update(cache: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """What a graph calls."""
+    if places := getattr(_notes, "narrow", None):
+        leaves, spec = pytree.tree_flatten((args[2:], kwargs))
+        more, kwargs = pytree.tree_unflatten([x[:1] if i in places else x for i, x in enumerate(leaves)], spec)
+        args = *args[:2], *more
     keys, values = cache.update(*args, **kwargs)
     return keys, values
 

@@ -299,20 +299,25 @@ def _compared(network: Network, module: nn.Module, calls: Calls) -> Network:
 
 def _any_batch(program: ExportedProgram, inputs: list[Any]) -> bool:
     """Whether the graph depends on no condition on the batch size, such as a branch that was taken for it."""
-    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"][-len(inputs) :]
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    values = [
+        node.meta.get("val")
+        for node in program.graph.nodes
+        if node.op == "placeholder" and kinds[node.name] == InputKind.USER_INPUT
+    ]
     lengths: dict[Any, int] = {}
-    for value, given in zip(values, inputs, strict=False):
-        for size, own in zip(value.shape[1:], given.shape[1:], strict=True) if isinstance(value, Tensor) else ():
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                lengths[size.node.expr] = own
+    for value, given in zip(values, inputs, strict=False):  # keys and values of a cache are further ones
+        if isinstance(value, Tensor) and isinstance(given, Tensor):
+            sizes = [_plain(n) for n in value.shape[1:]]
+            lengths |= {n: k for n, k in zip(sizes, given.shape[1:], strict=True) if getattr(n, "is_Symbol", False)}
     for value in values:
         if isinstance(value, Tensor) and value.ndim and isinstance(size := value.shape[0], torch.SymInt):
             batch, env = size.node.expr, size.node.shape_env
             asked = ((g, env.replace(g.expr)) for g in env.guards)
-            own = [(g, said) for g, said in asked if batch in said.free_symbols]
+            of_batch = [(g, said) for g, said in asked if batch in said.free_symbols]
             return bool(batch.is_Symbol) and all(
                 _holds_for_any_batch(g) or (_is_of_operators(g) and _holds_for_batches(said, batch, lengths))
-                for g, said in own
+                for g, said in of_batch
             )
     return False
 
@@ -337,29 +342,41 @@ def _is_of_operators(guard: Any) -> bool:
     return re.search(where, str(guard.sloc)) is not None
 
 
-def _holds_for_longer(program: ExportedProgram, cache: dict[Any, int], lengths: dict[Any, int]) -> bool:
-    """Whether the branches that were taken for a cache are those of longer ones; of shorter ones comparisons say it.
+def _holds_for_any_cache(program: ExportedProgram, cache: dict[Any, int], lengths: dict[Any, int], past: Past) -> bool:
+    """Whether the branches that were taken for a cache are those of others: longer and shorter ones, of prompts of any length.
 
-    Of other `lengths` that are open, as that of a prompt, too, to which the cache belongs.
+    `lengths` are those that are open beside the cache's, as a prompt's. A call with an empty cache may take another branch where
+    the example is one, and all such calls take it: the comparison with the example shows that it computes the same.
     """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     sizes: list[Any] = [n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt)]
     env = sizes[-1].node.shape_env
+    queries = _PROMPTS if lengths else (past.queries,)
+
+    def holds(asked: Any, keys: int, count: int) -> bool:
+        return bool(asked.subs(dict.fromkeys(cache, keys) | dict.fromkeys(lengths, count)))
+
     for guard in env.guards:
         asked = env.replace(guard.expr)
         if cache.keys().isdisjoint(asked.free_symbols) or _holds_for_any_batch(guard):
             continue
         if not asked.free_symbols <= cache.keys() | lengths.keys():
             return False
-        for (times, more), longer in itertools.product(_LONGER, _LONGER_PROMPTS if lengths else (0,)):
-            own = {symbol: times * n + more + longer for symbol, n in cache.items()}
-            if not bool(asked.subs(own | {symbol: n + longer for symbol, n in lengths.items()})):
-                return False
+        longer = ((times * n + more, n) for n in (*queries, past.length) for times, more in _LONGER)
+        if not all(holds(asked, keys, count) for keys, count in longer):
+            return False
+        if _is_of_operators(guard):
+            continue
+        if not all(holds(asked, before + n, n) for n in queries for before in _PASTS):
+            return False
+        first = {holds(asked, n, n) for n in queries}
+        if first != {True} and (past.queries != past.length or len(first) > 1):
+            return False
     return True
 
 
-_LONGER = (2, 1), (3, 1), (8, 5), (1000, 0), (1000, 7)  # as many times the example's, and some more
-_LONGER_PROMPTS = 0, 1, 2, 7, 100, 1000
+_LONGER = (2, 1), (3, 1), (8, 5), (1000, 0), (1000, 7)  # as many times the queries, and some more
+_PROMPTS, _PASTS = (*range(2, 20), 32, 33, 64, 100, 1000, 5000), (1, 2, 3, 7, 100)
 
 
 def _holds_for_any_batch(guard: Any) -> bool:
@@ -514,7 +531,8 @@ def _network(
         raise Uncapturable("it gives sizes to its cache")
     sizes, out_spec = _Sizes(inputs, dynamic, graph, own), program.call_spec.out_spec
     if update is not None:
-        if own and not _holds_for_longer(program, own, sizes.lengths):
+        past = next(x for x in inputs if isinstance(x, Past))
+        if own and not _holds_for_any_cache(program, own, sizes.lengths, past):
             raise Uncapturable("how long the cache is decides what is computed")
         out_spec = update.out_spec
         update.put_into(graph)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ai3_ops._torch import FakeTensorMode
 from ai3_ops.graph import steps
+from ai3_ops.graph.caches import as_long, is_cache
 from ai3_ops.graph.capture import quiet
 from ai3_ops.graph.network import Network, Node, call, is_constant
 
@@ -29,7 +30,10 @@ def leave_open(network: Network, inputs: Sequence[Any]) -> None:
     if any(map(any, open_ones)):
         for share in _OTHERS:
             try:
-                return _follow(network, [_other(x, of, *share) for x, of in zip(inputs, open_ones, strict=True)])
+                others = [_other(x, of, *share) for x, of in zip(inputs, open_ones, strict=True)]
+                if any(map(is_cache, inputs)):  # whose keys are as many more as there are queries
+                    others = list(map(_beside_cache, inputs, others))
+                return _follow(network, others)
             except Exception:  # a model may ask for a multiple, or for less than its table of positions has
                 continue
 
@@ -39,6 +43,10 @@ def _other(x: Any, lengths: tuple[bool, ...], times: int, share: int) -> Any:
     if not isinstance(x, Tensor):
         return x
     return [max(1, n * times // share) if of else n for n, of in zip(x.shape, lengths, strict=True)]
+
+
+def _beside_cache(x: Any, other: Any) -> Any:
+    return [*other[:-1], other[-1] + other[-2] - x.shape[-2]] if as_long(x) else other
 
 
 def _follow(network: Network, inputs: list[Any]) -> None:

@@ -34,7 +34,7 @@ from ai3_ops._torch import (
 )
 from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.alike import Graphs
-from ai3_ops.graph.caches import CACHE, Past, as_examples, as_long, is_cache
+from ai3_ops.graph.caches import CACHE, Past, as_examples, as_long, is_cache, narrow, noted
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import agree, flat, of_one_batch
 from ai3_ops.graph.state import copied, hooks_of, others
@@ -83,6 +83,8 @@ class Optimized(nn.Module):
         self._ai3_plans: dict[Any, Plan] = {}
         # Of other calls: of a batch beside inputs of one item for all of it, and those that are left to the original.
         self._ai3_known: dict[Any, Plan] = {}
+        # How many of the former were compared, by the inputs that have one item; and of what a cache is updated with `narrow`'s.
+        self._ai3_mixed: dict[Any, tuple[int, frozenset[int]]] = {}
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
         self._ai3_compared: dict[str, int] = {}  # how many sizes of each open length were, with the original
@@ -170,7 +172,7 @@ class Optimized(nn.Module):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}}
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_mixed": {}}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
@@ -234,8 +236,6 @@ class Optimized(nn.Module):
         original = self._ai3_original[0]
         runs = rehearsal or (first and first.cold) or original
         args, kwargs = as_examples(runs, args, kwargs)
-        if first is None and (wide := _of_one_batch(runs, args, kwargs)):
-            args, kwargs = wide
         settings = self._ai3_settings
         plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
         # The choices stay, not the selectors, which may be functions that no file holds.
@@ -266,8 +266,6 @@ class Optimized(nn.Module):
         """Makes a plan for another call of this part, as one step of decoding is; packs are shared."""
         assert self._ai3_first is not None
         args, kwargs, form = self._arranged(*as_examples(rehearsal, args, kwargs))
-        if wide := _of_one_batch(rehearsal, args, kwargs):
-            args, kwargs = wide
         leaves, name = pytree.tree_leaves((args, kwargs)), self._ai3_report.parts[0].name
         key = _key(leaves, self._ai3_first.dynamic)
         key = (form, key) if form else key
@@ -309,6 +307,7 @@ class Optimized(nn.Module):
         """Frees the original where it computes nothing any more, for no size that was planned."""
         if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
             self._ai3_original, self._ai3_hooks, self._ai3_stores = (), Hooks.of(()), Stores.of(())
+            self._ai3_known = {}
             self._ai3_inside, self._ai3_attributes = list[nn.Module](), Attributes.of(())
             self._modules, self._parameters, self._buffers = {}, {}, {}
 
@@ -351,7 +350,6 @@ class Optimized(nn.Module):
             if any(
                 is_cache(x) and not isinstance(x, Past) for x in leaves
             ):  # what is called more than once would change it
-                self._note(key, None)
                 return None
             if not form and not self._ai3_asked and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
@@ -396,30 +394,61 @@ class Optimized(nn.Module):
     ) -> Plan | None:
         """For inputs of which some have one item for the batch of the others: the plan for as many of those as the batch has.
 
-        None where inputs are otherwise, or where that plan is not what the original computes of these, which are compared once.
+        None where inputs are otherwise, and where that plan is not what the original computes of these, or takes longer: the
+        first calls in which the same inputs have one item are compared.
         """
-        wide = of_one_batch(leaves) if self._ai3_first and self._ai3_first.dynamic and self._ai3_original else None
-        if wide is None:
+        first = self._ai3_first
+        if first is None or first.body is None or isinstance(first.body, Swapped) or not first.dynamic:
+            return None
+        if self._ai3_asked or not self._ai3_original or (wide := of_one_batch(leaves)) is None:
             return None
         alike, structure = _key(wide, True), pytree.tree_structure((args, kwargs))
+        which = form, tuple(x is not y for x, y in zip(leaves, wide, strict=True))
         with _planning:
             if key in self._ai3_known:
                 return self._ai3_known[key]
-            positional, named = pytree.tree_unflatten(wide, structure)
-            plan = self._ai3_plans.get((form, alike) if form else alike)
-            plan = plan or self._planned(wide, positional, named, form)
-            if plan is None or plan.body is None or isinstance(plan.body, Swapped):
-                return None
-            mixed, original = replace(plan, body=_Mixed(plan.body)), self._ai3_original[0]
+            original = self._ai3_original[0]
             args, kwargs = as_examples(original, args, kwargs)
             # An update of a cache that is no `Past` would show in the call itself.
-            same = all(isinstance(x, Past) for x in pytree.tree_leaves((args, kwargs)) if is_cache(x))
+            if any(is_cache(x) and not isinstance(x, Past) for x in pytree.tree_leaves((args, kwargs))):
+                return None
+            (count, places), mixed = self._ai3_mixed.get(which, (0, None)), None
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(leaves), enabled=False):
-                copy = copied(original, sharing=True)
                 own, other = pytree.tree_map_only(Tensor, _apart, ((args, kwargs), others(args, kwargs)))
-                same = same and bool(self._agrees(mixed, copy, *own)) and self._agrees(mixed, copy, *other) is not False
-            self._note(key, mixed if same else None)
-            return mixed if same else None
+                if count < COMPARED:
+                    places = self._alone_in_updates(own)
+                if places is not None:
+                    positional, named = pytree.tree_unflatten(wide, structure)
+                    plan = self._ai3_plans.get((form, alike) if form else alike)
+                    plan = plan or self._planned(wide, positional, named, form)
+                    if plan is not None and plan.body is not None:
+                        mixed = replace(plan, body=_Mixed(plan.body, places))
+                if mixed is not None and count < COMPARED:
+                    copy = copied(original, sharing=True)
+                    same = self._agrees(mixed, copy, *own) and self._agrees(mixed, copy, *other) is not False
+                    if not same or (not count and _is_slower(copy, mixed.body, *own)):
+                        mixed = None
+            if mixed is not None and places is not None:
+                self._ai3_mixed = self._ai3_mixed | {which: (count + 1, places)}
+            self._note(key, mixed)
+            return mixed
+
+    def _alone_in_updates(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> frozenset[int] | None:
+        """Of a call in which each input has as many items as the batch: what its cache is updated with of which the original has
+        one item, as `narrow` takes it. None where the original returns something else then, or is not called so.
+        """
+        leaves, spec = pytree.tree_flatten(given)
+        copy = copied(self._ai3_original[0], sharing=True)
+        try:
+            (expected, theirs), (found, ours) = (
+                _called(copy, *each) for each in (given, pytree.tree_unflatten(of_one_batch(leaves) or leaves, spec))
+            )
+            alone = {i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if _has_more(one, other)}
+            firsts = [x[:1] if i in alone else x for i, x in enumerate(ours)]
+            pairs = zip([*firsts, *found], [*theirs, *expected], strict=True)
+            return frozenset(alone) if all(agree(*pair, pipeline.WORST_ERROR) for pair in pairs) else None
+        except Exception:  # it refuses them
+            return None
 
     def _note(self, key: Any, plan: Plan | None) -> None:
         """What computes calls of this kind from now on: None for the original."""
@@ -513,17 +542,20 @@ class Optimized(nn.Module):
         assert plan.body is not None
         worst = max(pipeline.WORST_ERROR, pipeline.OWN_ERROR * (plan.report.error or 0.0))
         try:
-            calls = Calls(copy, args, kwargs)
+            with noted() as theirs:
+                calls = Calls(copy, args, kwargs)
         except Exception:
             return None
         _, expected = calls.made[0]
         if calls.alters:
             return False
         try:
-            with StatesChecked():
+            with StatesChecked(), noted() as ours:
                 outputs = pipeline.flat_outputs(plan.body(*flat(args, kwargs)))
             returned = outputs if plan.returned is None else plan.returned.leaves(outputs)
-            return all(agree(one, other, worst) for one, other in zip(returned, expected, strict=True))
+            return _are_the_same(ours, theirs) and all(
+                agree(one, other, worst) for one, other in zip(returned, expected, strict=True)
+            )
         except Exception:  # of sizes that a program or a step does not take
             return False
 
@@ -906,29 +938,44 @@ def _apart(x: Tensor) -> Tensor:
 class _Mixed(nn.Module):
     """A plan's body for inputs of which some have one item for the batch of the others."""
 
-    def __init__(self, body: nn.Module) -> None:
+    def __init__(self, body: nn.Module, places: frozenset[int]) -> None:
         super().__init__()
-        self._body = (body,)  # which is the plan's
+        self._body, self._places = (body,), places  # the body is the plan's
 
     def forward(self, *leaves: Any) -> Any:
-        return self._body[0](*(of_one_batch(leaves) or leaves))
+        with narrow(self._places):
+            return self._body[0](*(of_one_batch(leaves) or leaves))
 
 
-def _of_one_batch(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A call's arguments with as many items of each as the batch has, where the module, a copy that may run, returns the same."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    wide = of_one_batch(leaves)
-    if wide is None:
-        return None
-    try:
-        given = pytree.tree_unflatten(wide, spec)
-        (_, expected), (_, found) = (Calls(module, *each).made[0] for each in ((args, kwargs), given))
-        same = all(agree(one, other, pipeline.WORST_ERROR) for one, other in zip(found, expected, strict=True))
-    except Exception:  # it refuses them
-        return None
-    return given if same else None
+def _has_more(one: Any, other: Any) -> bool:
+    """Whether a tensor has several items of what another one has one of."""
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape[:1] != other.shape[:1] == (1,)
+
+
+def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """What a call returns, and what it updates a cache with besides keys and values."""
+    with noted() as given:
+        (_, returned), *_ = Calls(module, args, kwargs).made
+    return returned, given
+
+
+def _are_the_same(ours: list[Any], theirs: list[Any]) -> bool:
+    """Whether the values that caches were updated with are; keys and values are part of what is computed."""
+    return len(ours) == len(theirs) and all(
+        agree(one, other, pipeline.WORST_ERROR) for one, other in zip(ours, theirs, strict=True)
+    )
+
+
+MIXED_SECONDS = 0.02  # for the comparison of times with the original, of all parts of a model at the first such call
+
+
+def _is_slower(original: nn.Module, made: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    assert made is not None
+    leaves = flat(args, kwargs)
+    gain, before, after = pipeline.paired(
+        lambda: original(*args, **kwargs), lambda: made(*leaves), seconds=MIXED_SECONDS
+    )
+    return max(1 / gain, after / before) > 1
 
 
 def _key(leaves: list[Any], dynamic: bool) -> Any:

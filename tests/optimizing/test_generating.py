@@ -15,7 +15,7 @@ from torch import nn
 import ai3_ops
 from ai3_ops.graph import caches
 from ai3_ops.graph.network import difference
-from ai3_ops.optimizing import pipeline, whole
+from ai3_ops.optimizing import module, pipeline, whole
 from ai3_ops.optimizing.module import Optimized
 from ai3_ops.programs.lower import Region
 
@@ -210,21 +210,130 @@ class Rotated(nn.Module):
         return ids, torch.stack(scores)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_tables_of_one_item_beside_a_batch(batch, monkeypatch):
+@pytest.fixture(scope="module")
+def rotated():
     model = seeded(Rotated())
-    fast = optimized(model, ids(batch), selectors="default", budget_seconds=60)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "paired", lambda *_, **__: (2.0, 2e-3, 1e-3))
+        patch.setattr(whole, "interleaved", lambda *_, **__: [1.0, 1.0, 3.0, 2.0])
+        patch.setattr(pipeline, "PATIENCE", float("inf"))
+        return model, optimized(model, ids(), selectors="default", budget_seconds=60)
+
+
+def test_tables_of_one_item_beside_a_batch(rotated, monkeypatch):
+    model, fast = rotated
     layers = optimized_layers(fast)
     assert [*layers] == ["layers.0", "layers.1"]
+    compared, agrees = [], Optimized._agrees
+    monkeypatch.setattr(Optimized, "_agrees", staticmethod(lambda *given: compared.append(given) or agrees(*given)))
     for other, length in ((1, 6), (3, 6), (4, 9), (2, 3)):
         generates_the_same(model, fast, ids(other, length))
-    restored = pickle.loads(pickle.dumps(fast))
+    assert compared
+    compared.clear()
     for layer in layers.values():
         monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
+        monkeypatch.setattr(module, "as_examples", lambda _, *given: given)
     with torch.no_grad():
-        fast(ids(4, 9))  # was compared
+        fast(ids(4, 9))
+    assert not compared
     monkeypatch.undo()
-    generates_the_same(model, restored, ids(4, 9))
+    for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        generates_the_same(model, again, ids(4, 9))
+
+
+def test_few_comparisons_are_enough_for_batches_beside_tables(rotated, monkeypatch):
+    """Not one for every batch and length."""
+    model, fast = rotated
+    compared, agrees = [], Optimized._agrees
+    monkeypatch.setattr(Optimized, "_agrees", staticmethod(lambda *given: compared.append(given) or agrees(*given)))
+    with torch.no_grad():
+        for length in (*range(4, 14), 31):
+            assert difference(fast(ids(2, length))[0], model(ids(2, length))[0]) < 1e-5
+    assert len(compared) <= 2 * 2 * 2  # of two layers, at two sizes, for two inputs
+
+
+def test_tables_beside_a_batch_that_take_longer_stay_the_original_s(rotated, monkeypatch):
+    model, fast = rotated
+    fast = copy.deepcopy(fast)
+    for layer in optimized_layers(fast).values():
+        layer._ai3_known, layer._ai3_mixed = {}, {}
+    monkeypatch.setattr(pipeline, "paired", lambda *_, **__: (0.5, 1e-3, 2e-3))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        assert difference(fast(ids(3))[0], model(ids(3))[0]) < 1e-5
+    for layer in optimized_layers(fast).values():
+        assert [plan.body for plan in layer._ai3_known.values()] == [None]
+
+
+def test_an_example_of_a_batch_beside_a_table_stays_planned():
+    model = seeded(Rotated())
+    fast = optimized(model, ids(3), selectors="default", budget_seconds=60)
+    layer = optimized_layers(fast)["layers.0"]
+    assert layer._ai3_shown[:2] == [(3, 6, 24), (1, 6, 24)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for again in (fast, pickle.loads(pickle.dumps(fast))):
+            for batch in (3, 1, 2):
+                generates_the_same(model, again, ids(batch))
+
+
+class ByPositions(Cache):
+    """One that writes where it is told to."""
+
+    def update(self, keys, values, layer, given=None):
+        (positions,) = given["positions"]  # of one item for all
+        was = self._tensors(layer, keys)
+        for old, new in zip(was, (keys, values), strict=True):
+            old.index_copy_(2, positions, new)
+        self.count[layer] = int(positions[-1]) + 1
+        return was
+
+
+def test_caches_are_told_of_one_item_what_the_original_tells_them():
+    class Places(Decoder):
+        def forward(self, ids, seen=None, cache=None, use_cache=True):
+            cache = Cache(40) if cache is None else cache
+            past, x = cache.get_seq_length(), self.words(ids)
+            places = torch.arange(past, past + ids.shape[1])[None]
+            mask = places[:, None, :, None] >= torch.arange(40)
+            for layer in self.layers:
+                x = layer(x, mask, cache=cache, positions=places)
+            return self.head(x), cache
+
+    model = seeded(Places())
+    fast = optimized(model, ids(), selectors="default", budget_seconds=60)
+    assert optimized_layers(fast)
+    for batch in (1, 3, 2):
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            got, cache = fast(ids(batch), None, ByPositions(40))
+            expected, other = model(ids(batch), None, ByPositions(40))
+        assert difference(got, expected) < 1e-5
+        assert cache.count == other.count
+        assert all(difference(one, of) < 1e-5 for one, of in zip(cache.layers[1], other.layers[1], strict=True))
+
+
+def test_a_branch_for_few_keys_leaves_prompts_their_length():
+    """Shorter prompts have fewer keys than any that the capture was shown."""
+
+    class Few(Layer):
+        def forward(self, x, mask=None, cache=None, positions=None):
+            n, length, _ = x.shape
+            q, k, v = self.qkv(self.norm(x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            k, v = cache.update(k, v, self.index)
+            if k.shape[2] < 5:
+                q, v = q * 3, v * 0.5
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=bool(length > 1))
+            return x + self.out(y.transpose(1, 2).flatten(2))
+
+    model = Decoder()
+    model.layers = nn.ModuleList(Few(i) for i in range(2))
+    model = seeded(model)
+    fast = optimized(model, ids(1, 12), selectors="default", budget_seconds=60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in (12, 5, 4, 3, 2):
+            generates_the_same(model, fast, ids(2, length))
 
 
 def test_tables_that_a_layer_takes_for_a_batch_stay_the_original_s(monkeypatch):

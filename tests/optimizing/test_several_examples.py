@@ -19,7 +19,7 @@ class Pairs(nn.Module):
         self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x):
-        n = x.shape[1]
+        n = int(x.shape[1])  # a number: a graph is for one length
         y = self.first(x).view(-1, n // 2, 2, 64).transpose(1, 2).reshape(x.shape[0], n, 64)
         return self.second(torch.relu(y))
 

@@ -181,7 +181,7 @@ auto answer(const char* what, Reason& reason, Ask&& ask) -> decltype(ask()) {
     return ask();
   } catch (const std::exception& e) {
     unanswered()++;
-    refuse(reason, "%s", e.what());
+    refuse(reason, "%s", *e.what() ? e.what() : "an exception without words");
   } catch (...) {
     unanswered()++;
     refuse(reason, "an exception that is no std::exception came out of its `%s`", what);
@@ -254,6 +254,7 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
             visit(state, e->name.c_str(), candidate->traits);
         }
       }};
+  reason.text[0] = '\0';  // its `supports` may have written one and said yes
   const Choice choice = answer("choose", reason, [&] { return a->traits.choose(p, candidates); });
   if (*reason.text) return nullptr;
   const Entry* chosen = choice.algorithm ? context.find(p, choice.algorithm) : nullptr;
