@@ -403,29 +403,35 @@ class Optimized(nn.Module):
         if self._ai3_asked or not self._ai3_original or (wide := of_one_batch(leaves)) is None:
             return None
         alike, structure = _key(wide, True), pytree.tree_structure((args, kwargs))
-        which = form, tuple(x is not y for x, y in zip(leaves, wide, strict=True))
+        alike = (form, alike) if form else alike
         with _planning:
             if key in self._ai3_known:
                 return self._ai3_known[key]
+            plan, mixed = self._ai3_plans.get(alike), None
+            # Of the first plan, which has any length, a few comparisons tell of all.
+            kind = None if plan is None or plan is first else alike
+            which = form, kind, tuple(x is not y for x, y in zip(leaves, wide, strict=True))
+            count, places = self._ai3_mixed.get(which, (0, None))
+            positional, named = pytree.tree_unflatten(wide, structure)
+            if plan is None and count >= COMPARED:
+                plan = self._planned(wide, positional, named, form)
+                count = count if plan is first else 0
+            if count >= COMPARED and plan is not None and plan.body is not None and places is not None:
+                mixed = replace(plan, body=_Mixed(plan.body, places))
+                self._note(key, mixed)
+                return mixed
             original = self._ai3_original[0]
-            args, kwargs = as_examples(original, args, kwargs)
-            # An update of a cache that is no `Past` would show in the call itself.
-            if any(is_cache(x) and not isinstance(x, Past) for x in pytree.tree_leaves((args, kwargs))):
-                return None
-            (count, places), mixed = self._ai3_mixed.get(which, (0, None)), None
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(leaves), enabled=False):
-                own, other = pytree.tree_map_only(Tensor, _apart, ((args, kwargs), others(args, kwargs)))
-                if count < COMPARED:
-                    places = self._alone_in_updates(own)
-                if places is not None:
-                    positional, named = pytree.tree_unflatten(wide, structure)
-                    plan = self._ai3_plans.get((form, alike) if form else alike)
-                    plan = plan or self._planned(wide, positional, named, form)
-                    if plan is not None and plan.body is not None:
-                        mixed = replace(plan, body=_Mixed(plan.body, places))
-                if mixed is not None and count < COMPARED:
-                    copy = copied(original, sharing=True)
-                    same = self._agrees(mixed, copy, *own) and self._agrees(mixed, copy, *other) is not False
+                own = as_examples(original, args, kwargs)
+                # An update of a cache that is no `Past` would show in the call itself.
+                if any(is_cache(x) and not isinstance(x, Past) for x in pytree.tree_leaves(own)):
+                    return None
+                own = pytree.tree_map_only(Tensor, _apart, own)
+                places = self._alone_in_updates(own)
+                plan = None if places is None else plan or self._planned(wide, positional, named, form)
+                if plan is not None and plan.body is not None and places is not None:
+                    copy, mixed = copied(original, sharing=True), replace(plan, body=_Mixed(plan.body, places))
+                    same = self._agrees(mixed, copy, *own) and self._agrees(mixed, copy, *others(*own)) is not False
                     if not same or (not count and _is_slower(copy, mixed.body, *own)):
                         mixed = None
             if mixed is not None and places is not None:
