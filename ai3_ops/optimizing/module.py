@@ -34,12 +34,12 @@ from ai3_ops._torch import (
 )
 from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.alike import Graphs
-from ai3_ops.graph.caches import CACHE, Past, as_examples, as_long, is_cache, narrow, noted
+from ai3_ops.graph.caches import CACHE, Past, as_examples, as_long, is_cache, noted
 from ai3_ops.graph.capture import Calls, Uncapturable
 from ai3_ops.graph.network import agree, flat, of_one_batch
 from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.operations.of_transformers import recorded
-from ai3_ops.optimizing import pipeline
+from ai3_ops.optimizing import mixed_batches, pipeline
 from ai3_ops.optimizing.attributes import Attributes, Hooks, Stores, reads
 from ai3_ops.optimizing.document import Reader, Refused, Writer, reading
 from ai3_ops.optimizing.pipeline import Budget, Plan, Settings, Swapped, make_plan, unthorough
@@ -417,7 +417,7 @@ class Optimized(nn.Module):
                 plan = self._planned(wide, positional, named, form)
                 count = count if plan is first else 0
             if count >= COMPARED and plan is not None and plan.body is not None and places is not None:
-                mixed = replace(plan, body=_Mixed(plan.body, places))
+                mixed = replace(plan, body=mixed_batches.Mixed(plan.body, places))
                 self._note(key, mixed)
                 return mixed
             original = self._ai3_original[0]
@@ -427,34 +427,20 @@ class Optimized(nn.Module):
                 if any(is_cache(x) and not isinstance(x, Past) for x in pytree.tree_leaves(own)):
                     return None
                 own = pytree.tree_map_only(Tensor, _apart, own)
-                places = self._alone_in_updates(own)
+                places = mixed_batches.alone_in_updates(original, own)
                 plan = None if places is None else plan or self._planned(wide, positional, named, form)
                 if plan is not None and plan.body is not None and places is not None:
-                    copy, mixed = copied(original, sharing=True), replace(plan, body=_Mixed(plan.body, places))
+                    copy, mixed = (
+                        copied(original, sharing=True),
+                        replace(plan, body=mixed_batches.Mixed(plan.body, places)),
+                    )
                     same = self._agrees(mixed, copy, *own) and self._agrees(mixed, copy, *others(*own)) is not False
-                    if not same or (not count and _is_slower(copy, mixed.body, *own)):
+                    if not same or (not count and mixed_batches.is_slower(copy, mixed.body, *own)):
                         mixed = None
             if mixed is not None and places is not None:
                 self._ai3_mixed = self._ai3_mixed | {which: (count + 1, places)}
             self._note(key, mixed)
             return mixed
-
-    def _alone_in_updates(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> frozenset[int] | None:
-        """Of a call in which each input has as many items as the batch: what its cache is updated with of which the original has
-        one item, as `narrow` takes it. None where the original returns something else then, or is not called so.
-        """
-        leaves, spec = pytree.tree_flatten(given)
-        copy = copied(self._ai3_original[0], sharing=True)
-        try:
-            (expected, theirs), (found, ours) = (
-                _called(copy, *each) for each in (given, pytree.tree_unflatten(of_one_batch(leaves) or leaves, spec))
-            )
-            alone = {i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if _has_more(one, other)}
-            firsts = [x[:1] if i in alone else x for i, x in enumerate(ours)]
-            pairs = zip([*firsts, *found], [*theirs, *expected], strict=True)
-            return frozenset(alone) if all(agree(*pair, pipeline.WORST_ERROR) for pair in pairs) else None
-        except Exception:  # it refuses them
-            return None
 
     def _note(self, key: Any, plan: Plan | None) -> None:
         """What computes calls of this kind from now on: None for the original."""
@@ -559,7 +545,7 @@ class Optimized(nn.Module):
             with StatesChecked(), noted() as ours:
                 outputs = pipeline.flat_outputs(plan.body(*flat(args, kwargs)))
             returned = outputs if plan.returned is None else plan.returned.leaves(outputs)
-            return _are_the_same(ours, theirs) and all(
+            return mixed_batches.are_the_same(ours, theirs) and all(
                 agree(one, other, worst) for one, other in zip(returned, expected, strict=True)
             )
         except Exception:  # of sizes that a program or a step does not take
@@ -939,49 +925,6 @@ def _inner(x: Tensor, start: int, stop: int | None = None) -> tuple[int, ...] | 
 def _apart(x: Tensor) -> Tensor:
     """A copy, which may have been made in inference mode."""
     return x.detach().clone()
-
-
-class _Mixed(nn.Module):
-    """A plan's body for inputs of which some have one item for the batch of the others."""
-
-    def __init__(self, body: nn.Module, places: frozenset[int]) -> None:
-        super().__init__()
-        self._body, self._places = (body,), places  # the body is the plan's
-
-    def forward(self, *leaves: Any) -> Any:
-        with narrow(self._places):
-            return self._body[0](*(of_one_batch(leaves) or leaves))
-
-
-def _has_more(one: Any, other: Any) -> bool:
-    """Whether a tensor has several items of what another one has one of."""
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape[:1] != other.shape[:1] == (1,)
-
-
-def _called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """What a call returns, and what it updates a cache with besides keys and values."""
-    with noted() as given:
-        (_, returned), *_ = Calls(module, args, kwargs).made
-    return returned, given
-
-
-def _are_the_same(ours: list[Any], theirs: list[Any]) -> bool:
-    """Whether the values that caches were updated with are; keys and values are part of what is computed."""
-    return len(ours) == len(theirs) and all(
-        agree(one, other, pipeline.WORST_ERROR) for one, other in zip(ours, theirs, strict=True)
-    )
-
-
-MIXED_SECONDS = 0.02  # for the comparison of times with the original, of all parts of a model at the first such call
-
-
-def _is_slower(original: nn.Module, made: nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    assert made is not None
-    leaves = flat(args, kwargs)
-    gain, before, after = pipeline.paired(
-        lambda: original(*args, **kwargs), lambda: made(*leaves), seconds=MIXED_SECONDS
-    )
-    return max(1 / gain, after / before) > 1
 
 
 def _key(leaves: list[Any], dynamic: bool) -> Any:
