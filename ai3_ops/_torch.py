@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.abc
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -304,3 +305,10 @@ def users_level() -> int:
     while frame.f_back and str(frame.f_globals.get("__name__")).partition(".")[0] in ("ai3_ops", "torch", "None"):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def asked_in(guard: Any) -> str:
+    """The file of PyTorch's, from its directory on, in which an export asked for a condition on sizes; "" of any other."""
+    root = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+    name = str(getattr(getattr(getattr(guard, "sloc", None), "framework_loc", None), "filename", ""))
+    return name[len(root) :].replace(os.sep, "/") if name.startswith(root) else ""

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from ai3_ops._torch import TorchDispatchMode, pytree
+from ai3_ops._torch import TorchDispatchMode, asked_in, pytree
 from ai3_ops.graph import caches
 from ai3_ops.graph.alike import Graphs, Made, Places, handed_on
 from ai3_ops.graph.caches import Past, Update
@@ -310,36 +310,44 @@ def _any_batch(program: ExportedProgram, inputs: list[Any]) -> bool:
         if isinstance(value, Tensor) and isinstance(given, Tensor):
             sizes = [_plain(n) for n in value.shape[1:]]
             lengths |= {n: k for n, k in zip(sizes, given.shape[1:], strict=True) if getattr(n, "is_Symbol", False)}
-    for value in values:
-        if isinstance(value, Tensor) and value.ndim and isinstance(size := value.shape[0], torch.SymInt):
-            batch, env = size.node.expr, size.node.shape_env
-            asked = ((g, env.replace(g.expr)) for g in env.guards)
-            of_batch = [(g, said) for g, said in asked if batch in said.free_symbols]
-            return bool(batch.is_Symbol) and all(
-                _holds_for_any_batch(g) or (_is_of_operators(g) and _holds_for_batches(said, batch, lengths))
-                for g, said in of_batch
-            )
-    return False
+    firsts = [x.shape[0] for x in values if isinstance(x, Tensor) and x.ndim and isinstance(x.shape[0], torch.SymInt)]
+    batches = {_plain(size) for size in firsts}
+    if not batches or not all(getattr(batch, "is_Symbol", False) for batch in batches):
+        return False
+    env = firsts[0].node.shape_env
+    for guard in env.guards:
+        asked = env.replace(guard.expr)
+        if batches.isdisjoint(asked.free_symbols) or _holds_for_any_batch(guard):
+            continue
+        if not (_is_of_operators(guard) and _holds_for_batches(asked, batches, lengths)):
+            return False
+    return True
 
 
 _BATCHES = 2, 3, 4, 7, 8, 16, 33, 1000  # of one item the example is, or its first
 
 
-def _holds_for_batches(asked: Any, batch: Any, lengths: dict[Any, int]) -> bool:
+def _holds_for_batches(asked: Any, batches: set[Any], lengths: dict[Any, int]) -> bool:
     """Whether a condition on a batch and lengths holds for many batches, with the example's lengths and longer ones."""
-    if not asked.free_symbols <= {batch, *lengths}:
+    if not asked.free_symbols <= batches | lengths.keys():
         return False
-    more = (dict.fromkeys(lengths, 0), {n: own for n, own in lengths.items()}, dict.fromkeys(lengths, 1000))
+    more = (dict.fromkeys(lengths, 0), lengths, dict.fromkeys(lengths, 1000))
     return all(
-        bool(asked.subs({batch: n} | {symbol: own + longer[symbol] for symbol, own in lengths.items()}))
-        for n, longer in itertools.product(_BATCHES, more)
+        bool(asked.subs(dict.fromkeys(batches, n) | {symbol: own + longer[symbol] for symbol, own in lengths.items()}))
+        for n, longer in itertools.product((*_BATCHES, *_numbers_in(asked)), more)
     )
+
+
+def _numbers_in(asked: Any) -> set[int]:
+    """Those around the numbers of a condition, from two on, where it may begin or cease to hold."""
+    own = {abs(int(n)) for n in asked.atoms() if n.is_Integer and abs(n) < 2**31}
+    return {n for k in own for n in (k - 1, k, k + 1, 2 * k) if n > 1}
 
 
 def _is_of_operators(guard: Any) -> bool:
     """Whether operators ask it, which choose among ways to compute the same, or refuse sizes; no module's own source."""
-    where = r"[/\\(](_prims_common/__init__|_prims/__init__|_refs/(\w+/)?\w+|_subclasses/\w+|nn/functional)\.py"
-    return re.search(where, str(guard.sloc)) is not None
+    where = r"(_prims_common/__init__|_prims/__init__|_refs/(\w+/)?\w+|_subclasses/\w+|nn/functional)\.py"
+    return re.fullmatch(where, asked_in(guard)) is not None
 
 
 def _holds_for_any_cache(program: ExportedProgram, cache: dict[Any, int], lengths: dict[Any, int], past: Past) -> bool:
@@ -362,7 +370,8 @@ def _holds_for_any_cache(program: ExportedProgram, cache: dict[Any, int], length
             continue
         if not asked.free_symbols <= cache.keys() | lengths.keys():
             return False
-        longer = ((times * n + more, n) for n in (*queries, past.length) for times, more in _LONGER)
+        longer = [(times * n + more, n) for n in (*queries, past.length) for times, more in _LONGER]
+        longer += [(keys, n) for n in queries for k in _numbers_in(asked) for keys in (k, n + k) if keys > n]
         if not all(holds(asked, keys, count) for keys, count in longer):
             return False
         if _is_of_operators(guard):
@@ -390,8 +399,8 @@ def _holds_for_any_batch(guard: Any) -> bool:
         return all(a.is_Symbol for a in expression.args)
     says = getattr(expression, "rel_op", "")
     if (says, expression.args[-1]) in (("!=", 0), (">", 0), (">", 1), (">=", 1), (">=", 2)):
-        return re.search(r"_prims_common/__init__\.py|fake_impls\.py", str(guard.sloc)) is not None
-    asked = re.search(r"[/\\(]_ops\.py", str(guard.sloc)) is not None
+        return asked_in(guard) in ("_prims_common/__init__.py", "_subclasses/fake_impls.py")
+    asked = asked_in(guard) == "_ops.py"
     bounds = says in ("<", "<=")
     return asked and bounds and expression.args[0].is_Symbol and expression.args[1].is_Integer
 

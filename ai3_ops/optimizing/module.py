@@ -36,7 +36,7 @@ from ai3_ops.explaining.report import OptimizeReport
 from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.caches import CACHE, Past, as_examples, as_long, is_cache, noted
 from ai3_ops.graph.capture import Calls, Uncapturable
-from ai3_ops.graph.network import agree, flat, of_one_batch
+from ai3_ops.graph.network import agree, batch_of, flat, of_one_batch
 from ai3_ops.graph.state import copied, hooks_of, others
 from ai3_ops.operations.of_transformers import recorded
 from ai3_ops.optimizing import mixed_batches, pipeline
@@ -85,6 +85,7 @@ class Optimized(nn.Module):
         self._ai3_known: dict[Any, Plan] = {}
         # How many of the former were compared, by the inputs that have one item; and of what a cache is updated with `narrow`'s.
         self._ai3_mixed: dict[Any, tuple[int, frozenset[int]]] = {}
+        self._ai3_odd = frozenset[Any]()  # caches that cannot be examples, by the calls' kinds
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
         self._ai3_compared: dict[str, int] = {}  # how many sizes of each open length were, with the original
@@ -172,7 +173,7 @@ class Optimized(nn.Module):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_mixed": {}}
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_mixed": {}, "_ai3_odd": frozenset()}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
@@ -269,7 +270,8 @@ class Optimized(nn.Module):
         leaves, name = pytree.tree_leaves((args, kwargs)), self._ai3_report.parts[0].name
         key = _key(leaves, self._ai3_first.dynamic)
         key = (form, key) if form else key
-        if key in self._ai3_plans:
+        beside = self._ai3_first.dynamic and of_one_batch(leaves) is not None  # of those plans that have any batch
+        if key in self._ai3_plans or beside:
             return
         try:
             plan = make_plan(rehearsal, args, kwargs, settings, name, progress, whole, budget=budget, graphs=graphs)
@@ -345,11 +347,11 @@ class Optimized(nn.Module):
                 self._warn_of_sizes(what)
                 self._note(key, None)
                 return None
+            if self._is_odd(key, leaves, known=True):
+                return None
             args, kwargs = as_examples(self._ai3_original[0], args, kwargs)  # a cache stays as it is
             leaves = pytree.tree_leaves((args, kwargs))
-            if any(
-                is_cache(x) and not isinstance(x, Past) for x in leaves
-            ):  # what is called more than once would change it
+            if self._is_odd(key, leaves):
                 return None
             if not form and not self._ai3_asked and self._is_another_batch(leaves):
                 name = self._ai3_report.parts[0].name or "the model"
@@ -407,10 +409,13 @@ class Optimized(nn.Module):
         with _planning:
             if key in self._ai3_known:
                 return self._ai3_known[key]
+            if self._is_odd(key, leaves, known=True):
+                return None
             plan, mixed = self._ai3_plans.get(alike), None
-            # Of the first plan, which has any length, a few comparisons tell of all.
+            # Of the first plan, which has any length, a few comparisons of a batch tell of all.
             kind = None if plan is None or plan is first else alike
-            which = form, kind, tuple(x is not y for x, y in zip(leaves, wide, strict=True))
+            alone = tuple(x is not y for x, y in zip(leaves, wide, strict=True))
+            which = form, kind, alone, batch_of(wide)
             count, places = self._ai3_mixed.get(which, (0, None))
             positional, named = pytree.tree_unflatten(wide, structure)
             if plan is None and count >= COMPARED:
@@ -423,24 +428,33 @@ class Optimized(nn.Module):
             original = self._ai3_original[0]
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(leaves), enabled=False):
                 own = as_examples(original, args, kwargs)
-                # An update of a cache that is no `Past` would show in the call itself.
-                if any(is_cache(x) and not isinstance(x, Past) for x in pytree.tree_leaves(own)):
+                if self._is_odd(key, pytree.tree_leaves(own)):
                     return None
                 own = pytree.tree_map_only(Tensor, _apart, own)
                 places = mixed_batches.alone_in_updates(original, own)
                 plan = None if places is None else plan or self._planned(wide, positional, named, form)
                 if plan is not None and plan.body is not None and places is not None:
-                    copy, mixed = (
-                        copied(original, sharing=True),
-                        replace(plan, body=mixed_batches.Mixed(plan.body, places)),
-                    )
+                    copy, body = copied(original, sharing=True), mixed_batches.Mixed(plan.body, places)
+                    mixed = replace(plan, body=body)
                     same = self._agrees(mixed, copy, *own) and self._agrees(mixed, copy, *others(*own)) is not False
-                    if not same or (not count and mixed_batches.is_slower(copy, mixed.body, *own)):
-                        mixed = None
+                    if same and not count and mixed_batches.is_slower(copy, body, *own):
+                        self._note(key, None)
+                        return self._ai3_known[key]
+                    mixed = mixed if same else None
             if mixed is not None and places is not None:
                 self._ai3_mixed = self._ai3_mixed | {which: (count + 1, places)}
             self._note(key, mixed)
             return mixed
+
+    def _is_odd(self, key: Any, leaves: list[Any], *, known: bool = False) -> bool:
+        """Whether a cache cannot be an example, which more calls than one would change; `known`: from an earlier call alone.
+
+        That a kind of cache cannot is remembered: to find it out copies it, and calls the original.
+        """
+        kinds = [(key, type(x)) for x in leaves if is_cache(x) and not isinstance(x, Past)]
+        if not known:
+            self._ai3_odd |= set(kinds)
+        return not self._ai3_odd.isdisjoint(kinds) if known else bool(kinds)
 
     def _note(self, key: Any, plan: Plan | None) -> None:
         """What computes calls of this kind from now on: None for the original."""

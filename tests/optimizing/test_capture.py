@@ -358,6 +358,58 @@ def test_a_batch_of_one_that_is_squeezed():
             agree(fast, model, torch.randn(size, 3, 6, 6))
 
 
+class Asks(nn.Module):
+    """What it computes depends on a batch, by a function that is given."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.a, self.b, self.condition = nn.Linear(6, 6), nn.Linear(6, 6), condition
+
+    def forward(self, x, y):
+        x = torch.tanh(self.a(x))
+        return self.condition(x), self.b(y) * (2 if y.shape[0] == 6 else 1)
+
+
+def test_batches_of_each_input_are_looked_at():
+    model = seeded(Asks(lambda x: x + 1))
+    fast = optimized(model, torch.randn(2, 4, 6), torch.randn(2, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in (2, 6, 3):
+            agree(fast, model, torch.randn(batch, 4, 6), torch.randn(batch, 6))
+
+
+def test_other_packages_files_with_names_of_pytorchs(tmp_path, monkeypatch):
+    """A condition of theirs is a model's own."""
+    (tmp_path / "othernn" / "nn").mkdir(parents=True)
+    for folder in ("othernn", "othernn/nn"):
+        (tmp_path / folder / "__init__.py").write_text("")
+    (tmp_path / "othernn/nn/functional.py").write_text("def six(x):\n    return x * 3 if x.shape[0] == 6 else x\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    from othernn.nn.functional import six
+
+    model = seeded(Asks(six))
+    fast = optimized(model, torch.randn(2, 4, 6), torch.randn(2, 6))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in (2, 6, 3):
+            agree(fast, model, torch.randn(batch, 4, 6), torch.randn(batch, 6))
+
+
+def test_a_slice_of_the_batch_that_the_example_fits():
+    model = seeded(nn.Sequential(nn.Linear(4, 4), FirstOnes(), nn.Linear(4, 4)))
+    fast = optimized(model, torch.randn(3, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for batch in (3, 1499, 1600):
+            agree(fast, model, torch.randn(batch, 4))
+
+
+class FirstOnes(nn.Module):
+    def forward(self, x):
+        return x.tanh()[:1500]
+
+
 @pytest.mark.parametrize("name", ["add", "mul", "sub", "div"])
 @pytest.mark.parametrize("of", ["constant", "constant first", "computed"])
 def test_a_batch_of_one_in_another_dimension_is_no_table(name, of):
