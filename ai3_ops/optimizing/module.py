@@ -85,7 +85,7 @@ class Optimized(nn.Module):
         self._ai3_known: dict[Any, Plan] = {}
         # How many of the former were compared, by the inputs that have one item; and of what a cache is updated with `narrow`'s.
         self._ai3_mixed: dict[Any, tuple[int, frozenset[int]]] = {}
-        self._ai3_odd = frozenset[Any]()  # caches that cannot be examples, by the calls' kinds
+        self._ai3_odd: dict[Any, None] = {}  # kinds of caches that cannot be examples, by the calls' kinds
         self._ai3_most = PLANS
         self._ai3_patience = PLAN_SECONDS
         self._ai3_compared: dict[str, int] = {}  # how many sizes of each open length were, with the original
@@ -173,7 +173,7 @@ class Optimized(nn.Module):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_mixed": {}, "_ai3_odd": frozenset()}
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_mixed": {}, "_ai3_odd": {}}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
@@ -347,7 +347,7 @@ class Optimized(nn.Module):
                 self._warn_of_sizes(what)
                 self._note(key, None)
                 return None
-            if self._is_odd(key, leaves, known=True):
+            if not self._ai3_odd.keys().isdisjoint(_caches(key, leaves)):
                 return None
             args, kwargs = as_examples(self._ai3_original[0], args, kwargs)  # a cache stays as it is
             leaves = pytree.tree_leaves((args, kwargs))
@@ -409,7 +409,7 @@ class Optimized(nn.Module):
         with _planning:
             if key in self._ai3_known:
                 return self._ai3_known[key]
-            if self._is_odd(key, leaves, known=True):
+            if not self._ai3_odd.keys().isdisjoint(_caches(key, leaves)):
                 return None
             plan, mixed = self._ai3_plans.get(alike), None
             # Of the first plan, which has any length, a few comparisons of a batch tell of all.
@@ -422,9 +422,7 @@ class Optimized(nn.Module):
                 plan = self._planned(wide, positional, named, form)
                 count = count if plan is first else 0
             if count >= COMPARED and plan is not None and plan.body is not None and places is not None:
-                mixed = replace(plan, body=mixed_batches.Mixed(plan.body, places))
-                self._note(key, mixed)
-                return mixed
+                return self._note(key, replace(plan, body=mixed_batches.Mixed(plan.body, places)))
             original = self._ai3_original[0]
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(leaves), enabled=False):
                 own = as_examples(original, args, kwargs)
@@ -438,29 +436,28 @@ class Optimized(nn.Module):
                     mixed = replace(plan, body=body)
                     same = self._agrees(mixed, copy, *own) and self._agrees(mixed, copy, *others(*own)) is not False
                     if same and not count and mixed_batches.is_slower(copy, body, *own):
-                        self._note(key, None)
-                        return self._ai3_known[key]
+                        return self._note(key, None)
                     mixed = mixed if same else None
             if mixed is not None and places is not None:
                 self._ai3_mixed = self._ai3_mixed | {which: (count + 1, places)}
             self._note(key, mixed)
             return mixed
 
-    def _is_odd(self, key: Any, leaves: list[Any], *, known: bool = False) -> bool:
-        """Whether a cache cannot be an example, which more calls than one would change; `known`: from an earlier call alone.
+    def _is_odd(self, key: Any, leaves: list[Any]) -> bool:
+        """Whether a cache could not be made an example, so that each call of it would change it.
 
-        That a kind of cache cannot is remembered: to find it out copies it, and calls the original.
+        It is remembered: to find it out copies the cache, and calls the original.
         """
-        kinds = [(key, type(x)) for x in leaves if is_cache(x) and not isinstance(x, Past)]
-        if not known:
-            self._ai3_odd |= set(kinds)
-        return not self._ai3_odd.isdisjoint(kinds) if known else bool(kinds)
+        found = _caches(key, leaves)
+        self._ai3_odd = dict([*self._ai3_odd.items(), *dict.fromkeys(found).items()][-SIZES:])
+        return bool(found)
 
-    def _note(self, key: Any, plan: Plan | None) -> None:
+    def _note(self, key: Any, plan: Plan | None) -> Plan:
         """What computes calls of this kind from now on: None for the original."""
         assert self._ai3_first is not None
         plan = plan or Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
         self._ai3_known = dict([*self._ai3_known.items(), (key, plan)][-SIZES:])
+        return plan
 
     def _warn_of_sizes(self, what: str) -> None:
         """Once."""
@@ -934,6 +931,11 @@ def _listed(words: Iterable[str]) -> str:
 def _inner(x: Tensor, start: int, stop: int | None = None) -> tuple[int, ...] | None:
     """Those between two dimensions; None of one number, which has no batch either."""
     return x.shape[start:stop] if x.ndim or not start else None
+
+
+def _caches(key: Any, leaves: list[Any]) -> list[Any]:
+    """The kinds of caches that a call of a kind has; of those that are examples, none."""
+    return [(key, type(x)) for x in leaves if is_cache(x) and not isinstance(x, Past)]
 
 
 def _apart(x: Tensor) -> Tensor:

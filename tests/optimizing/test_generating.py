@@ -106,6 +106,13 @@ def decoder(**settings):
     return seeded(Decoder(**settings))
 
 
+def of_layers(kind, layer):
+    """A model of a kind with other layers."""
+    model = kind()
+    model.layers = nn.ModuleList(layer(i) for i in range(2))
+    return seeded(model)
+
+
 def ids(batch=1, length=6):
     return torch.randint(0, 30, (batch, length), generator=torch.Generator().manual_seed(batch))
 
@@ -305,9 +312,7 @@ def test_a_batch_that_a_layer_tells_from_others_beside_a_table():
             more = 3 if table.shape[0] == 1 and x.shape[0] > 4 else 1
             return super().forward(x * more, table, cache=cache)
 
-    model = Rotated()
-    model.layers = nn.ModuleList(Tells(i) for i in range(2))
-    model = seeded(model)
+    model = of_layers(Rotated, Tells)
     fast = optimized(model, ids(), selectors="default", budget_seconds=60)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -379,9 +384,7 @@ def test_a_branch_for_some_numbers_of_keys_is_seen(branch, lengths):
             return x + self.out(y.transpose(1, 2).flatten(2))
 
     Few.branch = staticmethod(branch)
-    model = Decoder()
-    model.layers = nn.ModuleList(Few(i) for i in range(2))
-    model = seeded(model)
+    model = of_layers(Decoder, Few)
     fast = optimized(model, ids(1, 12), selectors="default", budget_seconds=60)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -389,16 +392,14 @@ def test_a_branch_for_some_numbers_of_keys_is_seen(branch, lengths):
             generates_the_same(model, fast, ids(2, length))
 
 
-def test_tables_that_a_layer_takes_for_a_batch_stay_the_original_s(monkeypatch):
+def test_tables_that_a_layer_takes_for_a_batch_stay_the_original_s():
     """Of one item the layer takes the first alone, of several all: as many of the table would be something else."""
 
     class Counts(Rotated.Layer):
         def forward(self, x, table, cache=None):
             return super().forward(x + table.sum(0), table[:1], cache=cache)
 
-    model = Rotated()
-    model.layers = nn.ModuleList(Counts(i) for i in range(2))
-    model = seeded(model)
+    model = of_layers(Rotated, Counts)
     fast = optimized(model, ids(), selectors="default", budget_seconds=60)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
