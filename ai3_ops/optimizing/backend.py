@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from ai3_ops import _library, _torch
 from ai3_ops._torch import pytree
 from ai3_ops.explaining.compiled import Compiled, Graph, remember
-from ai3_ops.graph.capture import Uncapturable
+from ai3_ops.graph.calls import Uncapturable
 from ai3_ops.optimizing.pipeline import Settings, make_plan
 from ai3_ops.registry import near
 

@@ -29,7 +29,7 @@ from ai3_ops.programs.program import Program
 from ai3_ops.programs.sized import PYTHON
 from ai3_ops.programs.spelled import spelled
 
-FORMAT = 2  # csrc/runtime/model.h reads the same
+FORMAT = 3  # csrc/runtime/model.h reads the same
 _FILES = ("aten::from_file",)  # operators that reach outside of tensors
 
 

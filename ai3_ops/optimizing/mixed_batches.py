@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ai3_ops._torch import pytree
 from ai3_ops.graph.caches import narrow, noted
-from ai3_ops.graph.capture import Calls
+from ai3_ops.graph.calls import Calls
 from ai3_ops.graph.network import agree, flat, of_one_batch
 from ai3_ops.graph.state import copied
 from ai3_ops.optimizing import pipeline

@@ -23,13 +23,15 @@ from ai3_ops.explaining.explain import explain
 from ai3_ops.explaining.report import Optimization, Step
 from ai3_ops.graph import fusion, steps
 from ai3_ops.graph.alike import Graphs
+from ai3_ops.graph.calls import Calls
 from ai3_ops.graph.canonical import canonicalize
-from ai3_ops.graph.capture import Calls, capture
+from ai3_ops.graph.capture import capture
 from ai3_ops.graph.lengths import leave_open
 from ai3_ops.graph.network import Checker, Lengths, Network, Returned, Rewrite, difference, flat
 from ai3_ops.graph.state import copied
 from ai3_ops.measuring import gpu
 from ai3_ops.optimizing import choose, on_cuda
+from ai3_ops.optimizing.example import Example
 from ai3_ops.optimizing.search import search
 from ai3_ops.programs.body import Body
 from ai3_ops.programs.lower import (
@@ -146,6 +148,7 @@ class Plan:
     resolved: dict[str, str] = field(default_factory=dict)
     lengths: Lengths | None = None  # that its graph leaves open
     seconds: float = 0.0  # that it took without search and measuring: about what one for other sizes takes
+    example: Example | None = None  # what it was made of, and compared at
 
 
 def make_plan(

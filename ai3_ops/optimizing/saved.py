@@ -5,9 +5,11 @@ What the file says beside programs and graphs (document.py): the structure of in
 
 from __future__ import annotations
 
+import collections
 import inspect
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,14 @@ from ai3_ops._torch import pytree
 from ai3_ops.explaining.report import Optimization, OptimizeReport, Step
 from ai3_ops.graph.network import Lengths, Returned, Rewrite
 from ai3_ops.optimizing.document import Reader, Writer, encoded, reading, refuse
+from ai3_ops.optimizing.example import Example
 from ai3_ops.optimizing.module import Optimized
 from ai3_ops.optimizing.on_cuda import Replayed
 from ai3_ops.optimizing.pipeline import Plan, Settings, Swapped
 from ai3_ops.programs import container
 from ai3_ops.selecting.selectors import listed
 
-MOST = 64  # sets of sizes that the first plan computes and a file has
+MOST = 64  # sets of sizes that one plan computes and a file has
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -53,14 +56,15 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
         refuse(
             "the model's layers were swapped, and its own code runs between them; torch.export and torch.save keep that"
         )
-    planned = {key: plan for key, plan in model._ai3_plans.items() if plan.body is not None}
-    for key in [key for key, plan in planned.items() if plan is first][MOST:]:
-        del planned[key]
+    planned, count = dict[Any, Plan](), collections.Counter[int]()
+    for key, plan in model._ai3_plans.items():
+        count[id(plan)] += 1
+        if plan.body is not None and count[id(plan)] <= MOST:
+            planned[key] = plan
     plans = [{"key": encoded(key), "plan": _described(plan, writer)} for key, plan in planned.items()]
     return writer.head | {
         "inputs": {
-            "shown": encoded(model._ai3_shown),
-            "types": encoded(model._ai3_types),
+            "shown": encoded(first.example and first.example.shown),
             "spec": _spec_text(model._ai3_spec, "inputs"),
             "plain": model._ai3_plain,
             "signature": [
@@ -69,7 +73,6 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
         },
         "first": next(i for i, plan in enumerate(planned.values()) if plan is first),
         "plans": plans,
-        "compared": model._ai3_compared,
         "report": encoded(model._ai3_report.to_dict()),
     }
 
@@ -79,7 +82,8 @@ def _described(plan: Plan, writer: Writer) -> dict[str, Any]:
     spec = None if returned is None else _spec_text(returned.spec, "outputs")
     lengths = plan.lengths and (plan.lengths.inputs, plan.lengths.conditions)
     kept = {"fixed": encoded(returned and returned.fixed), "lengths": encoded(lengths), "resolved": plan.resolved}
-    return writer.body(plan.body) | {"dynamic": plan.dynamic, "out_spec": spec} | kept
+    example = encoded([getattr(plan.example, field.name) for field in fields(Example)])
+    return writer.body(plan.body) | {"dynamic": plan.dynamic, "out_spec": spec, "example": example} | kept
 
 
 def _spec_text(spec: Any, what: str) -> str:
@@ -126,16 +130,11 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
         Optimization(**part | {name: [kind(**row) for row in part[name]] for name, kind in _ROWS.items()})
         for part in report["parts"]
     ]
-    first, shown = list(plans.values())[document["first"]], reader.value(inputs["shown"])
-    if first.lengths is not None:  # KeyError of a condition that has another word than the list
-        first.lengths.of([x if isinstance(x, tuple) else () for x in shown])
+    first = list(plans.values())[document["first"]]
     return Optimized.restored(
         Settings(selectors="default", thorough=False),
         first=first,
         plans=plans,
-        compared=dict(document["compared"]),
-        shown=shown,
-        types=reader.value(inputs["types"]),
         spec=_spec(inputs["spec"]),
         plain=inputs["plain"],
         signature=signature,
@@ -146,5 +145,7 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
 def _plan(plan: dict[str, Any], reader: Reader) -> Plan:
     spec, fixed, lengths = plan["out_spec"], reader.value(plan["fixed"]), reader.value(plan["lengths"])
     returned = None if spec is None else Returned(_spec(spec), fixed)
-    lengths = None if lengths is None else Lengths(*lengths)
-    return Plan(reader.body(plan), plan["dynamic"], returned, Optimization(""), plan["resolved"], lengths)
+    lengths, example = None if lengths is None else Lengths(*lengths), Example(*reader.value(plan["example"]))
+    example.own_lengths(lengths)  # KeyError of a condition that has another word than the list
+    made = plan["dynamic"], returned, Optimization(""), plan["resolved"]
+    return Plan(reader.body(plan), *made, lengths, example=example)

@@ -21,7 +21,7 @@ from ai3_ops._torch import pytree, users_level, without_autocast
 from ai3_ops.explaining.report import Optimization
 from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.caches import is_cache
-from ai3_ops.graph.capture import Calls, Uncapturable
+from ai3_ops.graph.calls import Calls, Uncapturable
 from ai3_ops.graph.network import difference
 from ai3_ops.graph.state import copied, others, same_random_numbers
 from ai3_ops.nn.unswap import unswap
@@ -129,6 +129,7 @@ def _own(example_inputs: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda x: x.detach().clone(), (args, kwargs))
 
 
+MASK = "attention_mask"  # of transformers' models: which tokens are no padding
 TOKENS = 8  # that are generated to compare with
 UNPLANNED = ".*: (planned anew|its programs|batches of other)"  # warnings about other sizes
 OVER = "the budget was used up, a larger budget_seconds reaches it"
@@ -336,10 +337,15 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens:
     """Text after the example, by transformers' `generate`."""
     given = examples.copied(Inputs(args, kwargs))
     options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    names = [*inspect.signature(model.forward).parameters]  # after the first, `generate` has other ones
-    further = dict(zip(names[1:], given.args[1:], strict=False))
+    named = {**dict(_named(model, given)), **options}  # after the first, `generate` has other positions
     with torch.no_grad():
-        return model.generate(*given.args[:1], **further, **given.kwargs, **options)
+        return model.generate(*given.args[:1], **named)
+
+
+def _named(model: nn.Module, given: Inputs) -> Iterator[tuple[str, Any]]:
+    """All but the first positional argument."""
+    yield from zip([*inspect.signature(model.forward).parameters][1:], given.args[1:], strict=False)
+    yield from given.kwargs.items()
 
 
 def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -352,6 +358,9 @@ def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         return False
     with contextlib.suppress(Exception):  # of a model without one
         _generate(model, args, kwargs, 2, cache_implementation="static")  # of which all but the first tokens are masked
+    if (mask := dict(_named(model, Inputs(args, kwargs))).get(MASK)) is not None:
+        with contextlib.suppress(Exception):
+            _generate(model, args, kwargs, 2, **{MASK: torch.ones_like(mask)})  # its layers may get no mask then
     return True
 
 

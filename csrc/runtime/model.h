@@ -437,7 +437,7 @@ class Model {
   };
   explicit Model(const detail::File& file) {
     const detail::Json& document = file.document;
-    detail::need(document.at("format") == 2, "it has format " + document.at("format").dump() + ", this version reads 2");
+    detail::need(document.at("format") == 3, "it has format " + document.at("format").dump() + ", this version reads 3");
     const detail::Json& made_by = document.at("made_by");
     const std::string order = std::endian::native == std::endian::little ? "little" : "big";
     const std::pair<const char*, std::string> here[] = {

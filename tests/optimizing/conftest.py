@@ -6,7 +6,7 @@ import pytest
 import torch
 from nets import Residual
 
-from ai3_ops.optimizing import mixed_batches, module, pipeline, whole
+from ai3_ops.optimizing import mixed_batches, pipeline, planned, whole
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def gains(monkeypatch, built_in_only):
     monkeypatch.setattr(mixed_batches, "is_slower", lambda *_: False)
     monkeypatch.setattr(pipeline, "_compared", {})
     monkeypatch.setattr(pipeline, "PATIENCE", float("inf"))  # budgets are small, to measure little
-    monkeypatch.setattr(module, "PLAN_SECONDS", float("inf"))  # however busy the machine
+    monkeypatch.setattr(planned, "PLAN_SECONDS", float("inf"))  # however busy the machine
 
 
 @pytest.fixture

@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 import ai3_ops
 from ai3_ops.graph import capture as capture_module
 from ai3_ops.graph import network, steps
+from ai3_ops.graph.calls import Calls, Uncapturable
 from ai3_ops.graph.canonical import canonicalize
-from ai3_ops.graph.capture import Uncapturable, capture
+from ai3_ops.graph.capture import capture
 from ai3_ops.graph.network import Checker, Network, difference
 
 
@@ -456,8 +457,8 @@ def test_weights_are_converted_one_after_another(monkeypatch):
 
 def test_a_model_runs_three_times_and_its_graph_twice(monkeypatch):
     """The first call, which says whether it runs at all, is one of those that the graph is compared with."""
-    calls, runs, call, run = [], [], capture_module.Calls.call, Network.run
-    monkeypatch.setattr(capture_module.Calls, "call", lambda self, *given: calls.append(1) or call(self, *given))
+    calls, runs, call, run = [], [], Calls.call, Network.run
+    monkeypatch.setattr(Calls, "call", lambda self, *given: calls.append(1) or call(self, *given))
     monkeypatch.setattr(Network, "run", lambda self, *given, **how: runs.append(how) or run(self, *given, **how))
     optimized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).eval(), torch.randn(1, 3, 6, 6), verify="off")
     assert (len(calls), sum("sized" in how for how in runs)) == (3, 2)

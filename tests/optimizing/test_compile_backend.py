@@ -12,7 +12,7 @@ from nets import BOUND, agree, exact
 from torch import nn
 
 from ai3_ops.explaining.compiled import graphs_of
-from ai3_ops.graph.capture import Uncapturable
+from ai3_ops.graph.calls import Uncapturable
 from ai3_ops.graph.network import difference
 from ai3_ops.optimizing import backend, pipeline
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import ai3_ops
 from ai3_ops.graph import capture
-from ai3_ops.graph.capture import Uncapturable
-from ai3_ops.optimizing import module, pipeline
+from ai3_ops.graph.calls import Uncapturable
+from ai3_ops.optimizing import pipeline, planned
 
 
 class Recurrent(nn.Module):
@@ -103,7 +103,7 @@ def test_a_model_that_stays_as_it_was_is_not_planned_in_calls(monkeypatch):
     model = nn.LSTM(8, 8, batch_first=True).eval()
     with pytest.warns(UserWarning, match="the model is as fast as before"):
         fast = ai3_ops.optimize(model, torch.randn(1, 5, 8), "default", progress=False)
-    monkeypatch.setattr(module, "make_plan", None)  # nothing calls it
+    monkeypatch.setattr(planned, "make_plan", None)  # nothing calls it
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         for x in (torch.randn(2, 5, 8), torch.randn(1, 7, 8), torch.randn(7, 8)):

@@ -15,7 +15,7 @@ from torch import nn
 import ai3_ops
 from ai3_ops.graph import caches
 from ai3_ops.graph.network import difference
-from ai3_ops.optimizing import mixed_batches, module, pipeline, whole
+from ai3_ops.optimizing import mixed_batches, pipeline, planned, whole
 from ai3_ops.optimizing.module import Optimized
 from ai3_ops.programs import timing
 from ai3_ops.programs.lower import Region
@@ -76,27 +76,34 @@ class Decoder(nn.Module):
         self.words, self.positions, self.head = nn.Embedding(30, 24), nn.Embedding(40, 24), nn.Linear(24, 30)
         self.layers = nn.ModuleList(Layer(i, **settings) for i in range(count))
 
-    def forward(self, ids, seen=None, cache=None, use_cache=True):
+    def forward(self, ids, attention_mask=None, cache=None, use_cache=True):
         if cache is None and use_cache:
             cache = Cache()
         past = cache.get_seq_length() if use_cache else 0
         places = torch.arange(past, past + ids.shape[1]).expand(ids.shape)
         fixed, mask = use_cache and cache.fixed, None
-        if fixed or seen is not None:
+        if attention_mask is not None and attention_mask.all():  # as transformers do
+            attention_mask = None
+        if fixed or attention_mask is not None:
             columns = torch.arange(fixed or past + ids.shape[1])
             mask = (places[:, None, :, None] >= columns).expand(len(ids), 1, -1, -1)
-            if seen is not None:
-                mask = mask & F.pad(seen, (0, mask.shape[-1] - seen.shape[1]), value=True)[:, None, None]
+            if attention_mask is not None:
+                mask = (
+                    mask
+                    & F.pad(attention_mask, (0, mask.shape[-1] - attention_mask.shape[1]), value=True)[:, None, None]
+                )
         x = self.words(ids) + self.positions(places)
         for layer in self.layers:
             x = layer(x, mask, cache=cache, positions=places)
         return (self.head(x), cache) if use_cache else self.head(x)
 
-    def generate(self, ids, seen=None, *, max_new_tokens, min_new_tokens=0, do_sample=False, cache_implementation=None):
+    def generate(
+        self, ids, attention_mask=None, *, max_new_tokens, min_new_tokens=0, do_sample=False, cache_implementation=None
+    ):
         """Also the scores of each step."""
         cache, scores, new = Cache(40 if cache_implementation == "static" else 0), [], ids
         for _ in range(max_new_tokens):
-            found, cache = self(new, seen, cache)
+            found, cache = self(new, attention_mask, cache)
             new = found[:, -1:].argmax(-1)
             ids, scores = torch.cat([ids, new], 1), [*scores, found[:, -1]]
         return ids, torch.stack(scores)
@@ -169,23 +176,56 @@ def test_steps_run_no_original(made, monkeypatch):
 
 @pytest.mark.parametrize("kind", [None, "static"])
 def test_other_batches_and_padding(made, kind):
-    seen = torch.ones(3, 6, dtype=torch.bool)
-    seen[0, :2] = False
+    attention_mask = torch.ones(3, 6, dtype=torch.bool)
+    attention_mask[0, :2] = False
     generates_the_same(*made, ids(3), cache_implementation=kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a masked prompt, which no example had
-        generates_the_same(*made, ids(3), seen, cache_implementation=kind)
+    generates_the_same(*made, ids(3), attention_mask, cache_implementation=kind)
 
 
 def test_prompts_of_other_lengths_run_no_original(made, monkeypatch):
     model, fast = made
     for batch, length in ((1, 9), (3, 4), (2, 17)):
         generates_the_same(model, fast, ids(batch, length))
-    for layer in optimized_layers(fast).values():
-        monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
+    run_no_original(fast, monkeypatch)
     with torch.no_grad():
         _, cache = fast(ids(2, 11))  # neither the batch nor the length that any call had
     assert cache.count == {0: 11, 1: 11}
+
+
+def padded(batch, length):
+    """A mask of as many tokens, of which the first items begin later."""
+    return torch.arange(length) >= torch.arange(batch, 0, -1)[:, None]
+
+
+def run_no_original(fast, monkeypatch):
+    for layer in optimized_layers(fast).values():
+        monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
+
+
+def test_padded_prompts_run_no_original(made, monkeypatch):
+    model, fast = made
+    for batch, length in ((1, 9), (3, 4), (2, 17)):
+        generates_the_same(model, fast, ids(batch, length), padded(batch, length))
+    with torch.no_grad():
+        exact, _ = copy.deepcopy(model).double()(ids(2, 11), padded(2, 11))
+        run_no_original(fast, monkeypatch)
+        for again in (fast, pickle.loads(pickle.dumps(fast))):
+            found, cache = again(ids(2, 11), padded(2, 11))
+            assert difference(found, exact) < 1e-5
+            assert cache.count == {0: 11, 1: 11}
+
+
+def test_prompts_with_and_without_padding_after_an_example_with_it(monkeypatch):
+    model = decoder()
+    fast = optimized(model, ids(2), padded(2, 6), selectors="default", budget_seconds=60)
+    for batch, length in ((1, 9), (3, 4), (2, 17)):
+        generates_the_same(model, fast, ids(batch, length), padded(batch, length))
+        generates_the_same(model, fast, ids(batch, length))
+    run_no_original(fast, monkeypatch)
+    with torch.no_grad():
+        for mask in (None, padded(2, 11)):
+            _, cache = fast(ids(2, 11), mask)
+            assert cache.count == {0: 11, 1: 11}
 
 
 class Rotated(nn.Module):
@@ -200,7 +240,7 @@ class Rotated(nn.Module):
         self.words, self.head = nn.Embedding(30, 24), nn.Linear(24, 30)
         self.layers = nn.ModuleList(self.Layer(i) for i in range(2))
 
-    def forward(self, ids, seen=None, cache=None):
+    def forward(self, ids, attention_mask=None, cache=None):
         cache = Cache() if cache is None else cache
         past, x = cache.get_seq_length(), self.words(ids)
         places = torch.arange(past, past + ids.shape[1])[None, :, None]
@@ -241,7 +281,7 @@ def test_tables_of_one_item_beside_a_batch(rotated, monkeypatch):
     compared.clear()
     for layer in layers.values():
         monkeypatch.setattr(type(layer._ai3_original[0]), "forward", None)
-        monkeypatch.setattr(module, "as_examples", lambda _, *given: given)
+        monkeypatch.setattr(planned, "as_examples", lambda _, *given: given)
     with torch.no_grad():
         fast(ids(4, 9))
     assert not compared
@@ -286,7 +326,7 @@ def test_an_example_of_a_batch_beside_a_table_stays_planned():
     model = seeded(Rotated())
     fast = optimized(model, ids(3), selectors="default", budget_seconds=60)
     layer = optimized_layers(fast)["layers.0"]
-    assert layer._ai3_shown[:2] == [(3, 6, 24), (1, 6, 24)]
+    assert layer._ai3_first.example.shown[:2] == [(3, 6, 24), (1, 6, 24)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for again in (fast, pickle.loads(pickle.dumps(fast))):
@@ -345,7 +385,7 @@ def test_caches_that_cannot_be_copied_are_tried_once_for_each_kind_of_call(rotat
 
 def test_caches_are_told_of_one_item_what_the_original_tells_them():
     class Places(Decoder):
-        def forward(self, ids, seen=None, cache=None, use_cache=True):
+        def forward(self, ids, attention_mask=None, cache=None, use_cache=True):
             cache = Cache(40) if cache is None else cache
             past, x = cache.get_seq_length(), self.words(ids)
             places = torch.arange(past, past + ids.shape[1])[None]
@@ -495,8 +535,8 @@ def test_transformers_decoders(kind):
         (layer,) = (m for name, m in fast.named_modules() if name == "model.layers.0")
         graphs = [[node.target for node in plan.body.graph.nodes] for plan in layer._ai3_plans.values()]
         assert sum(torch.ops.ai3.attention_flash.default in targets for targets in graphs) == 2  # keys are not repeated
-    seen = torch.ones(2, 8, dtype=torch.long)
-    seen[0, :3] = 0
+    attention_mask = torch.ones(2, 8, dtype=torch.long)
+    attention_mask[0, :3] = 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.no_grad():  # which transformers records by hooks that it makes when it is first asked for them
@@ -507,7 +547,7 @@ def test_transformers_decoders(kind):
             (1, {}),
             (1, {"cache_implementation": "static"}),
             (1, {"num_beams": 3}),
-            (2, {"attention_mask": seen}),
+            (2, {"attention_mask": attention_mask}),
         ):
             options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False} | options
             got = fast.generate(given.expand(batch, -1), **options)

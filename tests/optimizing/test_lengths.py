@@ -16,9 +16,9 @@ from torch import nn
 import ai3_ops
 from ai3_ops.graph import canonical
 from ai3_ops.graph.network import Lengths, difference
-from ai3_ops.optimizing import module as module_of_optimize
-from ai3_ops.optimizing import pipeline, saved
-from ai3_ops.optimizing.module import COMPARED, Optimized
+from ai3_ops.optimizing import pipeline, planned, saved
+from ai3_ops.optimizing.example import COMPARED
+from ai3_ops.optimizing.module import Optimized
 from ai3_ops.programs.lower import Region
 
 
@@ -73,7 +73,7 @@ def nothing_anew(monkeypatch):
 
         def begin():
             warnings.simplefilter("error", UserWarning)
-            monkeypatch.setattr(module_of_optimize, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
+            monkeypatch.setattr(planned, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
 
         yield begin
 
@@ -106,7 +106,7 @@ def compared(monkeypatch):
 def test_two_are_compared_beforehand(compared):
     model = seeded(Encoder())
     fast = check(model, *inputs(8))
-    assert [given[1][0][0].shape[1] for given in compared] == [5, 9]
+    assert [given[2][0][0].shape[1] for given in compared] == [5, 9]
     assert "compared with the module at 5, 9" in str(ai3_ops.explain(fast))
     for again in (fast, pickle.loads(pickle.dumps(fast))):
         for length in (9, 10, 16, 13):
@@ -136,7 +136,7 @@ def test_what_holds_a_length_is_found_beforehand(compared, monkeypatch):
     model = seeded(Encoder())
     fast = check(model, *inputs(8))
     assert len(compared) > COMPARED
-    assert not fast._ai3_compared
+    assert not fast._ai3_first.example.compared
     agree(fast, model, *inputs(9))
 
 

@@ -21,8 +21,7 @@ from torch.export import Dim
 
 import ai3_ops
 from ai3_ops.graph.network import difference
-from ai3_ops.optimizing import module as module_of_optimize
-from ai3_ops.optimizing import pipeline, whole
+from ai3_ops.optimizing import pipeline, planned, whole
 from ai3_ops.programs.body import Body
 from ai3_ops.programs.lower import Region
 
@@ -83,8 +82,8 @@ def test_other_sizes_by_the_same_programs(monkeypatch):
     """Compared with the model on one item, captured and packed no second time, without a warning."""
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)).eval()
     fast = check(model, torch.randn(1, 3, 8, 8))
-    monkeypatch.setattr(module_of_optimize, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
-    monkeypatch.setattr(module_of_optimize, "SIZES", 3)
+    monkeypatch.setattr(planned, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
+    monkeypatch.setattr(planned, "SIZES", 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for sizes in ((5, 3, 8, 8), (2, 3, 10, 9), (1, 3, 10, 9), *((1, 3, n, n) for n in range(11, 18))):
@@ -159,7 +158,7 @@ def test_a_batch_that_the_graph_does_not_leave_open_is_the_originals(monkeypatch
     assert not fast._ai3_first.dynamic
     with monkeypatch.context() as patch, warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        patch.setattr(module_of_optimize, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
+        patch.setattr(planned, "make_plan", lambda *_, **__: pytest.fail("planned anew"))
         for size in (2, 3, 2, 1):
             agree(fast, model, torch.randn(size, 4, 8, 8))
     assert [str(w.message)[:48] for w in told] == ["ai3_ops.optimize: the model was optimized for in"]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import ai3_ops
-from ai3_ops.optimizing.module import PLANS
+from ai3_ops.optimizing.planned import PLANS
 from ai3_ops.programs.lower import Region
 
 
