@@ -114,6 +114,17 @@ def test_two_are_compared_beforehand(compared):
     assert len(compared) == COMPARED
 
 
+def test_each_of_several_examples_has_lengths_of_its_own(tmp_path):
+    """Those with a mask, too, where the first one had none."""
+    model, given = seeded(Encoder()), [inputs(8), inputs(8, 2, padded=True)]
+    fast = ai3_ops.optimize(model, given, "default", keep_original=False, progress=False)
+    ai3_ops.save(fast, tmp_path / "model.ai3")
+    for again in (fast, pickle.loads(pickle.dumps(fast)), ai3_ops.load(tmp_path / "model.ai3")):
+        for length, batch in ((9, 1), (5, 3), (13, 2)):  # and without an original, which would compute others
+            for padded in (False, True):
+                agree(again, model, *inputs(length, batch, padded))
+
+
 def test_the_first_ones_are_compared_where_none_was_before(compared):
     model = seeded(Encoder())
     fast = check(model, *inputs(8), verify="off")
