@@ -203,4 +203,31 @@ def views_behind_rows(network: Network) -> bool:
     return found
 
 
-VIEW_PASSES = (views_behind_rows, shorten_chains)
+def views_behind_sums(network: Network) -> bool:
+    """What shows two values alike comes behind their sum or product: OPT's layers join batch and length, and part them again."""
+    found = False
+    for node in network.calls(steps.binary):
+        if not all(isinstance(x, fx.Node) and x.target in _CHAINED for x in node.args[:2]):
+            continue
+        one, other = map(chain_of, node.args[:2])
+        if one is None or other is None or not one.length or not _alike(one, other):
+            continue
+        layers = node.meta["layers"]
+        new = network.step(node, steps.binary, one.base, other.base, *node.args[2:], layers=layers, **node.kwargs)
+        network.replace(node, _shown(network, node, new, one.factors, one.dims, layers), "views behind sums")
+        found = True
+    return found
+
+
+def _alike(one: Chain, other: Chain) -> bool:
+    """Whether two nodes show values of the same sizes in the same way."""
+
+    def said(chain: Chain) -> Any:
+        place = {factor: (i, factor.size, factor.batch, factor.of) for i, factor in enumerate(chain.factors)}
+        return len(chain.factors), [[place[f] for f in dim] for dim in chain.dims]
+
+    same = all(one.base.meta[key] == other.base.meta[key] for key in ("shape", "scales", "dtype"))
+    return same and said(one) == said(other)
+
+
+VIEW_PASSES = (views_behind_rows, views_behind_sums, shorten_chains)

@@ -129,7 +129,7 @@ class Optimized(Planned):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_mixed": {}, "_ai3_odd": {}}
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_odd": {}}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)
@@ -180,9 +180,8 @@ class Optimized(Planned):
 
     def forget_original(self) -> None:
         """Frees the original where it computes nothing any more, for no size that was planned."""
-        if self.changed and all(plan.body is not None for plan in self._ai3_plans.values()):
+        if self.changed and all(p.body is not None for p in (*self._ai3_plans.values(), *self._ai3_known.values())):
             self._ai3_original, self._ai3_hooks, self._ai3_stores = (), Hooks.of(()), Stores.of(())
-            self._ai3_known = {}
             self._ai3_inside, self._ai3_attributes = list[nn.Module](), Attributes.of(())
             self._modules, self._parameters, self._buffers = {}, {}, {}
 

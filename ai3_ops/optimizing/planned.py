@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -84,18 +86,50 @@ class Planned(nn.Module):
         runs = rehearsal or (first and first.cold) or original
         args, kwargs = as_examples(runs, args, kwargs)
         settings = self._ai3_settings
-        plan = make_plan(runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs)
+
+        def planned(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+            plan = make_plan(
+                runs, args, kwargs, settings, name, progress, whole, budget=budget, first=first, graphs=graphs
+            )
+            self._begin(plan, args, kwargs)
+            return plan
+
+        own = given = args, kwargs
+        plan = None
+        if first is None and (wide := _wide(args, kwargs)) is not None:
+            with contextlib.suppress(Uncapturable):
+                plan = planned(*wide)
+                mixed = self._planned_mixed(*self._call(args, kwargs))
+                if mixed is not None and mixed.body is not None:
+                    given = wide
+                else:  # a plan of this batch, then
+                    plan = None
+        plan = plan or planned(args, kwargs)
         # The choices stay, not the selectors, which may be functions that no file holds.
         self._ai3_settings = unthorough(settings, plan.resolved)
-        leaves = pytree.tree_leaves((args, kwargs))
-        self._ai3_first, plan.example = plan, Example.of(leaves)
-        self._ai3_spec = pytree.tree_structure((args, kwargs))
-        if not kwargs and all(isinstance(x, Tensor) for x in args):
-            self._ai3_plain = len(args)
-        self._ai3_plans[key_of(leaves, plan.dynamic)] = plan
         self._ai3_report.parts.append(plan.report)
         if settings.verify != "off" and not (budget and budget.over):
-            self._compare_lengths(plan, args, kwargs)
+            self._compare_lengths(plan, *given)
+            if given is not own and plan.lengths is not None:
+                leaves, spec = pytree.tree_flatten(own)
+                for _, other in islice(of_other_lengths(leaves, plan.lengths), COMPARED - 1):
+                    self._planned_mixed(*self._call(*pytree.tree_unflatten(other, spec)))
+
+    def _begin(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """With the first plan, made of these inputs."""
+        leaves, self._ai3_spec = pytree.tree_flatten((args, kwargs))
+        self._ai3_first, plan.example = plan, Example.of(leaves)
+        self._ai3_plain = len(args) if not kwargs and all(isinstance(x, Tensor) for x in args) else -1
+        self._ai3_plans, self._ai3_known = {key_of(leaves, plan.dynamic): plan}, {}
+
+    def _call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], form: str = ""
+    ) -> tuple[Any, list[Any], tuple[Any, ...], dict[str, Any], str]:
+        """What plans are looked up by, and the leaves of the arguments, before these."""
+        assert self._ai3_first is not None
+        leaves = pytree.tree_leaves((args, kwargs))
+        key = key_of(leaves, self._ai3_first.dynamic)
+        return (form, key) if form else key, leaves, args, kwargs, form
 
     def plan_call(
         self,
@@ -111,11 +145,11 @@ class Planned(nn.Module):
         """Makes a plan for another call of this part, as one step of decoding is; packs are shared."""
         assert self._ai3_first is not None
         args, kwargs, form = self._arranged(*as_examples(rehearsal, args, kwargs))
-        leaves, name = pytree.tree_leaves((args, kwargs)), self._ai3_report.parts[0].name
-        key = key_of(leaves, self._ai3_first.dynamic)
-        key = (form, key) if form else key
-        beside = self._ai3_first.dynamic and of_one_batch(leaves) is not None  # of those plans that have any batch
-        if key in self._ai3_plans or beside:
+        own, wide = (args, kwargs), _wide(args, kwargs) if self._ai3_first.dynamic else None
+        args, kwargs = wide or own
+        key, leaves, *_ = self._call(args, kwargs, form)
+        name = self._ai3_report.parts[0].name
+        if key in self._ai3_plans:
             return
         try:
             plan = make_plan(rehearsal, args, kwargs, settings, name, progress, whole, budget=budget, graphs=graphs)
@@ -132,6 +166,8 @@ class Planned(nn.Module):
         self._ai3_report.parts.append(plan.report)
         if settings.verify != "off" and not budget.over:
             self._compare_lengths(plan, args, kwargs)
+        if wide is not None:
+            self._planned_mixed(*self._call(*own, form))
 
     def plan_further(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes plans for further example inputs where the programs do not compute them, in the parts, too; packs are shared.
@@ -243,7 +279,7 @@ class Planned(nn.Module):
         first = self._ai3_first
         if first is None or first.body is None or isinstance(first.body, Swapped) or not first.dynamic:
             return None
-        if self._ai3_asked or not self._ai3_original or (wide := of_one_batch(leaves)) is None:
+        if self._ai3_asked or (wide := of_one_batch(leaves)) is None:
             return None
         alike, structure = key_of(wide, True), pytree.tree_structure((args, kwargs))
         alike = (form, alike) if form else alike
@@ -255,15 +291,18 @@ class Planned(nn.Module):
             plan, mixed = self._ai3_plans.get(alike), None
             # Of a plan that has lengths open, a few comparisons of a batch tell of all.
             likely = plan or next(iter(self._alike(wide, form)), None)
+            enough = 1 if likely is not None and likely.lengths is None else COMPARED
             alone = tuple(x is not y for x, y in zip(leaves, wide, strict=True))
             which = likely and likely.example, alone, batch_of(wide)
             count, places = self._ai3_mixed.get(which, (0, None))
             positional, named = pytree.tree_unflatten(wide, structure)
-            if plan is None and count >= COMPARED:
+            if plan is None and count >= enough:
                 plan = self._planned(wide, positional, named, form)
                 count = count if plan is likely else 0
-            if count >= COMPARED and plan is not None and plan.body is not None and places is not None:
+            if count >= enough and plan is not None and plan.body is not None and places is not None:
                 return self._note(key, replace(plan, body=mixed_batches.Mixed(plan.body, places)))
+            if not self._ai3_original:
+                return None
             original = self._ai3_original[0]
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device(leaves), enabled=False):
                 own = as_examples(original, args, kwargs)
@@ -423,6 +462,14 @@ class Planned(nn.Module):
     def _device(*given: Any) -> str:
         """The kind of the inputs' device."""
         return next((x.device.type for x in pytree.tree_leaves(given) if isinstance(x, Tensor)), "cpu")
+
+
+def _wide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """A call with a cache, of a batch beside inputs of one item for all of it, with as many of those; None of others."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    wide = of_one_batch(leaves) if any(map(is_cache, leaves)) else None
+    found = None if wide is None else pytree.tree_unflatten(wide, spec)
+    return found and (found[0], found[1])
 
 
 def _share_packs(plan: Plan, others: Iterable[Plan]) -> None:

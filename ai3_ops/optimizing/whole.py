@@ -358,10 +358,18 @@ def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
         return False
     with contextlib.suppress(Exception):  # of a model without one
         _generate(model, args, kwargs, 2, cache_implementation="static")  # of which all but the first tokens are masked
-    if (mask := dict(_named(model, Inputs(args, kwargs))).get(MASK)) is not None:
-        with contextlib.suppress(Exception):
-            _generate(model, args, kwargs, 2, **{MASK: torch.ones_like(mask)})  # its layers may get no mask then
+    with contextlib.suppress(Exception):  # of a model without masks
+        _generate(model, args, kwargs, 2, **_other_mask(model, args, kwargs))
     return True
+
+
+def _other_mask(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """A mask by which a first token is padding where the example has no mask, and none where it has one."""
+    given = dict(_named(model, Inputs(args, kwargs)))
+    if MASK in given:
+        return {MASK: torch.ones_like(given[MASK])}
+    ids = args[0] if args else next(iter(kwargs.values()))
+    return {MASK: (torch.arange(ids.shape[1]) > 0).to(ids.dtype).expand(ids.shape)}
 
 
 def _generates_slower(

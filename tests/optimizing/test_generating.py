@@ -322,16 +322,48 @@ def test_times_are_compared_while_others_are(monkeypatch):
         assert mixed_batches.is_slower(a, nn.Sequential(b, b, b, b, b, b, b, b), (torch.ones(1, 4),), {})
 
 
-def test_an_example_of_a_batch_beside_a_table_stays_planned():
+def test_an_example_of_a_batch_beside_a_table(monkeypatch):
+    monkeypatch.setattr(mixed_batches, "is_slower", lambda *_: False)
     model = seeded(Rotated())
+    fast = optimized(model, ids(3), selectors="default", budget_seconds=60)
+    layer = optimized_layers(fast)["layers.0"]
+    assert layer._ai3_first.example.shown[:2] == [(3, 6, 24), (3, 6, 24)]
+    for again in (fast, pickle.loads(pickle.dumps(fast))):
+        for batch, length in ((3, 6), (1, 6), (2, 6), (2, 9), (4, 7), (4, 8)):
+            generates_the_same(model, again, ids(batch, length))
+    run_no_original(fast, monkeypatch)
+    with torch.no_grad():
+        _, cache = fast(ids(4, 11))
+    assert cache.count == {0: 11, 1: 11}
+
+
+def test_an_example_of_a_batch_beside_a_table_needs_no_original(monkeypatch):
+    monkeypatch.setattr(mixed_batches, "is_slower", lambda *_: False)
+    model = seeded(Rotated())
+    fast = optimized(model, ids(3), selectors="default", budget_seconds=60, keep_original=False)
+    assert not any(layer._ai3_original for layer in optimized_layers(fast).values())
+    for again in (fast, pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+        for length in (6, 9, 17):
+            generates_the_same(model, again, ids(3, length))
+    with pytest.raises(ValueError, match="optimize again"):
+        fast(ids(2, 6))
+
+
+@pytest.mark.parametrize("slower", [False, True])
+def test_an_example_of_a_batch_that_is_not_the_same_with_as_many_tables_stays_planned(slower, monkeypatch):
+    class Tells(Rotated.Layer):
+        def forward(self, x, table, cache=None):
+            return super().forward(x * (3 if table.shape[0] == 1 and not slower else 1), table, cache=cache)
+
+    monkeypatch.setattr(mixed_batches, "is_slower", lambda *_: slower)
+    model = of_layers(Rotated, Tells)
     fast = optimized(model, ids(3), selectors="default", budget_seconds=60)
     layer = optimized_layers(fast)["layers.0"]
     assert layer._ai3_first.example.shown[:2] == [(3, 6, 24), (1, 6, 24)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for again in (fast, pickle.loads(pickle.dumps(fast))):
-            for batch in (3, 1, 2):
-                generates_the_same(model, again, ids(batch))
+        for batch in (3, 1, 2):
+            generates_the_same(model, fast, ids(batch))
 
 
 class ByPositions(Cache):
@@ -534,7 +566,7 @@ def test_transformers_decoders(kind):
     if kind == "llama":
         (layer,) = (m for name, m in fast.named_modules() if name == "model.layers.0")
         graphs = [[node.target for node in plan.body.graph.nodes] for plan in layer._ai3_plans.values()]
-        assert sum(torch.ops.ai3.attention_flash.default in targets for targets in graphs) == 2  # keys are not repeated
+        assert sum(torch.ops.ai3.attention_flash.default in targets for targets in graphs) == 3  # keys are not repeated
     attention_mask = torch.ones(2, 8, dtype=torch.long)
     attention_mask[0, :3] = 0
     with warnings.catch_warnings():
