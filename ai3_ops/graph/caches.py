@@ -195,6 +195,7 @@ class Update:
     def put_into(self, graph: fx.Graph) -> None:
         """Into a graph whose last two inputs are keys and values, and whose outputs end with what the update takes."""
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        _ask_others(inputs[:-2], inputs[-2:])
         output, (leaves, spec) = next(iter(reversed(graph.nodes))), pytree.tree_flatten(self.given)
         results: list[fx.Node] = list(output.args[0])
         count = sum(isinstance(leaf, Tensor) for leaf in leaves)
@@ -219,6 +220,17 @@ class Update:
             early.update(found)
         for node in sorted(early & order.keys(), key=order.__getitem__, reverse=True):
             at.append(node)
+
+
+def _ask_others(inputs: list[fx.Node], updated: list[fx.Node]) -> None:
+    """Sizes that another input has, too, as the batch, are that one's: what is given to an update may be made with them."""
+    values = ((node, node.meta.get("val")) for node in inputs)
+    sizes = {str(n): (node, d) for node, x in values if isinstance(x, Tensor) for d, n in enumerate(x.shape)}
+    for node in updated:
+        for user in list(node.users):
+            if user.target is aten.sym_size.int and (other := sizes.get(str(user.meta["val"]))):
+                user.args = other
+                inputs[-1].append(user)
 
 
 def elsewhere(graph: fx.Graph) -> list[fx.Node]:

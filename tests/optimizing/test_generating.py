@@ -192,6 +192,30 @@ def test_prompts_of_other_lengths_run_no_original(made, monkeypatch):
     assert cache.count == {0: 11, 1: 11}
 
 
+class Joins(Layer):
+    """As OPT's: views by the batch's size, and rows of batch and length together."""
+
+    def forward(self, x, mask=None, cache=None, positions=None):
+        n, length, features = x.size()
+        q, k, v = (part.view(n, -1, self.heads, 8).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        k, v = cache.update(k, v, self.index)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=bool(mask is None and length > 1))
+        rows = x + self.out(y.transpose(1, 2).reshape(n, length, -1))
+        shape, rows = rows.shape, rows.reshape(-1, features)
+        return (rows + self.down(F.gelu(self.up(rows)))).view(shape)
+
+
+def test_layers_that_join_batch_and_length(monkeypatch):
+    model = of_layers(Decoder, Joins)
+    fast = optimized(model, ids(), selectors="default", budget_seconds=60)
+    for batch, length in ((1, 6), (3, 4), (2, 17)):
+        generates_the_same(model, fast, ids(batch, length))
+    run_no_original(fast, monkeypatch)
+    with torch.no_grad():
+        _, cache = fast(ids(2, 11))
+    assert cache.count == {0: 11, 1: 11}
+
+
 def padded(batch, length):
     """A mask of as many tokens, of which the first items begin later."""
     return torch.arange(length) >= torch.arange(batch, 0, -1)[:, None]
