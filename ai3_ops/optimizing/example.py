@@ -33,6 +33,15 @@ class Example:
         shown = [tuple(x.shape) if isinstance(x, Tensor) else repr(x) if is_cache(x) else x for x in leaves]
         return cls(shown, [x.dtype for x in leaves if isinstance(x, Tensor)], form)
 
+    def check(self) -> None:
+        """ValueError for attributes of other kinds, as a file may have them."""
+        tensors = [x for x in self.shown if isinstance(x, tuple)]
+        sizes = all(type(n) is int and n >= 0 for x in tensors for n in x)
+        types = len(self.types) == len(tensors) and all(isinstance(x, torch.dtype) for x in self.types)
+        counts = all(isinstance(name, str) and type(n) is int for name, n in self.compared.items())
+        if not (sizes and types and counts and isinstance(self.form, str)):
+            raise ValueError(f"its example is {self.shown}, {self.types}, {self.form!r}, {self.compared}")
+
     def is_alike(self, leaves: Sequence[Any]) -> bool:
         """Whether tensors have the example's types and numbers of dimensions, and all else its values."""
         types = iter(self.types)

@@ -99,6 +99,7 @@ class Optimized(Planned):
         """One without an original, from what a file has; the arguments are the attributes of these names."""
         module = cls(nn.Module(), settings)
         module._ai3_first, module._ai3_plans = first, plans
+        module._ai3_most += len(set(map(id, plans.values())))
         module._ai3_spec, module._ai3_plain = spec, plain
         module._ai3_report = report
         module._sign(signature)
@@ -180,7 +181,8 @@ class Optimized(Planned):
 
     def forget_original(self) -> None:
         """Frees the original where it computes nothing any more, for no size that was planned."""
-        if self.changed and all(p.body is not None for p in (*self._ai3_plans.values(), *self._ai3_known.values())):
+        plans = {**self._ai3_known, **self._ai3_plans}.values()
+        if self.changed and all(plan.body is not None for plan in plans):
             self._ai3_original, self._ai3_hooks, self._ai3_stores = (), Hooks.of(()), Stores.of(())
             self._ai3_inside, self._ai3_attributes = list[nn.Module](), Attributes.of(())
             self._modules, self._parameters, self._buffers = {}, {}, {}

@@ -110,10 +110,8 @@ class Planned(nn.Module):
         self._ai3_report.parts.append(plan.report)
         if settings.verify != "off" and not (budget and budget.over):
             self._compare_lengths(plan, *given)
-            if given is not own and plan.lengths is not None:
-                leaves, spec = pytree.tree_flatten(own)
-                for _, other in islice(of_other_lengths(leaves, plan.lengths), COMPARED - 1):
-                    self._planned_mixed(*self._call(*pytree.tree_unflatten(other, spec)))
+            if given is not own:
+                self._compare_mixed(plan, *own)
 
     def _begin(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """With the first plan, made of these inputs."""
@@ -164,10 +162,12 @@ class Planned(nn.Module):
         self._ai3_most += 1
         self._keep(key, plan)
         self._ai3_report.parts.append(plan.report)
-        if settings.verify != "off" and not budget.over:
-            self._compare_lengths(plan, args, kwargs)
         if wide is not None:
             self._planned_mixed(*self._call(*own, form))
+        if settings.verify != "off" and not budget.over:
+            self._compare_lengths(plan, args, kwargs)
+            if wide is not None:
+                self._compare_mixed(plan, *own, form)
 
     def plan_further(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes plans for further example inputs where the programs do not compute them, in the parts, too; packs are shared.
@@ -175,13 +175,14 @@ class Planned(nn.Module):
         The choices of algorithms are those of the first example, as far as they can do the other sizes.
         """
         modules = [m for m in self.modules() if isinstance(m, Planned)]
+        known = [module._ai3_known for module in modules]
         for module in modules:
             module._ai3_asked, module._ai3_most, module._ai3_known = True, module._ai3_most + 1, {}
         try:
             self(*args, **kwargs)
         finally:
-            for module in modules:
-                module._ai3_asked = False
+            for module, before in zip(modules, known, strict=True):
+                module._ai3_asked, module._ai3_known = False, before | module._ai3_known
 
     def _planned(self, leaves: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Plan | None:
         """The plan for other sizes than before, made now; None where the original computes them."""
@@ -235,6 +236,9 @@ class Planned(nn.Module):
                 if self._computes(plan, (args, kwargs), others(args, kwargs)):
                     self._keep(key, plan)
                     return plan
+            if costly:
+                self._warn_of_sizes(what)
+                return self._note(key, None)
             try:
                 tried = examples.copied(Inputs(args, kwargs))  # the call itself is still to come
                 with torch.no_grad():
@@ -242,29 +246,22 @@ class Planned(nn.Module):
             except Exception as error:  # said at once and once, by the model's own words
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise
-            left = Plan(None, self._ai3_first.dynamic, None, self._ai3_first.report)
-            if costly:
-                plan = left
-                self._warn_of_sizes(what)
+            try:
+                with torch.inference_mode(False), torch.no_grad(), without_autocast():
+                    fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
+                    a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
+                    plan = make_plan(self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name)
+                if self._ai3_first.dynamic and not plan.dynamic and not unequal:  # a key has no batch then
+                    raise Uncapturable("its graph is for this batch alone")
+            except (Uncapturable, RuntimeError) as error:
+                warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
+                return self._note(key, None)
+            plan.example = Example.of(leaves, form)
+            _share_packs(plan, self._ai3_plans.values())
+            if self._ai3_asked:
+                self._compare_lengths(plan, a, k)
             else:
-                try:
-                    with torch.inference_mode(False), torch.no_grad(), without_autocast():
-                        fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]
-                        a, k = pytree.tree_unflatten(fresh, pytree.tree_structure((args, kwargs)))
-                        plan = make_plan(
-                            self._ai3_original[0], a, k, self._ai3_settings, self._ai3_report.parts[0].name
-                        )
-                    if self._ai3_first.dynamic and not plan.dynamic:  # which is what tells plans apart
-                        raise Uncapturable("its graph is for this batch alone")
-                    plan.example = Example.of(leaves, form)
-                    _share_packs(plan, self._ai3_plans.values())
-                    if self._ai3_asked:
-                        self._compare_lengths(plan, a, k)
-                    else:
-                        warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
-                except (Uncapturable, RuntimeError) as error:
-                    warnings.warn(f"ai3_ops.optimize: {what}: the original computes them ({error})", stacklevel=5)
-                    plan = left
+                warnings.warn(f"ai3_ops.optimize: {what}: planned anew", stacklevel=5)
             self._keep(key, plan)
             return plan
 
@@ -291,7 +288,8 @@ class Planned(nn.Module):
             plan, mixed = self._ai3_plans.get(alike), None
             # Of a plan that has lengths open, a few comparisons of a batch tell of all.
             likely = plan or next(iter(self._alike(wide, form)), None)
-            enough = 1 if likely is not None and likely.lengths is None else COMPARED
+            final = likely is not None and likely.lengths is None
+            enough = 1 if final or not self._ai3_original else COMPARED
             alone = tuple(x is not y for x, y in zip(leaves, wide, strict=True))
             which = likely and likely.example, alone, batch_of(wide)
             count, places = self._ai3_mixed.get(which, (0, None))
@@ -319,7 +317,7 @@ class Planned(nn.Module):
                         return self._note(key, None)
                     mixed = mixed if same else None
             if mixed is not None and places is not None:
-                self._ai3_mixed = self._ai3_mixed | {which: (count + 1, places)}
+                self._ai3_mixed = dict([*self._ai3_mixed.items(), (which, (count + 1, places))][-SIZES:])
             self._note(key, mixed)
             return mixed
 
@@ -384,6 +382,18 @@ class Planned(nn.Module):
         if len(compared) == COMPARED:
             at = listed([" and ".join(map(str, lengths.values())) for lengths in compared])
             plan.report.notes.append(f"other lengths run by the same programs: compared with the module at {at}")
+
+    def _compare_mixed(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any], form: str = "") -> None:
+        """Compares other lengths of a batch beside inputs of one item with the original, so that no call has to."""
+        if plan.lengths is None:
+            return
+        (leaves, spec), told = pytree.tree_flatten((args, kwargs)), set(self._ai3_told)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _, other in islice(of_other_lengths(leaves, plan.lengths), COMPARED - 1):
+                positional, named = pytree.tree_unflatten(other, spec)
+                self._planned_mixed(*self._call(positional, named, form))
+        self._ai3_told.intersection_update(told)  # no call of the user's
 
     def _computes(self, plan: Plan, *inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> bool:
         """Whether a plan's programs compute other sizes, too: as a copy of the original does, on these inputs.

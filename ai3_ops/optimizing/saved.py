@@ -5,7 +5,6 @@ What the file says beside programs and graphs (document.py): the structure of in
 
 from __future__ import annotations
 
-import collections
 import inspect
 import os
 import re
@@ -56,25 +55,27 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
         refuse(
             "the model's layers were swapped, and its own code runs between them; torch.export and torch.save keep that"
         )
-    planned, count = dict[Any, Plan](), collections.Counter[int]()
+    keys: dict[int, list[Any]] = {}  # by plan
+    plans = {id(plan): plan for plan in (first, *model._ai3_plans.values()) if plan.body is not None}
     for key, plan in model._ai3_plans.items():
-        count[id(plan)] += 1
-        if plan.body is not None and count[id(plan)] <= MOST:
-            planned[key] = plan
-    plans = [{"key": encoded(key), "plan": _described(plan, writer)} for key, plan in planned.items()]
-    return writer.head | {
-        "inputs": {
-            "shown": encoded(first.example and first.example.shown),
-            "spec": _spec_text(model._ai3_spec, "inputs"),
-            "plain": model._ai3_plain,
-            "signature": [
-                [p.name, int(p.kind), p.default is not p.empty] for p in model._ai3_signature.parameters.values()
-            ],
-        },
-        "first": next(i for i, plan in enumerate(planned.values()) if plan is first),
-        "plans": plans,
-        "report": encoded(model._ai3_report.to_dict()),
-    }
+        keys.setdefault(id(plan), []).append(encoded(key))
+    return (
+        writer.head
+        | {
+            "inputs": {
+                "shown": encoded(first.example and first.example.shown),  # which a reader without Python names
+                "spec": _spec_text(model._ai3_spec, "inputs"),
+                "plain": model._ai3_plain,
+                "signature": [
+                    [p.name, int(p.kind), p.default is not p.empty] for p in model._ai3_signature.parameters.values()
+                ],
+            },
+            "plans": [
+                {"keys": keys[i][:MOST], "plan": _described(plan, writer)} for i, plan in plans.items()
+            ],  # the first one first
+            "report": encoded(model._ai3_report.to_dict()),
+        }
+    )
 
 
 def _described(plan: Plan, writer: Writer) -> dict[str, Any]:
@@ -124,17 +125,16 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
             for name, kind, optional in inputs["signature"]
         ]
     )
-    plans = {reader.value(entry["key"]): _plan(entry["plan"], reader) for entry in document["plans"]}
+    plans = [(entry["keys"], _plan(entry["plan"], reader)) for entry in document["plans"]]
     report = reader.value(document["report"])
     report["parts"] = [
         Optimization(**part | {name: [kind(**row) for row in part[name]] for name, kind in _ROWS.items()})
         for part in report["parts"]
     ]
-    first = list(plans.values())[document["first"]]
     return Optimized.restored(
         Settings(selectors="default", thorough=False),
-        first=first,
-        plans=plans,
+        first=plans[0][1],
+        plans={reader.value(key): plan for keys, plan in plans for key in keys},
         spec=_spec(inputs["spec"]),
         plain=inputs["plain"],
         signature=signature,
@@ -146,6 +146,7 @@ def _plan(plan: dict[str, Any], reader: Reader) -> Plan:
     spec, fixed, lengths = plan["out_spec"], reader.value(plan["fixed"]), reader.value(plan["lengths"])
     returned = None if spec is None else Returned(_spec(spec), fixed)
     lengths, example = None if lengths is None else Lengths(*lengths), Example(*reader.value(plan["example"]))
+    example.check()
     example.own_lengths(lengths)  # KeyError of a condition that has another word than the list
     made = plan["dynamic"], returned, Optimization(""), plan["resolved"]
     return Plan(reader.body(plan), *made, lengths, example=example)

@@ -308,10 +308,9 @@ def _by_parts(
             for path in replaced:
                 original.set_submodule(path, after.get_submodule(path))
     whole = Optimized(original, pipeline.unthorough(settings, {}))
-    for module in whole.modules():
-        if isinstance(module, Optimized):
-            module._ai3_told = whole._ai3_told
-            module._ai3_patience = whole._ai3_patience / max(1, len(parts))
+    modules = [module for module in whole.modules() if isinstance(module, Optimized)]
+    for module in modules:
+        module._ai3_told, module._ai3_patience = whole._ai3_told, whole._ai3_patience / len(modules)
     whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
     whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
     if report.notes and whole._ai3_report.parts:

@@ -421,7 +421,7 @@ class Model {
     const c10::InferenceMode guard;
     for (const bool dynamic : {true, false}) {
       const auto found = shared_->plans.find(detail::key_of(inputs, dynamic));
-      if (found != shared_->plans.end()) return std::visit([&](const auto& body) { return body.run(inputs); }, found->second);
+      if (found != shared_->plans.end()) return std::visit([&](const auto& body) { return body.run(inputs); }, *found->second);
     }
     std::string got;
     for (const at::Tensor& t : inputs)
@@ -432,7 +432,7 @@ class Model {
 
  private:
   struct Shared {
-    std::map<std::string, detail::Plan> plans;
+    std::map<std::string, std::shared_ptr<const detail::Plan>> plans;
     std::string shown;  // of the example's inputs
   };
   explicit Model(const detail::File& file) {
@@ -447,8 +447,10 @@ class Model {
                    "it was saved with " + std::string(what) + " " + made_by.at(what).get<std::string>() +
                        ", and this process has " + value + ": optimize and save again here");
     auto shared = std::make_shared<Shared>();
-    for (const detail::Json& entry : document.at("plans"))
-      shared->plans.emplace(entry.at("key").dump(), detail::plan_of(entry.at("plan"), file));
+    for (const detail::Json& entry : document.at("plans")) {
+      const auto plan = std::make_shared<const detail::Plan>(detail::plan_of(entry.at("plan"), file));
+      for (const detail::Json& key : entry.at("keys")) shared->plans.emplace(key.dump(), plan);
+    }
     for (const detail::Json& shown : document.at("inputs").at("shown")) {
       if (shown == "list") continue;
       detail::need(shown.is_array() && shown.at(0) == "tuple", "an input of it is no tensor");

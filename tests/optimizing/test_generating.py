@@ -71,6 +71,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    alone = False  # whether positions are of one item for all
+
     def __init__(self, count=2, **settings):
         super().__init__()
         self.words, self.positions, self.head = nn.Embedding(30, 24), nn.Embedding(40, 24), nn.Linear(24, 30)
@@ -94,7 +96,7 @@ class Decoder(nn.Module):
                 )
         x = self.words(ids) + self.positions(places)
         for layer in self.layers:
-            x = layer(x, mask, cache=cache, positions=places)
+            x = layer(x, mask, cache=cache, positions=places[:1] if self.alone else places)
         return (self.head(x), cache) if use_cache else self.head(x)
 
     def generate(
@@ -371,6 +373,27 @@ def test_an_example_of_a_batch_beside_a_table_needs_no_original(monkeypatch):
             generates_the_same(model, again, ids(3, length))
     with pytest.raises(ValueError, match="optimize again"):
         fast(ids(2, 6))
+
+
+class Places(Layer):
+    def forward(self, x, mask=None, cache=None, positions=None):
+        return super().forward(x + positions[..., None].cos(), mask, cache, positions)
+
+
+@pytest.mark.parametrize("further", [False, True])
+@pytest.mark.parametrize("verify", ["quick", "off"])
+def test_padded_prompts_beside_a_table_need_no_original(verify, further, monkeypatch):
+    monkeypatch.setattr(mixed_batches, "is_slower", lambda *_: False)
+    model = of_layers(Decoder, Places)
+    model.alone = True
+    given = [ids(2), ids(1, 9)] if further else ids(2)
+    settings = {"verify": verify, "keep_original": False, "progress": False, "budget_seconds": 60}
+    fast = ai3_ops.optimize(model, given, "default", **settings)
+    lengths = (6, 9) if verify == "quick" else (6,)
+    for again in (fast, pickle.loads(pickle.dumps(fast))):
+        for length in lengths:
+            generates_the_same(model, again, ids(2, length))
+            generates_the_same(model, again, ids(2, length), padded(2, length))
 
 
 @pytest.mark.parametrize("slower", [False, True])

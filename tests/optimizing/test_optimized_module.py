@@ -120,6 +120,19 @@ def test_other_sizes_that_need_other_programs(model, monkeypatch):
     assert ["not optimized; optimize for each that matters" in str(w.message) for w in told] == [True]
 
 
+def test_sizes_that_are_left_to_the_original_call_it_once(monkeypatch):
+    fast, calls, forward = check(BySize().eval(), torch.randn(1, 3, 8, 8)), [], BySize.forward
+    fast._ai3_patience = 0.0
+    monkeypatch.setattr(BySize, "forward", lambda *given: calls.append(1) or forward(*given))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            calls.clear()
+            for size in range(10, 20):
+                fast(torch.randn(1, 3, size, size))
+    assert len(calls) == 10
+
+
 def test_plans_for_other_sizes(residual):
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(6), nn.Flatten(), nn.Linear(288, 2)

@@ -369,6 +369,17 @@ def renamed(column, name):
     return change
 
 
+def exampled(place, value):
+    """A plan's example with another value of these: sizes, types, form, how many were compared."""
+
+    def change(document):
+        document["plans"][0]["plan"]["example"][1 + place] = (
+            ["list", *value] if isinstance(value, list) and place < 2 else value
+        )
+
+    return change
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -382,7 +393,10 @@ def renamed(column, name):
         lambda d: d["inputs"].update(spec='[1, {"type": null, "context": {"__enum__": true, "fqn": "this:x"}}]'),
         lambda d: d["plans"].clear(),
         lambda d: d.update(format=1),  # of a version before
-        lambda d: d.update(first=7),
+        lambda d: d["plans"][0]["plan"].update(example=["list"]),
+        *(exampled(place, value) for place, value in enumerate(([["tuple", "a"]], [], 5, None))),
+        exampled(0, [["tuple", -1]]),
+        exampled(3, ["dict", ["s1", "a"]]),
     ],
 )
 def test_a_file_calls_nothing_but_operators_and_steps(small, change):

@@ -68,6 +68,37 @@ def test_more_than_a_module_keeps_by_itself():
         holds(model, fast, inputs)
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, x, y, scale=1.0):
+        return torch.relu(self.first(x)) * self.second(y) * scale
+
+
+def test_a_batch_beside_one_item():
+    model, (x, y) = Gated().eval(), torch.randn(2, 4, 16)
+    fast = ai3_ops.optimize(model, [(x, y), (x, y[:1])], "default", keep_original=False, progress=False)
+    assert not fast._ai3_original
+    with torch.no_grad():
+        for given in ((x, y), (x, y[:1])):
+            torch.testing.assert_close(fast(*given), model(*given))
+
+
+def test_files_keep_the_plans_of_all_examples(tmp_path):
+    model, x = Gated().eval(), torch.randn(2, 8, 16)
+    fast = ai3_ops.optimize(model, [(x, x, float(n)) for n in range(1, PLANS + 3)], "default", progress=False)
+    with torch.no_grad():
+        for length in range(9, 14):  # of the first one
+            fast(*torch.randn(2, 2, length, 16), 1.0)
+        ai3_ops.save(fast, tmp_path / "model.ai3")
+        loaded = ai3_ops.load(tmp_path / "model.ai3")
+        for length, scale in ((8, 2.0), (14, 1.0), (8, 2.0), (8, 5.0), (15, 3.0), (8, 6.0), (8, 1.0)):
+            given = *torch.randn(2, 2, length, 16), scale
+            torch.testing.assert_close(loaded(*given), model(*given))
+
+
 def test_sizes_that_the_same_programs_compute():
     model, inputs = pooled(), [torch.randn(1, 3, 16, 16), torch.randn(1, 3, 33, 20), torch.randn(8, 3, 64, 64)]
     fast = ai3_ops.optimize(model, inputs, "default", progress=False)

@@ -4,7 +4,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kThreads = 128;
 constexpr int64_t kLarge = 64;  // elements of a window that a block sums
 
 // A plane is averaged to one element, by a block of threads: one thread would read it alone.

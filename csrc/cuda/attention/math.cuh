@@ -10,7 +10,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kThreads = 128;
 constexpr const char* kWhat = "attention's scores";
 
 // Elements from one row of scores to the next: each begins at a multiple of 16 bytes.

@@ -7,7 +7,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kThreads = 128;
 constexpr int kPixels = 4;     // of a thread, kThreads apart, so that neighbours read neighbouring memory
 constexpr int kScalars = 512;  // of a piece
 

@@ -23,6 +23,7 @@ __device__ __forceinline__ void store_acc(bfloat16* p, float v) {  // to nearest
 }
 
 inline constexpr int kBlock = 256;
+inline constexpr int kThreads = 128;  // of blocks that reduce what they read, or whose threads keep much in registers
 
 // The shared memory of a block, as many bytes as its launch asks for.
 template <class T>

@@ -6,8 +6,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kThreads = 128;
-
 struct Groups : Shares {
   int64_t groups, each, all;  // of an image; channels of a group; of all images
   explicit Groups(const GroupNormProblem& p)
@@ -39,12 +37,12 @@ struct Groups : Shares {
 
 // Of a share: its mean, a sum of two numbers, and the sum of the squares of the differences from it.
 template <class A>
-struct Sums {
+struct ShiftedSums {
   A guess, rest, squares;
 };
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    moments_of_groups(Groups g, double eps, const T* x, const Sums<Acc<T>>* shares, Moments<Acc<T>>* moments) {
+    moments_of_groups(Groups g, double eps, const T* x, const ShiftedSums<Acc<T>>* shares, Moments<Acc<T>>* moments) {
   using A = Acc<T>;
   A* const memory = shared<A>();
   const int64_t parts = g.each * g.count, elements = g.each * g.of.pixels;
@@ -57,9 +55,9 @@ __global__ void __launch_bounds__(kThreads)
       }
     };
     A sum = 0, around[2] = {0, 0};
-    each_part([&](A pixels, const Sums<A>& of) { sum += pixels * (of.guess + of.rest); });
+    each_part([&](A pixels, const ShiftedSums<A>& of) { sum += pixels * (of.guess + of.rest); });
     const A guess = reduce<kThreads>(sum, memory, Sum()) / n;
-    each_part([&](A pixels, const Sums<A>& of) {
+    each_part([&](A pixels, const ShiftedSums<A>& of) {
       const A d = (of.guess - guess) + of.rest;
       around[0] += pixels * d, around[1] += of.squares + pixels * (d * d);
     });
@@ -74,14 +72,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class A>
 int64_t moments_bytes(const Groups& g) {
-  return checked_add(piece_bytes<Moments<A>>(g.all), piece_bytes<Sums<A>>(checked_mul(g.count, g.planes)));
+  return checked_add(piece_bytes<Moments<A>>(g.all), piece_bytes<ShiftedSums<A>>(checked_mul(g.count, g.planes)));
 }
 template <class T>
 const Moments<Acc<T>>* find_moments(const GroupNormProblem& p, const T* x, Workspace& workspace) {
   using A = Acc<T>;
   const Groups g(p);
   Moments<A>* const moments = take<Moments<A>>(workspace, g.all);
-  Sums<A>* const shares = take<Sums<A>>(workspace, g.count * g.planes);
+  ShiftedSums<A>* const shares = take<ShiftedSums<A>>(workspace, g.count * g.planes);
   for_each(g.threads(), workspace, "group_norm's moments", [=] __device__(int64_t i) {
     const Shares::Mine mine = g.of_thread(i);
     const A n = static_cast<A>(g.pixels_in(mine.share));
