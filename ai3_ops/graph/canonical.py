@@ -370,6 +370,8 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
         other = as_image(net, node, y) if image is not None and isinstance(y, fx.Node) else y
         if image is not None and (scaled := _arithmetic(net, node, image, other, name)) is not None:
             return as_sequence(net, node, scaled)
+        if (node.meta.get("lengths") or ())[1:2] == (True,) and len(x.meta["shape"]) == 4:
+            return _arithmetic_of_rows(net, node, x, y, name)
         values = _by_channel(net, x, y)
         if values is None:
             return _with_table(net, node, x, y, name)
@@ -390,6 +392,18 @@ def _arithmetic(net: Network, node: fx.Node, x: Any, y: Any, name: str) -> fx.No
         if not _broadcasts(node, x, y):
             return None
     return net.step(node, steps.binary, x, y, name, layers=node.meta["layers"])
+
+
+def _arithmetic_of_rows(net: Network, node: fx.Node, x: fx.Node, y: Any, name: str) -> fx.Node | None:
+    """With a number where an open length stands in the channels' place: of heads of queries, whose features are rows together."""
+    one = not isinstance(y, fx.Node) or y.meta["shape"] in ((), (1,))
+    shape, scales = x.meta["shape"], x.meta["scales"]
+    if not one or scales is None or any(scales[1:]) or any(node.meta["lengths"][2:]):
+        return _with_table(net, node, x, y, name)
+    sizes = (-1 if scales[0] else shape[0], shape[1], shape[2] * shape[3])
+    rows = net.step(node, steps.reshape, x, sizes, layers=())
+    scaled = _arithmetic(net, node, rows, y, name)
+    return None if scaled is None else _reshaped(net, node, scaled, node)
 
 
 def _broadcasts(node: fx.Node, x: fx.Node, y: fx.Node) -> bool:
@@ -436,6 +450,12 @@ def _mul(net: Network, node: fx.Node, x: Any, y: Any) -> fx.Node | None:
 @translates(aten.neg.default)
 def _neg(net: Network, node: fx.Node, x: Any) -> fx.Node | None:
     return _arithmetic(net, node, x, -1.0, "mul")
+
+
+@translates(aten.rsub.Scalar)
+def _rsub(net: Network, node: fx.Node, x: Any, y: Any, alpha: Any = 1) -> fx.Node | None:
+    negative = _arithmetic(net, node, x, -1.0, "mul") if alpha == 1 else None
+    return None if negative is None else _arithmetic(net, node, negative, y, "add")
 
 
 # Activations ----------------------------------------------------------------------------------------------------------

@@ -66,6 +66,18 @@ def inputs(length, batch=1, padded=False):
     return (ids, (torch.arange(length) <= (length - 1 - ids[:, :1] % 3).clamp(min=0)).long()) if padded else (ids,)
 
 
+class Heads(nn.Module):
+    """Numbers beside a length where images have their channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.factor = nn.Linear(16, 24), nn.Linear(24, 16), nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, x):
+        y = self.up(x).unflatten(-1, (3, 8))
+        return self.down(((1 - y * 0.5) * self.factor / 4).flatten(2))
+
+
 @pytest.fixture
 def nothing_anew(monkeypatch):
     """Nothing is planned, and nothing is said, from when it is called."""
@@ -93,6 +105,15 @@ def test_lengths_run_by_one_program(positions, padded, nothing_anew, monkeypatch
         agree(fast, model, *inputs(length, 1 + length % 2, padded))
     assert not compared
     assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
+
+
+def test_numbers_beside_a_length_in_the_channels_place(nothing_anew):
+    model = seeded(Heads())
+    fast = check(model, torch.randn(2, 8, 16))
+    assert isinstance(fast._ai3_first.body, Region)
+    nothing_anew()
+    for batch, length in ((1, 9), (3, 5), (2, 24)):
+        agree(fast, model, torch.randn(batch, length, 16))
 
 
 @pytest.fixture
