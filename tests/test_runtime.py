@@ -113,6 +113,22 @@ def test_one_number_is_no_batch_of_numbers(runner, tmp_path):
     assert "optimized for inputs of sizes [4], got [] Long" in done.stderr
 
 
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(16, 32)
+
+    def forward(self, x, y):
+        return torch.relu(self.first(x)) * self.second(y)
+
+
+def test_a_batch_beside_one_item(runner, tmp_path):
+    x, y = torch.randn(2, 4, 16)
+    fast, path = saved(Gated().eval(), [(x, y), (x, y[:1])], tmp_path)
+    runs(runner, fast, path, [x, y[:1]], tmp_path)
+    runs(runner, fast, path, [x[:3], y[:3]], tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_program(runner, tmp_path, dtype):
     inputs = [torch.randn(1, 3, 8, 8, dtype=dtype)]

@@ -130,7 +130,8 @@ class Optimized(Planned):
     # Pickles and copies -----------------------------------------------------------------------------------------------
     def __getstate__(self) -> dict[str, Any]:
         """Programs and graphs as in a file of `save`, its tensors as tensors; as they are where such a file cannot hold them."""
-        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": {}, "_ai3_odd": {}}
+        left = {key: plan for key, plan in self._ai3_known.items() if plan.body is None}
+        state: dict[str, Any] = super().__getstate__() | {"_ai3_known": left, "_ai3_odd": {}}
         by_key = state["_ai3_plans"]  # another thread may put a new one in its place
         plans = list({id(p): p for p in (state["_ai3_first"], *by_key.values()) if p is not None}.values())
         writer = Writer(spelling=False)

@@ -211,8 +211,8 @@ class Planned(nn.Module):
                 "keep_original=True, which plans anew"
             )
         with _planning:
-            if key in self._ai3_plans:
-                return self._ai3_plans[key]
+            if (known := self._ai3_plans.get(key) or self._ai3_known.get(key)) is not None:
+                return known
             costly = self._ai3_first.seconds > self._ai3_patience and not self._ai3_asked
             if cached and costly:  # prompts of any length come once each: no plan is kept of them
                 self._warn_of_sizes(what)
@@ -236,8 +236,7 @@ class Planned(nn.Module):
                 if self._computes(plan, (args, kwargs), others(args, kwargs)):
                     self._keep(key, plan)
                     return plan
-            if costly:
-                self._warn_of_sizes(what)
+            if costly and "sizes" in self._ai3_told:
                 return self._note(key, None)
             try:
                 tried = examples.copied(Inputs(args, kwargs))  # the call itself is still to come
@@ -246,6 +245,9 @@ class Planned(nn.Module):
             except Exception as error:  # said at once and once, by the model's own words
                 error.add_note(f"ai3_ops.optimize: {what}; the original model fails on these, too")
                 raise
+            if costly:
+                self._warn_of_sizes(what)
+                return self._note(key, None)
             try:
                 with torch.inference_mode(False), torch.no_grad(), without_autocast():
                     fresh = [x.clone() if isinstance(x, Tensor) and x.is_inference() else x for x in leaves]

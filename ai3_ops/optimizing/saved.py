@@ -126,6 +126,8 @@ def _module(document: dict[str, Any], reader: Reader) -> Optimized:
         ]
     )
     plans = [(entry["keys"], _plan(entry["plan"], reader)) for entry in document["plans"]]
+    if not plans or not all(isinstance(keys, list) and keys for keys, _ in plans):
+        raise ValueError("a plan of it is for no inputs")
     report = reader.value(document["report"])
     report["parts"] = [
         Optimization(**part | {name: [kind(**row) for row in part[name]] for name, kind in _ROWS.items()})

@@ -245,7 +245,8 @@ def _by_parts(
             more = others(args, kwargs)
             expected.append(_outputs(before, *more))
             inputs.append(more)
-    done: dict[nn.Module, Any] = {}
+    # Of the model's modules those that were captured, by their own: what replaces each, the copy that ran, and where it is.
+    done: dict[nn.Module, tuple[Optimized, nn.Module, list[str]]] = {}
     graphs = Graphs()
     replaced: list[str] = []
     parts: list[Optimization] = []
@@ -260,8 +261,7 @@ def _by_parts(
         for name, child in list(parent.named_children()):
             path = f"{prefix}{name}"
             if child in done:
-                if done[child] is not None:
-                    replace(path, done[child])
+                done[child][2].append(path)
                 continue
             if budget.over:
                 left[path] = OVER
@@ -275,18 +275,23 @@ def _by_parts(
                     left.add(path, error)
                 else:
                     optimized._ai3_most = max(optimized._ai3_most, len(sizes[ran]))
-                    for more in calls[ran][1:]:
-                        if not budget.over:
-                            rehearsal = again.get_submodule(path)
-                            optimized.plan_call(*more, settings, show, again, budget, rehearsal, graphs)
-                    parts.extend(optimized._ai3_report.parts)
-                    done[child] = optimized if optimized.changed else None
-                    if optimized.changed:
-                        replace(path, optimized)
+                    done[child] = optimized, ran, [path]
                     continue
             descend(child, f"{path}.")
 
     descend(original, "")
+    most = max((len(calls[ran]) for _, ran, _ in done.values()), default=0)
+    for turn in range(
+        1, most
+    ):  # of all parts the second calls, which are steps, and then the third: the budget may end
+        for optimized, ran, (path, *_) in done.values():
+            if turn < len(calls[ran]) and not budget.over:
+                rehearsal = again.get_submodule(path)
+                optimized.plan_call(*calls[ran][turn], settings, show, again, budget, rehearsal, graphs)
+    for optimized, _, paths in done.values():
+        parts.extend(optimized._ai3_report.parts)
+        for path in paths if optimized.changed else ():
+            replace(path, optimized)
     report = pipeline.Optimization("")
     if replaced:
         if wrong := _changes(after, inputs, expected, settings.allow_approximate):
@@ -309,8 +314,9 @@ def _by_parts(
                 original.set_submodule(path, after.get_submodule(path))
     whole = Optimized(original, pipeline.unthorough(settings, {}))
     modules = [module for module in whole.modules() if isinstance(module, Optimized)]
+    patience = whole._ai3_patience / max(1, len(modules) - 1)
     for module in modules:
-        module._ai3_told, module._ai3_patience = whole._ai3_told, whole._ai3_patience / len(modules)
+        module._ai3_told, module._ai3_patience = whole._ai3_told, patience
     whole._ai3_report.parts, whole._ai3_report.left = parts, dict(left)
     whole._ai3_report.before_ms, whole._ai3_report.after_ms = report.before_ms, report.after_ms
     if report.notes and whole._ai3_report.parts:

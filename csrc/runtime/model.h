@@ -388,13 +388,13 @@ inline Json dtype_text(const at::Tensor& t) {
 // What a plan holds for, as the file writes it: sizes, without the batch where any will do (`dynamic`), and types. No key of the
 // one kind is one of the other.
 inline std::string key_of(const Tensors& inputs, bool dynamic) {
-  const size_t start = dynamic ? 1 : 0;
-  if (inputs.size() == 1 && dynamic) return Json{"tuple", shape_text(inputs[0], start), dtype_text(inputs[0])}.dump();
+  if (inputs.size() == 1 && dynamic) return Json{"tuple", shape_text(inputs[0], 1), dtype_text(inputs[0])}.dump();
   std::vector<int64_t> batches;
   for (const at::Tensor& t : inputs) {
     const int64_t batch = dynamic && t.dim() > 0 ? t.size(0) : -1;
     if (dynamic && std::find(batches.begin(), batches.end(), batch) == batches.end()) batches.push_back(batch);
   }
+  const size_t start = batches.size() == 1 ? 1 : 0;  // of several batches a plan is for these
   Json key{"tuple", batches.size()};
   for (const at::Tensor& t : inputs) key.push_back(Json{"tuple", shape_text(t, start), dtype_text(t), t.device().str()});
   return key.dump();
@@ -449,7 +449,9 @@ class Model {
     auto shared = std::make_shared<Shared>();
     for (const detail::Json& entry : document.at("plans")) {
       const auto plan = std::make_shared<const detail::Plan>(detail::plan_of(entry.at("plan"), file));
-      for (const detail::Json& key : entry.at("keys")) shared->plans.emplace(key.dump(), plan);
+      const detail::Json& keys = entry.at("keys");
+      detail::need(keys.is_array() && !keys.empty(), "a plan of it is for no inputs");
+      for (const detail::Json& key : keys) shared->plans.emplace(key.dump(), plan);
     }
     for (const detail::Json& shown : document.at("inputs").at("shown")) {
       if (shown == "list") continue;

@@ -10,6 +10,7 @@ import pickle
 import re
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import pytest
@@ -131,6 +132,29 @@ def test_sizes_that_are_left_to_the_original_call_it_once(monkeypatch):
             for size in range(10, 20):
                 fast(torch.randn(1, 3, size, size))
     assert len(calls) == 10
+
+
+class ByValues(BySize):
+    """Of larger images, so that those cannot be captured."""
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        return y + 1 if x.shape[-1] > 9 and float(y.sum()) > 0 else y
+
+
+def test_what_is_left_to_the_original_is_so_in_copies_and_other_threads(monkeypatch):
+    planned_anew, made = [], planned.make_plan
+    monkeypatch.setattr(planned, "make_plan", lambda *given, **named: planned_anew.append(1) or made(*given, **named))
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        fast = optimized(ByValues().eval(), torch.randn(1, 3, 8, 8), selectors="default")
+        planned_anew.clear()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: fast(torch.randn(1, 3, 11, 11)), range(4)))
+        assert len(planned_anew) == 1
+        for again in (pickle.loads(pickle.dumps(fast)), copy.deepcopy(fast)):
+            again(torch.randn(1, 3, 11, 11))
+    assert len(planned_anew) == 1
 
 
 def test_plans_for_other_sizes(residual):
