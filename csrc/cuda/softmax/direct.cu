@@ -6,7 +6,6 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) softmax_rows(int64_t rows, int64_t size, const T* x, T* y) {
   using A = Acc<T>;
