@@ -223,12 +223,13 @@ class Update:
 
 
 def _ask_others(inputs: list[fx.Node], updated: list[fx.Node]) -> None:
-    """Sizes that another input has, too, as the batch, are that one's: what is given to an update may be made with them."""
+    """The batch's size, by which what is given to an update may be viewed, is another input's, not that of what is updated."""
     values = ((node, node.meta.get("val")) for node in inputs)
     sizes = {str(n): (node, d) for node, x in values if isinstance(x, Tensor) for d, n in enumerate(x.shape)}
     for node in updated:
         for user in list(node.users):
-            if user.target is aten.sym_size.int and (other := sizes.get(str(user.meta["val"]))):
+            of_batch = user.target is aten.sym_size.int and user.args[1] == 0
+            if of_batch and (other := sizes.get(str(user.meta["val"]))):
                 user.args = other
                 inputs[-1].append(user)
 
