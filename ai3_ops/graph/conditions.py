@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from torch.export.graph_signature import InputKind
 
 from ai3_ops._torch import asked_in
 from ai3_ops.graph.caches import Past
-from ai3_ops.graph.sizes import open_sizes, plain
+from ai3_ops.graph.calls import Uncapturable
+from ai3_ops.graph.network import value_of
+from ai3_ops.graph.sizes import open_sizes, plain, words_of
 
 
 def hold_for_any_batch(program: ExportedProgram, inputs: list[Any]) -> bool:
@@ -56,11 +58,20 @@ def _holds_for_batches(asked: Any, batches: set[Any], lengths: dict[Any, int]) -
     """Whether a condition on a batch and lengths holds for many batches, with the example's lengths and longer ones."""
     if not asked.free_symbols <= batches | lengths.keys():
         return False
-    more = (dict.fromkeys(lengths, 0), lengths, dict.fromkeys(lengths, 1000))
+    more, holds = (dict.fromkeys(lengths, 0), lengths, dict.fromkeys(lengths, 1000)), _by_values(asked)
     return all(
-        bool(asked.subs(dict.fromkeys(batches, n) | {symbol: own + longer[symbol] for symbol, own in lengths.items()}))
+        holds(dict.fromkeys(batches, n) | {symbol: own + longer[symbol] for symbol, own in lengths.items()})
         for n, longer in itertools.product((*_BATCHES, *_numbers_in(asked)), more)
     )
+
+
+def _by_values(asked: Any) -> Callable[[Mapping[Any, int]], bool]:
+    """A condition as a function of its symbols' values, by the words of `Lengths`: SymPy takes a hundred times as long."""
+    try:
+        words = words_of(asked)
+    except Uncapturable:  # it has no words for that
+        return lambda sizes: bool(asked.subs(sizes))
+    return lambda sizes: bool(value_of(words, {str(symbol): n for symbol, n in sizes.items()}))
 
 
 def _numbers_in(asked: Any) -> set[int]:
@@ -85,21 +96,23 @@ def hold_for_any_cache(program: ExportedProgram, cache: dict[Any, int], lengths:
     sizes: list[Any] = [n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt)]
     queries = _PROMPTS if lengths else (past.queries,)
 
-    def holds(asked: Any, keys: int, count: int) -> bool:
-        return bool(asked.subs(dict.fromkeys(cache, keys) | dict.fromkeys(lengths, count)))
-
     for guard, asked in _asked(sizes[-1], cache):
         if not asked.free_symbols <= cache.keys() | lengths.keys():
             return False
+        by_values = _by_values(asked)
+
+        def holds(keys: int, count: int, by_values: Any = by_values) -> bool:
+            return bool(by_values(dict.fromkeys(cache, keys) | dict.fromkeys(lengths, count)))
+
         longer = [(times * n + more, n) for n in (*queries, past.length) for times, more in _LONGER]
         longer += [(keys, n) for n in queries for k in _numbers_in(asked) for keys in (k, n + k) if keys > n]
-        if not all(holds(asked, keys, count) for keys, count in longer):
+        if not all(holds(keys, count) for keys, count in longer):
             return False
         if _is_of_operators(guard):
             continue
-        if not all(holds(asked, before + n, n) for n in queries for before in _PASTS):
+        if not all(holds(before + n, n) for n in queries for before in _PASTS):
             return False
-        first = {holds(asked, n, n) for n in queries}
+        first = {holds(n, n) for n in queries}
         if first != {True} and (past.queries != past.length or len(first) > 1):
             return False
     return True

@@ -91,10 +91,10 @@ class Lengths:
         """
         changed = {name for name, n in found.items() if n != own[name]}
         sizes = (size for size in self.sizes if not changed.isdisjoint(_names(size)))
-        return all(_said(size, found) != _said(size, own) for size in sizes)
+        return all(value_of(size, found) != value_of(size, own) for size in sizes)
 
     def _hold(self, lengths: Mapping[str, int]) -> bool:
-        return min(lengths.values(), default=0) > 1 and all(_said(said, lengths) for said in self.conditions)
+        return min(lengths.values(), default=0) > 1 and all(value_of(said, lengths) for said in self.conditions)
 
 
 def _names(value: Any) -> Iterator[str]:
@@ -106,10 +106,10 @@ def _names(value: Any) -> Iterator[str]:
         yield value
 
 
-def _said(value: Any, lengths: Mapping[str, int]) -> Any:
+def value_of(value: Any, lengths: Mapping[str, int]) -> Any:
     """The value of a condition, or of a size, with these lengths."""
     if isinstance(value, tuple):
-        return SAYS[value[0]](*(_said(part, lengths) for part in value[1:]))
+        return SAYS[value[0]](*(value_of(part, lengths) for part in value[1:]))
     return lengths[value] if isinstance(value, str) else value
 
 

@@ -30,7 +30,7 @@ def open_sizes(values: Iterable[Any], inputs: Iterable[Any]) -> Iterator[tuple[A
             )
 
 
-def _said(value: Any) -> Any:
+def words_of(value: Any) -> Any:
     """A size, or a condition on sizes, as `Lengths` has it; Uncapturable where that has no word for it."""
     if isinstance(value, (int, torch.SymInt)):
         value = plain(value)
@@ -42,10 +42,10 @@ def _said(value: Any) -> Any:
     if value.is_Rational:
         return "Div", int(value.p), int(value.q)
     if value.is_Pow and value.exp.is_Integer and value.exp > 0:
-        return "Mul", *[_said(value.base)] * int(value.exp)
+        return "Mul", *[words_of(value.base)] * int(value.exp)
     if kind not in SAYS:
         raise Uncapturable(f"its lengths have to hold {value}")
-    return kind, *map(_said, value.args)
+    return kind, *map(words_of, value.args)
 
 
 class Sizes:
@@ -91,12 +91,12 @@ class Sizes:
         guards = {env.replace(guard.expr) for guard in env.guards}
         open_ones = self._batches | self._cache.keys()  # of which no condition is left
         own = [g for g in guards if open_ones.isdisjoint(g.free_symbols) and g != True]  # noqa: E712
-        said = (tuple(None if self._follows_cache(plain(n)) else _said(n) for n in shape) for shape in shapes)
+        said = (tuple(None if self._follows_cache(plain(n)) else words_of(n) for n in shape) for shape in shapes)
         sizes = set[Any]()
         for n in self._sizes:
             with contextlib.suppress(Uncapturable):  # of what a file has no word for
-                sizes.add(_said(n))
-        return Lengths(tuple(said), tuple(map(_said, own)), tuple(sizes))
+                sizes.add(words_of(n))
+        return Lengths(tuple(said), tuple(map(words_of, own)), tuple(sizes))
 
     def _follows_cache(self, size: Any) -> bool:
         return not isinstance(size, int) and not self._cache.keys().isdisjoint(size.free_symbols)
