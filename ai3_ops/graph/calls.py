@@ -85,7 +85,7 @@ class Calls:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """One more, with copies of the inputs."""
         own = examples.copied(Inputs(args, kwargs))
-        before = [(name, value, *pytree.tree_flatten(value)) for name, value in _named(self.module, own)]
+        before = [(name, value, *pytree.tree_flatten(value)) for name, value in named(self.module, own)]
         with torch.no_grad():
             returned = self.module(*own.args, **own.kwargs)
         for name, value, leaves, spec in before:
@@ -113,7 +113,7 @@ class Calls:
                     )
 
 
-def _named(module: nn.Module, inputs: Inputs) -> list[tuple[str, Any]]:
+def named(module: nn.Module, inputs: Inputs) -> list[tuple[str, Any]]:
     """Arguments by their names."""
     names: list[str] = []
     with contextlib.suppress(ValueError):  # of what torch.jit compiled

@@ -96,23 +96,22 @@ def hold_for_any_cache(program: ExportedProgram, cache: dict[Any, int], lengths:
     sizes: list[Any] = [n for x in values if isinstance(x, Tensor) for n in x.shape if isinstance(n, torch.SymInt)]
     queries = _PROMPTS if lengths else (past.queries,)
 
+    def sized(keys: int, count: int) -> dict[Any, int]:
+        return dict.fromkeys(cache, keys) | dict.fromkeys(lengths, count)
+
     for guard, asked in _asked(sizes[-1], cache):
         if not asked.free_symbols <= cache.keys() | lengths.keys():
             return False
-        by_values = _by_values(asked)
-
-        def holds(keys: int, count: int, by_values: Any = by_values) -> bool:
-            return bool(by_values(dict.fromkeys(cache, keys) | dict.fromkeys(lengths, count)))
-
+        holds = _by_values(asked)
         longer = [(times * n + more, n) for n in (*queries, past.length) for times, more in _LONGER]
         longer += [(keys, n) for n in queries for k in _numbers_in(asked) for keys in (k, n + k) if keys > n]
-        if not all(holds(keys, count) for keys, count in longer):
+        if not all(holds(sized(keys, count)) for keys, count in longer):
             return False
         if _is_of_operators(guard):
             continue
-        if not all(holds(before + n, n) for n in queries for before in _PASTS):
+        if not all(holds(sized(before + n, n)) for n in queries for before in _PASTS):
             return False
-        first = {holds(n, n) for n in queries}
+        first = {holds(sized(n, n)) for n in queries}
         if first != {True} and (past.queries != past.length or len(first) > 1):
             return False
     return True

@@ -231,8 +231,7 @@ class Optimized(Planned):
         elif torch.compiler.is_compiling():
             plan = self._of_trace(leaves, first, form)
         else:
-            key = key_of(leaves, first.dynamic)
-            key = (form, key) if form else key
+            key = key_of(leaves, first.dynamic, form)
             plan = self._ai3_plans.get(key) or self._ai3_known.get(key)
             if plan is None:
                 plan = self._planned_mixed(key, leaves, args, kwargs, form) or self._planned(leaves, args, kwargs, form)

@@ -35,9 +35,8 @@ from ai3_ops.surveying.examples import Inputs
 
 PLANS = 4  # for so many sizes a module keeps plans, or for all that a model calls it with in one call; the oldest goes
 SIZES = 1024  # that are known to be one plan's
-PLAN_SECONDS = (
-    1.0  # that a call may take for other sizes, in all parts of a model together: else the original computes them
-)
+# That a call may take for other sizes, in all parts of a model together: else the original computes them.
+PLAN_SECONDS = 1.0
 _planning = threading.RLock()
 
 
@@ -126,8 +125,7 @@ class Planned(nn.Module):
         """What plans are looked up by, and the leaves of the arguments, before these."""
         assert self._ai3_first is not None
         leaves = pytree.tree_leaves((args, kwargs))
-        key = key_of(leaves, self._ai3_first.dynamic)
-        return (form, key) if form else key, leaves, args, kwargs, form
+        return key_of(leaves, self._ai3_first.dynamic, form), leaves, args, kwargs, form
 
     def plan_call(
         self,
@@ -196,10 +194,9 @@ class Planned(nn.Module):
         if form:
             names = f" and {', '.join(map(repr, kwargs))} by name" if kwargs else ""
             what += f" in the form of {len(args)} arguments{names}"
-        key = key_of(leaves, self._ai3_first.dynamic)
-        key = (form, key) if form else key
+        key = key_of(leaves, self._ai3_first.dynamic, form)
         cached = any(map(is_cache, leaves))
-        unequal = self._ai3_first.dynamic and len({x.shape[:1] for x in leaves if isinstance(x, Tensor)}) > 1
+        unequal = self._ai3_first.dynamic and len(_batches(leaves)) > 1
         alike = [] if unequal else self._alike(leaves, form)
         for plan in alike:
             if plan.example and plan.example.takes(leaves, plan.lengths):
@@ -216,8 +213,7 @@ class Planned(nn.Module):
             costly = self._ai3_first.seconds > self._ai3_patience and not self._ai3_asked
             if cached and costly:  # prompts of any length come once each: no plan is kept of them
                 self._warn_of_sizes(what)
-                self._note(key, None)
-                return None
+                return self._note(key, None)
             if not self._ai3_odd.keys().isdisjoint(_caches(key, leaves)):
                 return None
             args, kwargs = as_examples(self._ai3_original[0], args, kwargs)  # a cache stays as it is
@@ -230,8 +226,7 @@ class Planned(nn.Module):
                 if self._tells("batch"):
                     what = f"{name} was {what}: batches of other sizes are computed as by the original, not optimized"
                     warnings.warn(f"ai3_ops.optimize: {what}; optimize for each that matters", stacklevel=5)
-                self._note(key, None)
-                return None
+                return self._note(key, None)
             for plan in alike:
                 if self._computes(plan, (args, kwargs), others(args, kwargs)):
                     self._keep(key, plan)
@@ -280,8 +275,7 @@ class Planned(nn.Module):
             return None
         if self._ai3_asked or (wide := of_one_batch(leaves)) is None:
             return None
-        alike, structure = key_of(wide, True), pytree.tree_structure((args, kwargs))
-        alike = (form, alike) if form else alike
+        alike, structure = key_of(wide, True, form), pytree.tree_structure((args, kwargs))
         with _planning:
             if key in self._ai3_known:
                 return self._ai3_known[key]
@@ -480,8 +474,10 @@ def _wide(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...
     """A call with a cache, of a batch beside inputs of one item for all of it, with as many of those; None of others."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     wide = of_one_batch(leaves) if any(map(is_cache, leaves)) else None
-    found = None if wide is None else pytree.tree_unflatten(wide, spec)
-    return found and (found[0], found[1])
+    if wide is None:
+        return None
+    given = pytree.tree_unflatten(wide, spec)
+    return given[0], given[1]
 
 
 def _share_packs(plan: Plan, others: Iterable[Plan]) -> None:
@@ -512,12 +508,20 @@ def _apart(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-def key_of(leaves: list[Any], dynamic: bool) -> Any:
-    """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors."""
+def _batches(leaves: list[Any]) -> set[Any]:
+    return {x.shape[:1] for x in leaves if isinstance(x, Tensor)}
+
+
+def key_of(leaves: list[Any], dynamic: bool, form: str = "") -> Any:
+    """What a plan holds for: sizes, without the batch where any will do, types and values that are no tensors; and the
+    arguments' form, where it is not the first example's.
+    """
+    if form:
+        return form, key_of(leaves, dynamic)
     if len(leaves) == 1 and dynamic:
         x = leaves[0]
         return (_inner(x, 1), x.dtype) if isinstance(x, Tensor) else repr(x)
-    batches = {x.shape[:1] for x in leaves if isinstance(x, Tensor)} if dynamic else set[Any]()
+    batches = _batches(leaves) if dynamic else set[Any]()
     start = 1 if dynamic and len(batches) == 1 else 0  # of several batches a plan is for these
     cached = any(map(is_cache, leaves))  # whichever cache, and however long it is
     return len(batches), *(

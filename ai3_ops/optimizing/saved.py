@@ -70,9 +70,8 @@ def _document(model: Optimized, writer: Writer) -> dict[str, Any]:
                     [p.name, int(p.kind), p.default is not p.empty] for p in model._ai3_signature.parameters.values()
                 ],
             },
-            "plans": [
-                {"keys": keys[i][:MOST], "plan": _described(plan, writer)} for i, plan in plans.items()
-            ],  # the first one first
+            # The first one first.
+            "plans": [{"keys": keys[i][:MOST], "plan": _described(plan, writer)} for i, plan in plans.items()],
             "report": encoded(model._ai3_report.to_dict()),
         }
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import time
 import warnings
@@ -21,7 +20,7 @@ from ai3_ops._torch import pytree, users_level, without_autocast
 from ai3_ops.explaining.report import Optimization
 from ai3_ops.graph.alike import Graphs
 from ai3_ops.graph.caches import is_cache
-from ai3_ops.graph.calls import Calls, Uncapturable
+from ai3_ops.graph.calls import Calls, Uncapturable, named
 from ai3_ops.graph.network import difference
 from ai3_ops.graph.state import copied, others, same_random_numbers
 from ai3_ops.nn.unswap import unswap
@@ -342,15 +341,9 @@ def _generate(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tokens:
     """Text after the example, by transformers' `generate`."""
     given = examples.copied(Inputs(args, kwargs))
     options |= {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    named = {**dict(_named(model, given)), **options}  # after the first, `generate` has other positions
+    first = given.args[:1]  # after which `generate` has other positions
     with torch.no_grad():
-        return model.generate(*given.args[:1], **named)
-
-
-def _named(model: nn.Module, given: Inputs) -> Iterator[tuple[str, Any]]:
-    """All but the first positional argument."""
-    yield from zip([*inspect.signature(model.forward).parameters][1:], given.args[1:], strict=False)
-    yield from given.kwargs.items()
+        return model.generate(*first, **dict(named(model, given)[len(first) :]) | options)
 
 
 def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -370,10 +363,10 @@ def _generates(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> boo
 
 def _other_mask(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
     """A mask by which a first token is padding where the example has no mask, and none where it has one."""
-    given = dict(_named(model, Inputs(args, kwargs)))
+    given = dict(named(model, Inputs(args, kwargs)))
     if MASK in given:
         return {MASK: torch.ones_like(given[MASK])}
-    ids = args[0] if args else next(iter(kwargs.values()))
+    ids = next(iter(given.values()))
     return {MASK: (torch.arange(ids.shape[1]) > 0).to(ids.dtype).expand(ids.shape)}
 
 
