@@ -51,6 +51,8 @@ CONVOLUTIONAL = "alexnet", "densenet121", "googlenet", "inception_v3", "resnet15
 MODELS = (*CONVOLUTIONAL, "vit_b_16", "swin_b")  # the ai3 paper's
 NOTES = {"mnn": "MNN's wheel has no AVX-512"}
 WRONG = 0.1  # an error above it is no rounding: the engine computed another function
+DTYPES = ("float32", "bfloat16")
+FLOAT32_ALONE = ("onnxruntime", "ncnn", "mnn", "opencv")  # as they are run here
 
 
 @dataclass
@@ -90,11 +92,12 @@ class Result:
     commit: str = ""
     command: str = ""
     date: str = ""
+    dtype: str = "float32"
 
     @property
     def key(self) -> str:
         """In the file of all results."""
-        return f"{self.model} batch {self.batch}"
+        return f"{self.model} batch {self.batch}" + (f" {self.dtype}" if self.dtype != "float32" else "")
 
     def fastest(self, names: Sequence[str]) -> str | None:
         """Of these, the one with the lowest median; none whose output is wrong."""
@@ -103,17 +106,30 @@ class Result:
 
 
 # Files that the engines read --------------------------------------------------------------------------------------------
-def prepare(named: models.Named, engines: Sequence[str], folder: Path) -> None:
-    """The model, its input and the float64 output, and what the engines' converters make of it."""
+def prepare(named: models.Named, engines: Sequence[str], folder: Path, dtype: str = "float32") -> None:
+    """The model, its input and the float64 output, and what the engines' converters make of it.
+
+    In `dtype` for PyTorch and us; ONNX stays float32, and OpenVINO is asked for `dtype`. The float64 output is of the float32
+    weights.
+    """
     model, inputs = copy.deepcopy(named.model), named.inputs
     models.settle(model, inputs)
-    torch.save(model, folder / "model.pt")
-    torch.save(inputs, folder / "inputs.pt")
     args = inputs if isinstance(inputs, tuple) else (inputs,)
-    with torch.inference_mode():
-        exact = copy.deepcopy(model).double()(
-            *(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+    def converted(to: torch.dtype) -> tuple[nn.Module, tuple[Any, ...]]:
+        floats = [isinstance(a, Tensor) and a.is_floating_point() for a in args]
+        return copy.deepcopy(model).to(to), tuple(
+            a.to(to) if floating else a for a, floating in zip(args, floats, strict=True)
         )
+
+    given, given_args = converted(getattr(torch, dtype))
+    torch.save(given, folder / "model.pt")
+    torch.save(given_args if isinstance(inputs, tuple) else given_args[0], folder / "inputs.pt")
+    (folder / peers.DTYPE).write_text(dtype)
+    del given
+    with torch.inference_mode():
+        double, double_args = converted(torch.float64)
+        exact = double(*double_args)
     import numpy
 
     exact = (
@@ -224,7 +240,9 @@ class Worker:
         self.log.close()
 
 
-def measure(named: models.Named, engines: Sequence[str], threads: int, turns: int, bar: Progress) -> dict[str, Engine]:
+def measure(
+    named: models.Named, engines: Sequence[str], threads: int, turns: int, bar: Progress, dtype: str = "float32"
+) -> dict[str, Engine]:
     """Each engine's figures."""
     results: dict[str, Engine] = {}
     task = bar.add_task(f"{named.name}: files", total=len(engines) * (1 + turns))
@@ -235,9 +253,11 @@ def measure(named: models.Named, engines: Sequence[str], threads: int, turns: in
             module, package = PACKAGES.get(engine, ("torch", "torch"))
             if importlib.util.find_spec(module) is None:
                 results[engine] = Engine(absent=f"not installed: pip install {package}")
+            elif dtype != "float32" and engine in FLOAT32_ALONE:
+                results[engine] = Engine(absent="computes in float32")
             else:
                 there.append(engine)
-        prepare(named, there, folder)
+        prepare(named, there, folder, dtype)
         if "load" in there:
             bar.update(task, description=f"{named.name}: the file that load reads")
             saving = "import sys; from ai3_ops.cli import peers; peers.save(*sys.argv[1:])"  # apart: its memory is not load's
@@ -315,7 +335,8 @@ def document(results: Mapping[str, Result], picture: str) -> Iterator[str]:
     yield """Written by `python -m ai3_ops bench`. Each engine in a process of its own, with the same seeded random weights (batch
 normalizations with the statistics of the input), input (NCHW) and threads, float32; turns alternate, each after 0.4 s of
 calls that do not count, and not while the processors compute more slowly than at best (two of a virtual machine may share a
-core). Milliseconds of one call: median and 99th percentile of all calls of all turns. Images/s: images over their time.
+core). Where a row says bfloat16, model and input are of it, and OpenVINO is asked for it (its file stays float32).
+Milliseconds of one call: median and 99th percentile of all calls of all turns. Images/s: images over their time.
 Memory: the peak of a call above what the process held before it loaded the model (weights, packs, activations); "of the
 call" is above what it held before the call, when nothing free was kept (activations, workspaces, outputs; empty for engines
 that keep those between calls). Error: max|y - y64| / max|y64| of the output, y64 from PyTorch in float64; above 0.1 the
@@ -455,9 +476,9 @@ def main(options: argparse.Namespace, console: Console) -> int:
         named = models.named(name, batch=options.batch, size=options.size)
         inputs = named.inputs
         shape = "x".join(map(str, inputs.shape)) if isinstance(inputs, Tensor) else "given by its factory"
-        result = Result(name, options.batch, f"{shape}, {named.origin}", threads)
+        result = Result(name, options.batch, f"{shape}, {named.origin}", threads, dtype=options.dtype)
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            result.engines = measure(named, list(dict.fromkeys(engines)), threads, options.turns, bar)
+            result.engines = measure(named, list(dict.fromkeys(engines)), threads, options.turns, bar, options.dtype)
         result.machine = machine
         result.commit, result.command, result.date = commit(), command, time.strftime("%Y-%m-%d")
         show(result, console)

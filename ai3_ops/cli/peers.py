@@ -23,6 +23,7 @@ from typing import Any
 
 WARM_SECONDS = 0.4  # before every turn: memory that lies idle is taken away and comes back by page faults
 TURN_SECONDS, TURN_CALLS = 0.3, 5  # of a turn, at least
+DTYPE = "dtype.txt"  # the file that says in what is computed
 Ready = tuple[Callable[[], Any], str]  # a call that returns the output, as NumPy takes it, and the engine's version
 
 
@@ -155,11 +156,12 @@ def onnxruntime(folder: Path, threads: int) -> Ready:
 
 
 def openvino(folder: Path, threads: int) -> Ready:
-    """OpenVINO's CPU plugin, float32, for latency."""
+    """OpenVINO's CPU plugin, in float32 or bfloat16, for latency."""
     import openvino as ov
 
     core = ov.Core()
-    hints = {"INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
+    precision = {"float32": "f32", "bfloat16": "bf16"}[(folder / DTYPE).read_text()]
+    hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
     x = _numpy(folder)
     model = core.read_model(_onnx(folder))
     model.reshape(list(x.shape))
@@ -299,7 +301,7 @@ def _error(output: Any, folder: Path) -> float:
 
     expected = numpy.load(folder / "expected.npy")
     if hasattr(output, "detach"):
-        output = output.detach().numpy()
+        output = output.detach().float().numpy()
     got = numpy.asarray(output, dtype=numpy.float64).reshape(expected.shape)
     return float(numpy.abs(got - expected).max() / numpy.abs(expected).max())
 

@@ -101,6 +101,15 @@ def test_each_engine_in_its_process(monkeypatch):
 
 
 @needs_numpy
+def test_bfloat16_beside_the_float64_of_the_float32_weights():
+    engines = ["eager", "onnxruntime"]
+    found = bench.measure(models.named(SMALL), engines, 1, 1, Progress(disable=True), "bfloat16")
+    assert found["onnxruntime"].absent
+    assert not found["eager"].absent, found["eager"].absent
+    assert 1e-4 < found["eager"].error < 0.05
+
+
+@needs_numpy
 def test_an_engine_that_fails_is_named(tmp_path, monkeypatch):
     worker = bench.Worker("openvino", tmp_path, 1)  # no files
     assert worker.answer()["absent"]
@@ -164,8 +173,8 @@ def test_a_wrong_output_is_compared_with_nobody(error):
 def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def fake(named, engines, threads, turns, bar):
-        asked.append((named.name, list(engines), threads, turns))
+    def fake(named, engines, threads, turns, bar, dtype):
+        asked.append((named.name, list(engines), threads, turns, dtype))
         return {name: results()["small batch 1"].engines["swap auto"] for name in engines}
 
     monkeypatch.setattr(bench, "measure", fake)
@@ -186,9 +195,11 @@ def test_bench_on_the_command_line(tmp_path, monkeypatch, capsys):
         "--output",
     ]
     assert main([*command, str(output)]) == 0
-    assert asked == [(SMALL, ["eager", "swap auto"], 1, 3)]
+    assert asked == [(SMALL, ["eager", "swap auto"], 1, 3, "float32")]
     assert set(bench.load(output)) == {"small batch 1", f"{SMALL} batch 1"}  # what was there stays
     assert "1.00x (eager / swap auto)" in capsys.readouterr().out
+    assert main([*command, str(output), "--dtype", "bfloat16"]) == 0
+    assert bench.load(output)[f"{SMALL} batch 1 bfloat16"].dtype == asked.pop()[-1] == "bfloat16"
     with pytest.raises(SystemExit):
         main(["bench", "--models", SMALL, "--peers", "onnxruntim"])
     assert "no engine 'onnxruntim'; did you mean 'onnxruntime'" in capsys.readouterr().err
