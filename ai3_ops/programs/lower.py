@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import operator
@@ -140,15 +141,17 @@ def _trimmed(nodes: list[fx.Node]) -> list[fx.Node]:
 
 def _pieces(graph: fx.Graph, nodes: list[fx.Node], others: list[list[fx.Node]]) -> list[list[fx.Node]]:
     """A partition in as few pieces as it takes that neither of it and another kind's waits for the other: mostly one."""
-    if _ordered(graph, [*others, nodes]):
-        return [nodes]
     pieces: list[list[fx.Node]] = []
-    for node in nodes:
-        if pieces and _ordered(graph, [*others, *pieces[:-1], [*pieces[-1], node]]):
-            pieces[-1].append(node)
-        else:
-            pieces.append([node])
-    return pieces
+    while nodes and not _ordered(graph, [*others, *pieces, nodes]):
+
+        def waits(last: int, earlier: list[list[fx.Node]] = pieces, left: list[fx.Node] = nodes) -> bool:
+            return not _ordered(graph, [*others, *earlier, left[: last + 1]])
+
+        # As many as go together. Without its last node a group has no more to wait for, so that halving finds them.
+        count = 1 + bisect.bisect_left(range(1, len(nodes)), True, key=waits)
+        pieces.append(nodes[:count])
+        nodes = nodes[count:]
+    return [*pieces, nodes]
 
 
 def _ordered(graph: fx.Graph, groups: list[list[fx.Node]]) -> bool:
@@ -298,9 +301,17 @@ def _emit_reshape(b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
 
 def _for_images(node: fx.Node) -> bool:
     """Whether what reads a value wants its channels innermost."""
-    if len(node.meta["shape"]) != 4:
-        return False
-    return any(user.target in _OF_IMAGES or (user.target in _ALIKE and _for_images(user)) for user in node.users)
+    seen, waiting = {node}, [node]
+    while waiting:
+        value = waiting.pop()
+        if len(value.meta["shape"]) != 4:
+            continue
+        if any(user.target in _OF_IMAGES for user in value.users):
+            return True
+        alike = [user for user in value.users if user.target in _ALIKE and user not in seen]
+        seen.update(alike)
+        waiting += alike
+    return False
 
 
 def _emit_own(step: Step, b: Builder, of: _Operands, a: dict[str, Any]) -> Any:
