@@ -144,6 +144,20 @@ def test_programs_with_operators_between(runner, tmp_path):
     runs(runner, fast, path, inputs, tmp_path)
 
 
+def test_a_length_kept_by_a_reshape_between_programs(runner, tmp_path):
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+        def forward(self, x):
+            return self.down(F.gelu(self.up(x).view(*x.shape[:2], 4, 16).cumsum(1).flatten(2)))
+
+    fast, path = saved(Between().eval(), torch.randn(1, 64, 16), tmp_path)
+    for sizes in ((1, 64, 16), (1, 40, 16), (3, 81, 16)):
+        runs(runner, fast, path, [torch.randn(sizes)], tmp_path)
+
+
 def test_a_transformer_of_two_inputs_with_any_batch(runner, tmp_path):
     class Masked(nn.Module):
         def __init__(self):

@@ -11,8 +11,11 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ai3_ops._torch import FakeTensorMode
 from ai3_ops.graph import steps
+from ai3_ops.graph.fusion import arguments
 from ai3_ops.graph.network import call, is_step
 from ai3_ops.programs.body import Body
+
+_RESHAPE, _SIZE = torch.ops.aten.reshape.default, torch.ops.aten.sym_size.int
 
 
 def spelled(body: Body) -> fx.Graph:
@@ -50,6 +53,19 @@ def _spell(graph: fx.Graph, node: fx.Node) -> None:
         return
     places = [n for n in traced.nodes if n.op == "placeholder"]
     with graph.inserting_before(node):
-        made: Any = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
+        kept = _kept_sizes(graph, node) if any(n.target is _RESHAPE for n in traced.nodes) else []
+        if kept:
+            made: Any = graph.call_function(_RESHAPE, (*reads, kept))
+            made.meta["val"] = node.meta["val"]
+        else:
+            made = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
     node.replace_all_uses_with(made)
     graph.erase_node(node)
+
+
+def _kept_sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
+    """Those of a reshape that keeps some, which are asked for: a trace has the example's, and a length may be another one."""
+    if node.target is not steps.reshape:
+        return []
+    value, sizes = arguments(node).values()
+    return [n or graph.call_function(_SIZE, (value, d)) for d, n in enumerate(sizes)] if 0 in sizes else []

@@ -146,6 +146,29 @@ def test_each_of_several_examples_has_lengths_of_its_own(tmp_path):
                 agree(again, model, *inputs(length, batch, padded))
 
 
+class Between(nn.Module):
+    """A reshape that PyTorch's step alone reads, so that no program has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        n, length, _ = x.shape
+        heads = self.up(x).view(n, length, 4, 16).cumsum(1)
+        return self.down(F.gelu(heads.flatten(2)))
+
+
+def test_reshapes_between_programs_keep_lengths_open_in_files(tmp_path):
+    model = seeded(Between())
+    fast = check(model, torch.randn(1, 64, 16))
+    ai3_ops.save(fast, tmp_path / "model.ai3")
+    assert b"op.aten.reshape.default" in (tmp_path / "model.ai3").read_bytes()
+    for again in (fast, pickle.loads(pickle.dumps(fast)), ai3_ops.load(tmp_path / "model.ai3")):
+        for length, batch in ((40, 1), (81, 3)):
+            agree(again, model, torch.randn(batch, length, 16))
+
+
 def test_the_first_ones_are_compared_where_none_was_before(compared):
     model = seeded(Encoder())
     fast = check(model, *inputs(8), verify="off")
