@@ -154,6 +154,9 @@ def test_a_length_kept_by_a_reshape_between_programs(runner, tmp_path):
             return self.down(F.gelu(self.up(x).view(*x.shape[:2], 4, 16).cumsum(1).flatten(2)))
 
     fast, path = saved(Between().eval(), torch.randn(1, 64, 16), tmp_path)
+    for length in (40, 81):
+        fast(torch.randn(1, length, 16))
+    ai3_ops.save(fast, path)  # with the sizes that were called
     for sizes in ((1, 64, 16), (1, 40, 16), (3, 81, 16)):
         runs(runner, fast, path, [torch.randn(sizes)], tmp_path)
 
