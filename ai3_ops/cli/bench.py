@@ -122,7 +122,7 @@ def prepare(named: models.Named, engines: Sequence[str], folder: Path, dtype: st
             a.to(to) if floating else a for a, floating in zip(args, floats, strict=True)
         )
 
-    given, given_args = converted(getattr(torch, dtype))
+    given, given_args = (model, args) if dtype == "float32" else converted(getattr(torch, dtype))
     torch.save(given, folder / "model.pt")
     torch.save(given_args if isinstance(inputs, tuple) else given_args[0], folder / "inputs.pt")
     (folder / peers.DTYPE).write_text(dtype)
