@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import ai3_ops
 from ai3_ops import registry
 from ai3_ops.optimizing.choose import Case, operation_of
+from ai3_ops.programs.constants import level
 from ai3_ops.tuning.settings import Interrupted
 
 
@@ -314,7 +315,7 @@ def test_other_lengths_need_no_other_plan(function, tmp_path):
 
 def test_default_of_images_of_one_row():
     of_64 = {1: "direct", 3: "winograd_general", 7: "winograd_general", 9: "fft"}
-    of_16 = {3: "direct", 7: "direct", 9: "fft"}
+    of_16 = {3: "direct", 7: "direct", 9: "direct" if level() == "avx512" else "fft"}
     for channels, taps, wanted in [(c, *rule) for c, of in ((64, of_64), (16, of_16)) for rule in of.items()]:
         x, weight = torch.randn(1, channels, 1, 500), torch.randn(channels, channels, 1, taps)
         assert ai3_ops.resolve("conv2d", "default", x, weight, None, 1, (0, taps // 2)) == wanted
