@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ai3_ops import _library
+from ai3_ops import _library, _machine
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/pytorch.md"
 pytestmark = pytest.mark.skipif(not PAGE.exists(), reason="the documentation is not here")
@@ -96,10 +96,11 @@ def test_group_norm_far_from_zero(run):
 
 
 @pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="seen on AVX-512 alone")
+@pytest.mark.skipif(
+    "AMD EPYC, family 25," in _machine.cpu_name(), reason="not seen on Zen 4: zeros at every level of oneDNN"
+)
 def test_a_weight_s_gradient_of_what_meets_only_padding(run):
     done = run(10, "print(worst > 0)")
-    if done.stdout.strip() == "False":  # Zen 4: what is not written is what memory held, which may be 0
-        pytest.skip("not seen on this processor")
     assert done.stdout.strip() == "True", done.stderr
 
 

@@ -51,7 +51,6 @@ CONVOLUTIONAL = "alexnet", "densenet121", "googlenet", "inception_v3", "resnet15
 MODELS = (*CONVOLUTIONAL, "vit_b_16", "swin_b")  # the ai3 paper's
 NOTES = {"mnn": "MNN's wheel has no AVX-512"}
 WRONG = 0.1  # an error above it is no rounding: the engine computed another function
-DTYPES = ("float32", "bfloat16")
 FLOAT32_ALONE = ("onnxruntime", "ncnn", "mnn", "opencv")  # as they are run here
 
 

@@ -16,8 +16,7 @@ from rich.table import Table
 
 import ai3_ops
 from ai3_ops import registry
-from ai3_ops.cli import bench, collect, demo, doctor, first_run, models
-from ai3_ops.cli.bench import DTYPES
+from ai3_ops.cli import bench, collect, demo, doctor, first_run, models, peers
 from ai3_ops.selecting.choice import Algorithm, prefer
 from ai3_ops.selecting.plan import Plan
 from ai3_ops.tuning.settings import Interrupted
@@ -152,7 +151,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--batch", type=at_least_one, default=1, help="images (default: 1)")
     bench.add_argument("--size", type=at_least_one, default=224, help="of the images (default: 224)")
-    bench.add_argument("--dtype", choices=DTYPES, default="float32", help="of model and input (default: float32)")
+    bench.add_argument("--dtype", choices=peers.DTYPES, default="float32", help="of model and input (default: float32)")
     bench.add_argument("--threads", type=at_least_one, help="default: torch's")
     bench.add_argument("--turns", type=at_least_one, default=5, help="of each engine (default: 5)")
     bench.add_argument(

@@ -23,7 +23,8 @@ from typing import Any
 
 WARM_SECONDS = 0.4  # before every turn: memory that lies idle is taken away and comes back by page faults
 TURN_SECONDS, TURN_CALLS = 0.3, 5  # of a turn, at least
-DTYPE = "dtype.txt"  # the file that says in what is computed
+DTYPE = "dtype.txt"  # the file that says in which of DTYPES is computed
+DTYPES = {"float32": "f32", "bfloat16": "bf16"}  # each with OpenVINO's name for it
 Ready = tuple[Callable[[], Any], str]  # a call that returns the output, as NumPy takes it, and the engine's version
 
 
@@ -160,7 +161,7 @@ def openvino(folder: Path, threads: int) -> Ready:
     import openvino as ov
 
     core = ov.Core()
-    precision = {"float32": "f32", "bfloat16": "bf16"}[(folder / DTYPE).read_text()]
+    precision = DTYPES[(folder / DTYPE).read_text()]
     hints = {"INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads}
     x = _numpy(folder)
     model = core.read_model(_onnx(folder))
@@ -301,7 +302,7 @@ def _error(output: Any, folder: Path) -> float:
 
     expected = numpy.load(folder / "expected.npy")
     if hasattr(output, "detach"):
-        output = output.detach().float().numpy()
+        output = output.detach().double().numpy()
     got = numpy.asarray(output, dtype=numpy.float64).reshape(expected.shape)
     return float(numpy.abs(got - expected).max() / numpy.abs(expected).max())
 

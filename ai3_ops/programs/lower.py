@@ -142,13 +142,13 @@ def _trimmed(nodes: list[fx.Node]) -> list[fx.Node]:
 def _pieces(graph: fx.Graph, nodes: list[fx.Node], others: list[list[fx.Node]]) -> list[list[fx.Node]]:
     """A partition in as few pieces as it takes that neither of it and another kind's waits for the other: mostly one."""
     pieces: list[list[fx.Node]] = []
-    while nodes and not _ordered(graph, [*others, *pieces, nodes]):
 
-        def waits(last: int, earlier: list[list[fx.Node]] = pieces, left: list[fx.Node] = nodes) -> bool:
-            return not _ordered(graph, [*others, *earlier, left[: last + 1]])
+    def waits(count: int) -> bool:
+        return not _ordered(graph, [*others, *pieces, nodes[:count]])
 
+    while nodes and waits(len(nodes)):
         # As many as go together. Without its last node a group has no more to wait for, so that halving finds them.
-        count = 1 + bisect.bisect_left(range(1, len(nodes)), True, key=waits)
+        count = bisect.bisect_left(range(len(nodes)), True, lo=2, key=waits) - 1
         pieces.append(nodes[:count])
         nodes = nodes[count:]
     return [*pieces, nodes]

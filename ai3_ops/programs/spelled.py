@@ -53,19 +53,10 @@ def _spell(graph: fx.Graph, node: fx.Node) -> None:
         return
     places = [n for n in traced.nodes if n.op == "placeholder"]
     with graph.inserting_before(node):
-        kept = _kept_sizes(graph, node) if any(n.target is _RESHAPE for n in traced.nodes) else []
-        if kept:
-            made: Any = graph.call_function(_RESHAPE, (*reads, kept))
-            made.meta["val"] = node.meta["val"]
-        else:
-            made = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
+        made: Any = graph.graph_copy(traced, dict(zip(places, reads, strict=True)))
+    if node.target is steps.reshape and made.target is _RESHAPE:
+        (value,), sizes = reads, arguments(node)["sizes"]
+        with graph.inserting_before(made):  # a size that is kept is asked for: traced, it is the example's
+            made.args = value, [n or graph.call_function(_SIZE, (value, d)) for d, n in enumerate(sizes)]
     node.replace_all_uses_with(made)
     graph.erase_node(node)
-
-
-def _kept_sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
-    """Those of a reshape that keeps some, which are asked for: a trace has the example's, and a length may be another one."""
-    if node.target is not steps.reshape:
-        return []
-    value, sizes = arguments(node).values()
-    return [n or graph.call_function(_SIZE, (value, d)) for d, n in enumerate(sizes)] if 0 in sizes else []
