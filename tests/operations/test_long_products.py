@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tester import integers
+from tester import ALGORITHMS as ALGORITHMS_OF_ALL
+from tester import integers, name_of
 
 import ai3_ops
+from ai3_ops.registry import AlgorithmInfo
 
 ops = torch.ops.ai3
 # Parts of equal and of unequal length, of one tap and of several; panels that are not filled; few columns and many.
@@ -69,3 +71,43 @@ def test_sums_do_not_depend_on_threads(channels: int, filters: int, kernel: int,
             torch.set_num_threads(count)
             results.append(fused(image, w, None, [1, 1], [kernel // 2] * 2, [1, 1], 1, other, "none", None))
         assert all(torch.equal(results[0], y) for y in results)
+
+
+OWN = [a for a in ALGORITHMS_OF_ALL if a.operation in ("conv1d", "conv2d", "linear") and not a.vendor and not a.rule]
+
+
+def _beside_a_bias(info: AlgorithmInfo, columns: int) -> tuple[torch.Tensor, ...]:
+    """Input, weight and bias: many products of a sum that is small beside the bias."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    if info.operation == "linear":
+        return draw(columns, 1024), 1e-7 * draw(48, 1024), 1 + draw(48).abs()
+    if info.name == "depthwise":
+        return draw(1, 40, 31, 30 + columns), 1e-7 * draw(40, 1, 31, 31), 1 + draw(40).abs()
+    kernel = 3 if info.operation == "conv2d" else 9
+    sides = (kernel,) * (2 if info.operation == "conv2d" else 1)
+    x = draw(1, 128, *(side + columns - 1 for side in sides))
+    return x, 1e-7 * draw(48, 128, *sides), 1 + draw(48).abs()
+
+
+@pytest.mark.parametrize("info", OWN, ids=name_of)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize("columns", [1, 3, 30])
+def test_a_bias_is_added_to_the_whole_sum(info: AlgorithmInfo, form: torch.memory_format, columns: int) -> None:
+    """Each of so many products would round at its size if it were added to the bias: that would be several times this error."""
+    operands = _beside_a_bias(info, columns)
+    if operands[0].dim() == 4:
+        operands = operands[0].to(memory_format=form), *operands[1:]
+    elif form != torch.contiguous_format:
+        pytest.skip("one memory format")
+    x, w, b = operands
+    options = {"groups": x.shape[1]} if info.name == "depthwise" else {}
+    supported, reason = ai3_ops.supports(info.operation, info.name, x, w, b, **options)
+    if not supported:
+        pytest.skip(reason)
+    expected = getattr(F, info.operation)(x.double(), w.double(), b.double(), **options)
+    y = getattr(ops, f"{info.operation}_{info.name}")(x, w, b, **options)
+    assert ((y.double() - expected).abs() <= 2 * torch.finfo(torch.float32).eps * expected.abs()).all()

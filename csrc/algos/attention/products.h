@@ -56,8 +56,7 @@ AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsA
     if (queries < R) return add_weighted_tile<A, queries_in_lanes, half, R - 1>(queries, weights, rows, keys, sums, ld);
   constexpr int64_t of_query = queries_in_lanes ? 1 : kPanel<A>, of_key = queries_in_lanes ? kPanel<A> : 1;
   MicroTile<A, R, half> tile;
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) tile.left[r] = tile.right[half ? 0 : r] = Vec<A>(A(0));
+  tile.clear();
   const A* row = rows.data;
   for (int64_t j = 0; j < keys; j++, weights += of_key, row += rows.stride) {
     const Vec<A> left = load(row), right = half ? left : load(row + Vec<A>::width);
@@ -68,11 +67,7 @@ AI3_INLINE void add_weighted_tile(int64_t queries, const A* weights, const RowsA
       if constexpr (!half) tile.right[r] = fma(w, right, tile.right[r]);
     }
   }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++) {
-    tile.left[r] += load(sums + r * ld);
-    if constexpr (!half) tile.right[r] += load(sums + r * ld + Vec<A>::width);
-  }
+  tile.add(sums, ld);
   tile.store(sums, ld);
 }
 template <class A, bool queries_in_lanes = true>

@@ -291,7 +291,7 @@ AI3_INLINE void add_products_tile(int64_t keys, const A* weights, const RowsAt<A
   if constexpr (R > 1)
     if (keys < R) return add_products_tile<A, half, R - 1>(keys, weights, rows, queries, sums, ld);
   MicroTile<A, R, half> tile;
-  tile.start(sums, ld);
+  tile.clear();
   const A* row = rows.data;
   for (int64_t j = 0; j < queries; j++, weights++, row += rows.stride) {
     const Vec<A> left = load(row), right = half ? left : load(row + Vec<A>::width);
@@ -302,6 +302,7 @@ AI3_INLINE void add_products_tile(int64_t keys, const A* weights, const RowsAt<A
       if constexpr (!half) tile.right[r] = fma(w, right, tile.right[r]);
     }
   }
+  tile.add(sums, ld);
   tile.store(sums, ld);
 }
 template <class A>

@@ -159,13 +159,15 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
       }
       auto lanes_at = [&](const auto* from) { return load_some<whole>(from, lanes); };
       Vec<A> sum[height][pixels];
-      const Vec<A> start = !call.bias        ? Vec<A>(A(0))
-                           : multiplier == 1 ? lanes_at(call.bias + c)
-                                             : load_strided(call.bias + c * multiplier + m, multiplier, {0, lanes});
+      // Few taps' sums start from the bias. Many are added first: each of them would round at its size.
+      constexpr bool few = columns > 0;
+      const Vec<A> bias = !call.bias        ? Vec<A>(A(0))
+                          : multiplier == 1 ? lanes_at(call.bias + c)
+                                            : load_strided(call.bias + c * multiplier + m, multiplier, {0, lanes});
 #pragma GCC unroll 2
       for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++) sum[h][j] = start;
+        for (int j = 0; j < pixels; j++) sum[h][j] = few ? bias : Vec<A>(A(0));
       // Row r of the input below the tile's top serves the output rows [h0, h1).
       auto input_row = [&]<int h0, int h1>(int64_t r) {
         const T* from = image + r * p.dilation_h * p.x_stride.h + c;
@@ -211,6 +213,9 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
             input_row.template operator()<1, 2>(r);
         }
       }
+      if constexpr (!few)
+#pragma GCC unroll 8
+        for (int j = 0; j < pixels; j++) sum[0][j] += bias;
       auto place = [&](int h, int j) { return to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier; };
       if constexpr (fused != Fused::any) {
         auto finished = [&](Vec<A> v) {
@@ -290,7 +295,7 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, in
   const Range rows = inside(top, p.dilation_h, p.in_height, p.kernel_height);
   Vec<A> sum[vectors];
 #pragma GCC unroll 4
-  for (int q = 0; q < vectors; q++) sum[q] = call.bias ? widen(call.bias[k]) : A(0);
+  for (int q = 0; q < vectors; q++) sum[q] = A(0);
   for (int64_t s = 0; s < p.kernel_width; s++) {
     const int64_t at = left + s * p.dilation_w;
     const Range columns = inside(at, p.stride_w, p.in_width, count);
@@ -307,11 +312,12 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, in
       }
     }
   }
+  const Vec<A> bias = call.bias ? widen(call.bias[k]) : A(0);  // last, as below
 #pragma GCC unroll 4
   for (int q = 0; q < vectors; q++)
     if (q * width < count)
       call.put(to + row * p.y_stride.h + (column + q * width) * p.y_stride.w, p.y_stride.w, smaller(width, count - q * width),
-               sum[q], k);
+               sum[q] + bias, k);
 }
 
 // NCHW: rows [begin, end) of all output planes.

@@ -365,18 +365,18 @@ class DirectConvolution {
     return span;
   }
 
-  // One tile: output pixels [column, column + pixels) of a row by `count` output channels, whose sums start from the bias.
+  // One tile: output pixels [column, column + pixels) of a row by `count` output channels, and their bias.
   AI3_INLINE void tile(const Operands& at, int64_t row, int64_t column, int64_t pixels, const Filters& by, int64_t count,
                        const Prologue<A>& f) const {
-    alignas(64) A buffer[kNarrowPixels * 2 * width], start[2 * width];
+    alignas(64) A buffer[kNarrowPixels * 2 * width], widened[2 * width];
     const bool direct = in_place && count % width == 0, two = count > width;
-    const A* first = start;
-    const T* const bias = by.of.bias;
+    const A* bias = widened;
+    const T* const stored = by.of.bias;
     if constexpr (same<T, A>)
-      if (bias && count % width == 0) first = bias;
-    if (first == start)
+      if (stored && count % width == 0) bias = stored;
+    if (bias == widened)
       for (int64_t q = 0; q < count; q += width)
-        store(start + q, !bias ? Vec<A>(A(0)) : count - q < width ? load_partial(bias + q, count - q) : load(bias + q));
+        store(widened + q, !stored ? Vec<A>(A(0)) : count - q < width ? load_partial(stored + q, count - q) : load(stored + q));
     const int64_t shift = row * p.y_stride.h + column * p.y_stride.w;
     T* out = at.y + shift;
     A* sums = buffer;
@@ -393,7 +393,7 @@ class DirectConvolution {
     bool started = false;
     auto fill = [&] {
       for (int64_t j = 0; j < pixels; j++)
-        for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(first + q));
+        for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(bias + q));
       started = true;
     };
     for (int64_t s = 0; s < p.kernel_width && valid.size() > 0 && b.channels > 0;) {
@@ -413,12 +413,12 @@ class DirectConvolution {
                         (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
         const A* panel_part = by.weights + valid.begin * span.w_row + s * span.w_column;
         A* const into = sums + seen.begin * sums_pixel;
-        const A* from_sums = started ? kZeros<A> : first;
+        const A* added = started ? kZeros<A> : bias;
         if (started) span.lines = Lines::added_to;
         if (!same<T, A> || f)
-          accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span, f);
+          accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, added, span, f);
         else if constexpr (same<T, A>)
-          accumulate<kNarrowPixels>(seen.size(), two, from, panel_part, into, sums_pixel, from_sums, span);
+          accumulate<kNarrowPixels>(seen.size(), two, from, panel_part, into, sums_pixel, added, span);
         started = true;
       }
       s = end;
@@ -450,12 +450,12 @@ class DirectConvolution {
       const bool two = some.count > width;
       span = joined(span);
       span.blocks = some.blocks, span.lines = lines, span.rest = some.count % width;
-      if (by.of.bias) span.start_block = b.block;
-      alignas(64) A start[2 * width];
-      const A* starts = by.of.bias ? by.of.bias : kZeros<A>;
+      if (by.of.bias) span.bias_block = b.block;
+      alignas(64) A padded[2 * width];
+      const A* bias = by.of.bias ? by.of.bias : kZeros<A>;
       if (by.of.bias && span.rest) {
-        for (int64_t k = 0; k < 2 * width; k++) start[k] = k < some.count ? by.of.bias[k] : A(0);
-        starts = start;
+        for (int64_t k = 0; k < 2 * width; k++) padded[k] = k < some.count ? by.of.bias[k] : A(0);
+        bias = padded;
       }
       const bool finished = few && !spread && !span.rest && needs_finish && is_applied_in_registers(q.activation, at.residual);
       if (finished) {
@@ -468,9 +468,9 @@ class DirectConvolution {
         span.tiles = finished || !needs_finish ? wider : 1;
         if (pointwise) span.ahead = pixels * span.x_pixel;  // the next tile's
         if (finished)
-          accumulate<kNarrowPixels, true>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+          accumulate<kNarrowPixels, true>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, bias, span);
         else
-          accumulate<kNarrowPixels>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, starts, span);
+          accumulate<kNarrowPixels>(pixels, two, at.x, by.weights, at.y, q.y_stride.w, bias, span);
         if (needs_finish && !finished)
           finish<T>(q, at.y, q.y_stride.w, pixels, some.blocks * some.count, by.of.slope, at.residual, at.y);
         const int64_t done = span.tiles * pixels;

@@ -27,14 +27,14 @@ enum class Lines { cached, prefetched, past_caches, added_to };
 constexpr int64_t kPrefetchedFrom = 256 << 10, kLargeFrom = 4 << 20, kLargeFromImages = 3 << 20;
 
 // Kernel positions and channels that a tile adds up, with the strides from one to the next; how many tiles follow each other in
-// the row, and how many blocks of output channels each of them has, which start from values `start_block` apart; how far behind
+// the row, and how many blocks of output channels each of them has, whose biases lie `bias_block` apart; how far behind
 // its own pixels those lie that a tile prefetches, which others need next (0: none). `spread`: a vector of a pixel's channels
 // holds those of several groups, `channels` each.
 struct Span {
   int64_t rows, columns, channels;
   int64_t x_row, x_column, x_channel, x_pixel;
   int64_t w_row, w_column, w_channel, w_block;
-  int64_t tiles = 1, blocks = 1, start_block = 0, ahead = 0;
+  int64_t tiles = 1, blocks = 1, bias_block = 0, ahead = 0;
   Lines lines = Lines::cached;
   bool spread = false;
   // What is applied in registers, where a tile is finished at once; the residual, laid out as the output, lies so many bytes
@@ -46,12 +46,13 @@ struct Span {
 template <class A>
 constexpr A kZeros[2 * Vec<A>::width] = {};
 
-// tile[j][0 .. v vectors) = start + sum over the span of x[j] * w, for n pixels. No loop of the span is empty, and nothing else
+// tile[j][0 .. v vectors) = (sum over the span of x[j] * w) + bias, for n pixels. The bias is added last: each product that was
+// added to it would round at its size. No loop of the span is empty, and nothing else
 // needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack. The loop over tiles is in here
 // because few channels make short tiles: found one by one, they take a third longer. `finished`: with the residual and the
 // activation, in registers; a form of its own, since what it adds costs long products 5 % in their inner loop.
 template <class A, int n, int v, bool spread = false, bool finished = false>
-[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start, const Span& span) {
+[[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* bias, const Span& span) {
   constexpr int width = Vec<A>::width;
   const int64_t x_channel = span.x_channel, x_pixel = span.x_pixel, w_channel = span.w_channel;
   // Each row of the window prefetches as many pixels of the row as the tile has, each step its share of them; of planes, each
@@ -68,16 +69,14 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
   do {
     int64_t blocks = span.blocks;
     int64_t prefetched = 0;  // bytes of each row
-    const A *wb = w, *from = start;
+    const A *wb = w, *of_block = bias;
     A* to = tile;
     do {
-      Vec<A> first[v], sum[n][v];
-#pragma GCC unroll 2
-      for (int q = 0; q < v; q++) first[q] = load(from + q * width);
+      Vec<A> sum[n][v];
 #pragma GCC unroll 16
       for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
-        for (int q = 0; q < v; q++) sum[j][q] = first[q];
+        for (int q = 0; q < v; q++) sum[j][q] = A(0);
       if (span.lines == Lines::prefetched)
         for (int j = 0; j < n; j++)
 #pragma GCC unroll 2
@@ -119,6 +118,12 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
         } while (--s);
         xr += span.x_row, wr += span.w_row;
       } while (--r);
+#pragma GCC unroll 2
+      for (int q = 0; q < v; q++) {
+        const Vec<A> last = load(of_block + q * width);
+#pragma GCC unroll 16
+        for (int j = 0; j < n; j++) sum[j][q] += last;
+      }
       const Apart<A, n> rows(to, tile_pixel);
       auto each = [&](const auto& put) __attribute__((always_inline)) {
 #pragma GCC unroll 16
@@ -143,28 +148,28 @@ template <class A, int n, int v, bool spread = false, bool finished = false>
         each([rest = span.rest](A* p, Vec<A> s, bool last) { last ? store_partial(p, s, rest) : store(p, s); });
       else
         each([](A* p, Vec<A> s, bool) { store(p, s); });
-      wb += span.w_block, from += span.start_block, to += v * width, prefetched += next_column * span.columns;
+      wb += span.w_block, of_block += span.bias_block, to += v * width, prefetched += next_column * span.columns;
     } while (--blocks);
     x += n * x_pixel, tile += n * tile_pixel;
   } while (--tiles);
 }
 // Of `pixels`, n at most.
 template <int n, bool finished = false, class A>
-AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* start,
+AI3_INLINE void accumulate(int64_t pixels, bool two, const A* x, const A* w, A* tile, int64_t tile_pixel, const A* bias,
                            const Span& span) {
   if (pixels == n)
     (two && n <= kPixels ? accumulate<A, (n < kPixels ? n : kPixels), 2, false, finished>
      : !finished && AI3_VECTOR_BYTES > 16 && span.spread
          ? accumulate<A, n, 1, AI3_VECTOR_BYTES >= 32>
-         : accumulate<A, n, 1, false, finished>)(x, w, tile, tile_pixel, start, span);
+         : accumulate<A, n, 1, false, finished>)(x, w, tile, tile_pixel, bias, span);
   else if constexpr (n > 1)
-    accumulate<n - 1, finished>(pixels, two, x, w, tile, tile_pixel, start, span);
+    accumulate<n - 1, finished>(pixels, two, x, w, tile, tile_pixel, bias, span);
 }
 
 // The same for an input that must be widened or has a prologue: the tile's part of it goes through a small buffer.
 template <class T>
 void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Acc<T>* tile, int64_t tile_pixel,
-                       const Acc<T>* start, const Span& span, const Prologue<Acc<T>>& prologue) {
+                       const Acc<T>* bias, const Span& span, const Prologue<Acc<T>>& prologue) {
   using A = Acc<T>;
   alignas(64) A stage[kStageSpan * kStageChannels];
   const bool by_pixel = span.spread || span.x_channel == 1;  // NHWC: channels side by side; NCHW: pixels side by side
@@ -192,8 +197,8 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
           part.x_channel = kStageSpan, part.x_pixel = reach <= kStageSpan ? span.x_pixel : 1;
         }
         accumulate<kNarrowPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile,
-                                  tile_pixel, start, part);
-        lines = Lines::added_to, start = kZeros<A>;
+                                  tile_pixel, bias, part);
+        lines = Lines::added_to, bias = kZeros<A>;
       }
 }
 

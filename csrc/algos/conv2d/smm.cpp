@@ -24,7 +24,7 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
 #pragma GCC unroll 8
   for (int k = 0; k < planes; k++)
 #pragma GCC unroll 8
-    for (int q = 0; q < vectors; q++) sum[k][q] = bias ? widen(bias[k]) : A(0);
+    for (int q = 0; q < vectors; q++) sum[k][q] = A(0);
   for (int64_t s = 0; s < p.kernel_width; s++) {
     const int64_t first = left + s * p.dilation_w;
     const Range columns = inside(first, p.stride_w, p.in_width, count);
@@ -50,13 +50,16 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
       }
   }
 #pragma GCC unroll 8
-  for (int k = 0; k < planes; k++)
+  for (int k = 0; k < planes; k++) {
+    // Last: each product that was added to it would round at its size.
+    const Vec<A> last = bias ? widen(bias[k]) : A(0);
 #pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) {
       const int64_t rest = count - q * width;
       T* to = y + k * p.y_stride.c + row * p.y_stride.h + column + q * width;
-      rest < width ? store_partial(to, sum[k][q], rest) : store(to, sum[k][q]);
+      rest < width ? store_partial(to, sum[k][q] + last, rest) : store(to, sum[k][q] + last);
     }
+  }
 }
 
 // Segments of about equal length; the last one moves back over columns that are done, where it can be whole then.

@@ -33,11 +33,11 @@ struct Output {
     activation = a, slope = m.slope.template read<Acc<T>>();
   }
   AI3_INLINE bool plain() const { return !bias && !residual && activation == Activation::none && column_stride == 1; }
-  // The output of one block of k: the first one starts from the bias and adds the residual, the last one applies the activation.
+  // The output of one block of k: the first one adds the residual, the last one the bias, and applies the activation.
   AI3_INLINE Output part(bool first, bool last) const {
     Output o = *this;
-    if (!first) o.bias = o.residual = nullptr, o.add = true;
-    if (!last) o.activation = Activation::none;
+    if (!first) o.residual = nullptr, o.add = true;
+    if (!last) o.bias = nullptr, o.activation = Activation::none;
     return o;
   }
   AI3_INLINE Output from(int64_t row, int64_t column) const {
@@ -105,9 +105,10 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
 
-// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from the bias or from 0, and what is
-// there (earlier sums, or a residual that lies where the output does) is added to them: the rounding errors of a long sum grow
-// with the length of its parts (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, 4.2). The rest of the epilogue
+// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from 0; the bias
+// and what is there (earlier sums, or a residual that lies where the output does) are added to them, since the rounding errors of
+// a long sum grow with its length and with the size of what it starts from (Higham, "Accuracy and Stability of Numerical
+// Algorithms", 2002, 4.2). The rest of the epilogue
 // follows while the tile is in the L1 cache.
 template <class T, class Rows, class Stored>
 AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored* panel, int64_t columns, int64_t k,
@@ -118,15 +119,15 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
   const bool onto_residual = same && out.residual == out.data, add = out.add || onto_residual;
   const bool half = columns <= Vec<A>::width;
   const bool whole = (half ? columns == Vec<A>::width : columns == P) && out.column_stride == 1,
-             biased = out.bias && !out.bias_per_row && !add;
-  alignas(64) A start[P] = {};
+             biased = out.bias && !out.bias_per_row && (k > 0 || !add);
+  alignas(64) A bias[P] = {};
   Output<T> rest = out;
   if (biased) rest.bias = nullptr;
   if (onto_residual) rest.residual = nullptr;
-  auto tile = [&]<class C>(const A* from, C* c, int64_t ldc, const A* residual = nullptr,
+  auto tile = [&]<class C>(const A* of_columns, C* c, int64_t ldc, const A* residual = nullptr,
                            Activation activation = Activation::none) {
     const Tile<A, C> t{
-        from, c,        ldc,       reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
+        of_columns, c,        ldc,       reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
         next, residual, activation};
     if (half)
       multiply_tile<A, false, true>(row_count, rows, panel, k, t);
@@ -135,20 +136,20 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
   };
   if constexpr (same)
     if (whole) {
-      const A *const from = biased ? out.bias : start, *const onto = add ? out.data : rest.residual;
+      const A *const of_columns = biased ? out.bias : bias, *const onto = add ? out.data : rest.residual;
       const bool adds_once = !rest.bias && !(add && rest.residual);
       if (k > 0 && adds_once && is_applied_in_registers(rest.activation, onto))
-        return tile(from, out.data, out.row_stride, onto, rest.activation);
-      if (k > 0 || !add) tile(from, out.data, out.row_stride, add ? onto : nullptr);
+        return tile(of_columns, out.data, out.row_stride, onto, rest.activation);
+      if (k > 0 || !add) tile(of_columns, out.data, out.row_stride, add ? onto : nullptr);
       if (!rest.plain()) store_block(rest, out.data, out.row_stride, row_count, columns);
       return;
     }
   if (biased)
-    for (int64_t i = 0; i < columns; i++) start[i] = widen(out.bias[i]);
+    for (int64_t i = 0; i < columns; i++) bias[i] = widen(out.bias[i]);
   if constexpr (requires { Rows::pairs; } && !same)
-    if (whole && rest.plain()) return tile(start, out.data, out.row_stride);
+    if (whole && rest.plain()) return tile(bias, out.data, out.row_stride);
   alignas(64) A sums[kRows * P];
-  tile(start, sums, P);
+  tile(bias, sums, P);
   if constexpr (same)
     if (add)
       for (int64_t r = 0; r < row_count; r++)

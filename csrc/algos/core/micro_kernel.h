@@ -68,11 +68,16 @@ struct MicroTile {
   using V = Vec<A>;
   V left[R], right[half ? 1 : R];
 
-  AI3_INLINE void start(const A* from, int64_t stride) {
+  AI3_INLINE void clear() {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) left[r] = right[half ? 0 : r] = V(A(0));
+  }
+  // To every row, or to each its own.
+  AI3_INLINE void add(const A* from, int64_t stride = 0) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      left[r] = AI3_LEVEL::load(from + r * stride);
-      if constexpr (!half) right[r] = AI3_LEVEL::load(from + r * stride + V::width);
+      left[r] += AI3_LEVEL::load(from + r * stride);
+      if constexpr (!half) right[r] += AI3_LEVEL::load(from + r * stride + V::width);
     }
   }
   AI3_INLINE void store(A* c, int64_t ldc) const {
@@ -220,11 +225,11 @@ struct IndirectRows {
   }
 };
 
-// Where the sums of a tile start, and what comes after it.
+// What comes after the sums of a tile. A bias is added last: each of k additions onto it would round at its size.
 template <class A, class C = A>
 struct Tile {
-  const A* start;  // of every row
-  C* c;            // bfloat16 only for sums of pairs
+  const A* bias;  // of every row
+  C* c;           // bfloat16 only for sums of pairs
   int64_t ldc;
   const char* output;  // the tile's lines of the output, which are prefetched before the sums are done
   int64_t output_stride;
@@ -232,7 +237,7 @@ struct Tile {
   const A* residual = nullptr;  // laid out as c; only of type A, with what is applied in registers
   Activation activation = Activation::none;
 };
-// C = start + rows * panel + residual, which with k = 0 counts as nothing; all kPanel columns of c are written, or half of them.
+// C = rows * panel + bias + residual, which with k = 0 counts as nothing; all kPanel columns of c are written, or half of them.
 template <class A, int R, bool half, class Rows, class Stored, class C>
 AI3_INLINE void micro_kernel(const Rows& rows, const Stored* panel, int64_t k, const Tile<A, C>& t) {
   for (int r = 0; r < R; r++) {
@@ -241,10 +246,11 @@ AI3_INLINE void micro_kernel(const Rows& rows, const Stored* panel, int64_t k, c
     if constexpr (!half) __builtin_prefetch(line + 64, 1);
   }
   MicroTile<A, R, half> tile;
-  tile.start(t.start, 0);
+  tile.clear();
   // Not a loop of no turns: where its two ways met, GCC would keep the whole tile in memory before and after it.
-  if (k <= 0) return tile.store(t.c, t.ldc);
+  if (k <= 0) return tile.add(t.bias), tile.store(t.c, t.ldc);
   rows.multiply(tile, panel, k, t.next);
+  tile.add(t.bias);
   if constexpr (requires { tile.store(t.c, t.ldc, t.residual, t.activation); })
     tile.store(t.c, t.ldc, t.residual, t.activation);
   else
