@@ -9,8 +9,55 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-constexpr int kPlanes = AI3_VECTOR_BYTES == 64 ? 8 : 2;   // output channels of a segment
-constexpr int kVectors = AI3_VECTOR_BYTES == 64 ? 3 : 4;  // vectors of a segment
+constexpr int kPlanes = AI3_VECTOR_BYTES == 64 ? 8 : 4;  // output channels of a segment
+constexpr int kVectors = 3;                              // vectors of a segment
+
+// Input channels by rows of the kernel, one of its columns: x and w are that of the first channel and row.
+template <class T>
+struct Taps {
+  const T *x, *w;
+  int64_t channels, rows, x_channel, x_row, x_column, w_plane, w_channel, w_row;
+};
+// sum += taps; `whole`: every lane of every vector sees the image, otherwise those of `columns` do.
+template <bool whole, class T, int planes, int vectors>
+AI3_INLINE void add_taps(const Taps<T>& t, Range columns, Vec<Acc<T>> (&sum)[planes][vectors]) {
+  using V = Vec<Acc<T>>;
+  constexpr int width = V::width;
+  Range lanes[vectors];
+#pragma GCC unroll 8
+  for (int q = 0; q < vectors; q++) lanes[q] = part_of(columns, q * width, width);
+  for (int64_t c = 0; c < t.channels; c++) {
+    const T* from = t.x + c * t.x_channel;
+    Apart<const T, planes> scalars(t.w + c * t.w_channel, t.w_plane);
+    for (int64_t r = 0; r < t.rows; r++, from += t.x_row, scalars += t.w_row) {
+      auto row = [&](int q) { return from + q * width * t.x_column; };
+      if constexpr (whole) {
+        V v[vectors];
+#pragma GCC unroll 8
+        for (int q = 0; q < vectors; q++) v[q] = load_strided(row(q), t.x_column);
+#pragma GCC unroll 8
+        for (int k = 0; k < planes; k++) {
+          const V scale = widen(*scalars[k]);
+#pragma GCC unroll 8
+          for (int q = 0; q < vectors; q++) sum[k][q] = fma(v[q], scale, sum[k][q]);
+        }
+      } else {
+#pragma GCC unroll 8
+        for (int q = 0; q < vectors; q++) {
+          if (lanes[q].size() == width) {
+            const V v = load_strided(row(q), t.x_column);
+#pragma GCC unroll 8
+            for (int k = 0; k < planes; k++) sum[k][q] = fma(v, V(widen(*scalars[k])), sum[k][q]);
+          } else if (lanes[q].size() > 0) {
+            const V v = load_strided(row(q), t.x_column, lanes[q]);
+#pragma GCC unroll 8
+            for (int k = 0; k < planes; k++) sum[k][q] = select(lanes[q], fma(v, V(widen(*scalars[k])), sum[k][q]), sum[k][q]);
+          }
+        }
+      }
+    }
+  }
+}
 
 // Columns [column, column + count) of one row of `planes` output planes.
 template <class T, int planes, int vectors>
@@ -25,29 +72,20 @@ void segment(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
   for (int k = 0; k < planes; k++)
 #pragma GCC unroll 8
     for (int q = 0; q < vectors; q++) sum[k][q] = A(0);
-  for (int64_t s = 0; s < p.kernel_width; s++) {
+  for (int64_t s = 0; s < p.kernel_width && rows.size() > 0; s++) {
     const int64_t first = left + s * p.dilation_w;
     const Range columns = inside(first, p.stride_w, p.in_width, count);
-    for (int64_t c = 0; c < channels; c++)
-      for (int64_t r = rows.begin; r < rows.end; r++) {
-        const T* shifted = x + c * p.x_stride.c + (top + r * p.dilation_h) * p.x_stride.h + first;
-        const T* scalar = w + c * window + r * p.kernel_width + s;
-        auto scale = [&](int k) { return Vec<A>(widen(scalar[k * channels * window])); };
-#pragma GCC unroll 8
-        for (int q = 0; q < vectors; q++) {
-          const T* from = shifted + q * width * p.stride_w;
-          const Range lanes = part_of(columns, q * width, width);
-          if (lanes.size() == width) {
-            const Vec<A> v = load_strided(from, p.stride_w);
-#pragma GCC unroll 8
-            for (int k = 0; k < planes; k++) sum[k][q] = fma(v, scale(k), sum[k][q]);
-          } else {
-            const Vec<A> v = load_strided(from, p.stride_w, lanes);
-#pragma GCC unroll 8
-            for (int k = 0; k < planes; k++) sum[k][q] = select(lanes, fma(v, scale(k), sum[k][q]), sum[k][q]);
-          }
-        }
-      }
+    const Taps<T> taps{x + (top + rows.begin * p.dilation_h) * p.x_stride.h + first,
+                       w + rows.begin * p.kernel_width + s,
+                       channels,
+                       rows.size(),
+                       p.x_stride.c,
+                       p.dilation_h * p.x_stride.h,
+                       p.stride_w,
+                       channels * window,
+                       window,
+                       p.kernel_width};
+    columns.size() == vectors* width ? add_taps<true>(taps, columns, sum) : add_taps<false>(taps, columns, sum);
   }
 #pragma GCC unroll 8
   for (int k = 0; k < planes; k++) {
@@ -73,7 +111,6 @@ void rows_of(const Conv2dProblem& p, const T* x, const T* w, const T* bias, T* y
     switch (length) {
       case 1: segment<T, planes, 1>(p, x, w, bias, y, row, first, count); break;
       case 2: segment<T, planes, 2>(p, x, w, bias, y, row, first, count); break;
-      case 3: segment<T, planes, 3>(p, x, w, bias, y, row, first, count); break;
       default: segment<T, planes, kVectors>(p, x, w, bias, y, row, first, count);
     }
   }

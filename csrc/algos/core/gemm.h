@@ -126,9 +126,14 @@ AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored*
   if (onto_residual) rest.residual = nullptr;
   auto tile = [&]<class C>(const A* of_columns, C* c, int64_t ldc, const A* residual = nullptr,
                            Activation activation = Activation::none) {
-    const Tile<A, C> t{
-        of_columns, c,        ldc,       reinterpret_cast<const char*>(out.data), out.row_stride * static_cast<int64_t>(sizeof(T)),
-        next, residual, activation};
+    const Tile<A, C> t{of_columns,
+                       c,
+                       ldc,
+                       reinterpret_cast<const char*>(out.data),
+                       out.row_stride * static_cast<int64_t>(sizeof(T)),
+                       next,
+                       residual,
+                       activation};
     if (half)
       multiply_tile<A, false, true>(row_count, rows, panel, k, t);
     else

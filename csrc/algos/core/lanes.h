@@ -85,6 +85,18 @@ AI3_INLINE Vec<A> even_odd(Vec<A> low, Vec<A> high) {
     return __builtin_shufflevector(low.raw, high.raw, 0, 3);
 }
 
+namespace detail {
+// All bits of the lanes in the range.
+template <class A>
+AI3_INLINE auto lane_mask(Range lanes) {
+  using Index = decltype(Vec<A>{}.raw < Vec<A>{}.raw);
+  Index lane, begin, end;
+  for (int i = 0; i < Vec<A>::width; i++) lane[i] = i;
+  begin = lane - lane + static_cast<int>(lanes.begin), end = lane - lane + static_cast<int>(lanes.end);
+  return (lane >= begin) & (lane < end);
+}
+}  // namespace detail
+
 // p[0], p[step], p[2*step], ... as a vector; nothing behind the last of them is read.
 template <class T>
 AI3_INLINE Vec<Acc<T>> load_strided(const T* p, int64_t step) {
@@ -108,6 +120,15 @@ AI3_INLINE Vec<Acc<T>> load_strided(const T* p, int64_t step, Range lanes) {
       else
         return _mm512_maskz_loadu_pd(static_cast<__mmask8>(mask), p);
     }
+#elif AI3_VECTOR_BYTES == 32
+  if constexpr (sizeof(T) >= 4)
+    if (step == 1) {
+      const auto mask = detail::lane_mask<Acc<T>>(lanes);
+      if constexpr (sizeof(T) == 4)
+        return _mm256_maskload_ps(p, (__m256i)mask);
+      else
+        return _mm256_maskload_pd(p, (__m256i)mask);
+    }
 #endif
   T values[width] = {};
   for (int64_t i = lanes.begin; i < lanes.end; i++) values[i] = p[i * step];
@@ -117,11 +138,7 @@ AI3_INLINE Vec<Acc<T>> load_strided(const T* p, int64_t step, Range lanes) {
 // Lanes of `inner` inside the range, of `outer` outside.
 template <class A>
 AI3_INLINE Vec<A> select(Range lanes, Vec<A> inner, Vec<A> outer) {
-  using Index = decltype(inner.raw < outer.raw);
-  Index lane, begin, end;
-  for (int i = 0; i < Vec<A>::width; i++) lane[i] = i;
-  begin = lane - lane + static_cast<int>(lanes.begin), end = lane - lane + static_cast<int>(lanes.end);
-  return (lane >= begin) & (lane < end) ? inner.raw : outer.raw;
+  return detail::lane_mask<A>(lanes) ? inner.raw : outer.raw;
 }
 
 namespace detail {
