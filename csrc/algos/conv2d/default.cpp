@@ -9,9 +9,8 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
-// Channels and filters that Winograd needs; of each group 32, whose panels are half empty with less
-// (docs/algorithms/conv2d/default.md).
-constexpr int64_t kLeastChannels = 16, kLeastOfAGroup = 32;
+// Channels and filters, of each group, that Winograd needs (docs/algorithms/conv2d/default.md).
+constexpr int64_t kLeastChannels = 16;
 // Below this, transforming costs Winograd more than the products that it saves: measured (docs/algorithms/conv2d/default.md).
 constexpr double kLeastFlops = 3e6;
 
@@ -24,8 +23,7 @@ double flops(const Conv2dProblem& p) {
 
 bool enough_channels(const Conv2dProblem& p) {
   if (p.in_channels < 0 || p.out_channels < 0 || p.groups < 0) return false;
-  const int64_t least = p.groups > 1 ? kLeastOfAGroup : kLeastChannels;
-  return p.in_channels / p.groups >= least && p.out_channels / p.groups >= least;
+  return p.in_channels / p.groups >= kLeastChannels && p.out_channels / p.groups >= kLeastChannels;
 }
 // In 16 bits the vendor multiplies pairs where the processor can, at twice the rate of float32; bfloat16 in matrix tiles at 16
 // times. Of our own kernels those for 1x1 and depthwise layers do so, too; Winograd, in float32, must save more than half of the
