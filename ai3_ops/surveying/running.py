@@ -61,6 +61,8 @@ def meant(example_inputs: Any) -> str:
         keys = ", ".join(f"{key!r}: …" for key in list(example_inputs)[:1])
         return f"; a dict has arguments by name; of a model that takes a dict as one argument it is ({{{keys}}},)"
     sizes = example_inputs if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    if len(sizes) == 1 and isinstance(sizes[0], Mapping):
+        return "; a dict in a tuple is one argument; for arguments by name give the dict alone"
     if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)):
         (sizes,) = sizes
     if sizes and all(isinstance(size, int) for size in sizes):

@@ -814,6 +814,7 @@ def test_what_gains_nothing_says_so_once():
         ((1, 3, 8, 8), "give a tensor, such as torch.randn(shape), not its shape"),
         ([torch.ones(1, 3, 8, 8)], "a list is one argument, a tuple has several"),
         ({"x": torch.ones(1, 3, 8, 8)}, "takes a dict as one argument it is ({'x': …},)"),
+        (({"input": torch.ones(1, 3, 8, 8)},), "for arguments by name give the dict alone"),
     ],
 )
 def test_what_may_have_been_meant(given, hint):
