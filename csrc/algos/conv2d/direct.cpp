@@ -229,6 +229,7 @@ class DirectConvolution {
         in_place(same<T, A> && p.y_stride.c == 1 && operands.residual != operands.y),
         needs_finish(operands.residual || p.activation != Activation::none),
         spread(b.spread(p)),
+        has_group_rows(in_place && !prologue && groups_have_rows(p)),
         groups(spread ? b.groups : p.groups),
         channels(p.in_channels / groups),
         filters(p.out_channels / groups),
@@ -508,10 +509,32 @@ class DirectConvolution {
     }
   }
 
+  void group_row(const Operands& image, int64_t row, int64_t group) const {
+    if constexpr (same<T, A>) {
+      const int64_t top = row * p.stride_h - p.pad_h;
+      const Range valid = inside(top, p.dilation_h, p.in_height, p.kernel_height);
+      const Filters by = filters_of(group, 0);
+      const Operands at = image.from((top + valid.begin * p.dilation_h) * p.x_stride.h, y_channel(group, 0) + row * p.y_stride.h);
+      const GroupRow<A> of{p,
+                           at.x,
+                           by.weights + valid.begin * whole.w_row,
+                           at.y,
+                           valid.size(),
+                           b.channels,
+                           by.of.bias ? load(by.of.bias) : Vec<A>(A(0))};
+      p.stride_w == 1 ? of.template run<1>() : of.template run<2>();
+      if (needs_finish) finish<T>(p, at.y, p.y_stride.w, p.out_width, width, by.of.slope, at.residual, at.y);
+    }
+  }
+
   void take(int64_t i) const {
     const Share rows = tasks.rows(p, i), of = tasks.filters(b, i);
     const int64_t n = tasks.image_and_group(i) / groups, group = tasks.image_and_group(i) % groups;
     const Operands image = operands.from(n * p.x_stride.n + group * channels * p.x_stride.c, n * p.y_stride.n);
+    if (has_group_rows) {
+      for (int64_t row = rows.begin; row < rows.end; row++) group_row(image, row, group);
+      return;
+    }
     const Range edge_rows =
         edges_alike ? Range{larger(rows.begin, whole_rows.begin), smaller(rows.end, whole_rows.end)} : Range{0, 0};
     for (int64_t block = of.begin; block < of.end; block += tasks.pass) {
@@ -547,6 +570,7 @@ class DirectConvolution {
   const Prologue<A> prologue;
   const bool in_place;  // sums are added up in the output; they would go over a residual that is the output
   const bool needs_finish, spread;
+  const bool has_group_rows;                // joined_groups.h
   const int64_t groups, channels, filters;  // the latter two of a group
   const bool few;                           // products of an output value
   const Span whole;

@@ -31,6 +31,78 @@ AI3_INLINE Places<A> first_of_group(int64_t channels) {
   return first;
 }
 
+// Kernels whose columns overlap, for the vectors of groups' pixels (`GroupRow`), and outputs of a tile.
+constexpr int kGroupColumns = 3, kGroupPixels = AI3_VECTOR_BYTES == 64 ? 14 : 7, kFewGroupPixels = 7;
+AI3_INLINE bool groups_have_rows(const Conv2dProblem& p) {
+  return groups_fill_vectors(p) && p.kernel_width == kGroupColumns && p.pad_w < kGroupColumns && p.dilation_w == 1 &&
+         p.stride_w <= 2 && p.out_width >= kFewGroupPixels && p.x_stride.c == 1 && p.y_stride.c == 1;
+}
+
+// One row of outputs of a vector of groups: what its `rows` of input and weights are. Their first pixel is at `x`, their outputs'
+// at `y`; weights lie [row][column][channel][lane].
+template <class A>
+struct GroupRow {
+  const Conv2dProblem& p;
+  const A *x, *w;
+  A* y;
+  int64_t rows, channels;
+  Vec<A> bias;
+
+  // Each vector of an input pixel is brought to the lanes of its groups once for each channel, and multiplied for all outputs of
+  // a tile that see it: a permutation for each product would bound the loop. The last tile reaches back over the one before it.
+  template <int pixels, int stride, bool joined>
+  void tiles() const {
+    constexpr int width = Vec<A>::width, reach = (pixels - 1) * stride + kGroupColumns;
+    const int64_t x_pixel = p.x_stride.w, x_row = p.dilation_h * p.x_stride.h, w_column = channels * width;
+    const Places<A> own = first_of_group<A>(channels);
+    for (int64_t tile = 0; tile < p.out_width; tile += pixels) {
+      const int64_t column = smaller(tile, p.out_width - pixels), left = column * stride - p.pad_w;
+      const int first = static_cast<int>(larger(0, -left)), last = static_cast<int>(smaller(reach, p.in_width - left));
+      A* const to = y + column * p.y_stride.w;
+      // What the row below adds, and the lines that are written: pixels lie too far apart for the hardware's prefetchers.
+      const A* const below = x + left * x_pixel + rows * x_row;
+      for (int i = 0; i < pixels * stride; i++) __builtin_prefetch(below + i * x_pixel);
+      for (int j = 0; j < pixels; j++) __builtin_prefetch(to + j * p.y_stride.w, 1);
+      Vec<A> sum[pixels];
+#pragma GCC unroll 16
+      for (int j = 0; j < pixels; j++) sum[j] = A(0);
+      const A *row = x + left * x_pixel, *weights = w;
+      for (int64_t r = 0; r < rows; r++, row += x_row, weights += kGroupColumns * w_column) {
+        Places<A> lane = own;
+        for (int64_t c = 0; c < channels; c++, lane += 1) {
+          Vec<A> taps[kGroupColumns];
+#pragma GCC unroll 3
+          for (int s = 0; s < kGroupColumns; s++) taps[s] = load(weights + s * w_column + c * width);
+          const A* from = row + (joined ? 0 : c);
+#pragma GCC unroll 32
+          for (int i = 0; i < reach; i++, from += x_pixel) {
+            // Padding is narrower than the kernel: no others can lie outside.
+            if ((i < kGroupColumns - 1 && i < first) || (i > reach - kGroupColumns && i >= last)) continue;
+            Vec<A> v;
+            if constexpr (joined)
+              v = __builtin_shuffle(load(from).raw, lane);
+            else
+              v = *from;
+#pragma GCC unroll 3
+            for (int s = i % stride; s < kGroupColumns; s += stride)
+              if (i >= s && i - s <= (pixels - 1) * stride) sum[(i - s) / stride] = fma(v, taps[s], sum[(i - s) / stride]);
+          }
+        }
+      }
+#pragma GCC unroll 16
+      for (int j = 0; j < pixels; j++) store(to + j * p.y_stride.w, sum[j] + bias);
+    }
+  }
+  template <int stride>
+  void run() const {
+    const bool joined = channels < Vec<A>::width;
+    if (p.out_width % kGroupPixels == 0 || p.out_width > 2 * kGroupPixels)
+      joined ? tiles<kGroupPixels, stride, true>() : tiles<kGroupPixels, stride, false>();
+    else
+      joined ? tiles<kFewGroupPixels, stride, true>() : tiles<kFewGroupPixels, stride, false>();
+  }
+};
+
 // Weights [vector of groups][tap][channel][lane] of the convolution of dY that dX is: turned by 180 degrees, channels and filters
 // of each group exchanged.
 template <class T>
