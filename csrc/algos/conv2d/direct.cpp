@@ -36,8 +36,8 @@ struct Blocking {
   AI3_INLINE explicit Blocking(const Conv2dProblem& p)
       : channels(p.in_channels / p.groups),
         joined(multiplies_pairs(p) ? 1 : joined_groups(p)),
-        groups(p.groups / joined),
-        out_channels(p.out_channels / groups) {
+        groups(ceil_div(p.groups, joined)),
+        out_channels(p.out_channels / p.groups * joined) {
     const int64_t tile = 2 * lanes_of(p);
     for (block = 4; block < tile && block < out_channels;) block *= 2;
     blocks = ceil_div(out_channels, block);
@@ -72,8 +72,9 @@ void pack(const Conv2dProblem& p, const void* weight, void* packed) {
     constexpr int width = Vec<Acc<T>>::width;
     const int64_t columns = b.channels * window;
     parallel_for(p.threads, b.groups * b.blocks, [&](int64_t i, int) {
-      const int64_t first = i % b.blocks * b.block, count = smaller(b.block, b.out_channels - first);
-      const T* from = w + (i / b.blocks * b.out_channels + first) * columns;
+      const int64_t group = i / b.blocks * b.out_channels, first = i % b.blocks * b.block,
+                    count = smaller(smaller(b.block, b.out_channels - first), p.out_channels - group - first);
+      const T* from = w + (group + first) * columns;
       for (int64_t k0 = 0; k0 < b.block; k0 += width) {
         int64_t c = 0, rs = 0;
         for (int64_t e = 0; e < columns; e += width) {
@@ -228,11 +229,11 @@ class DirectConvolution {
         prologue(problem, m),
         in_place(same<T, A> && p.y_stride.c == 1 && operands.residual != operands.y),
         needs_finish(operands.residual || p.activation != Activation::none),
-        spread(b.spread(p)),
         has_group_rows(in_place && !prologue && groups_have_rows(p)),
+        spread(b.spread(p) && (has_group_rows || groups_fill_vectors(p))),
         groups(spread ? b.groups : p.groups),
-        channels(p.in_channels / groups),
-        filters(p.out_channels / groups),
+        channels(b.channels * (spread ? b.joined : 1)),
+        filters(spread ? b.out_channels : p.out_channels / p.groups),
         few(has_few_products(p)),
         whole(whole_kernel()),
         tile_pixels(tile_size(whole.x_pixel, b.block > width)),
@@ -515,15 +516,17 @@ class DirectConvolution {
       const Range valid = inside(top, p.dilation_h, p.in_height, p.kernel_height);
       const Filters by = filters_of(group, 0);
       const Operands at = image.from((top + valid.begin * p.dilation_h) * p.x_stride.h, y_channel(group, 0) + row * p.y_stride.h);
+      const int64_t lanes = smaller(width, p.out_channels - group * filters);
       const GroupRow<A> of{p,
                            at.x,
                            by.weights + valid.begin * whole.w_row,
                            at.y,
                            valid.size(),
                            b.channels,
-                           by.of.bias ? load(by.of.bias) : Vec<A>(A(0))};
+                           lanes,
+                           by.of.bias ? load_some(by.of.bias, lanes) : Vec<A>(A(0))};
       p.stride_w == 1 ? of.template run<1>() : of.template run<2>();
-      if (needs_finish) finish<T>(p, at.y, p.y_stride.w, p.out_width, width, by.of.slope, at.residual, at.y);
+      if (needs_finish) finish<T>(p, at.y, p.y_stride.w, p.out_width, lanes, by.of.slope, at.residual, at.y);
     }
   }
 
@@ -569,8 +572,8 @@ class DirectConvolution {
   const Channels<T> of_channels;
   const Prologue<A> prologue;
   const bool in_place;  // sums are added up in the output; they would go over a residual that is the output
-  const bool needs_finish, spread;
-  const bool has_group_rows;                // joined_groups.h
+  const bool needs_finish;
+  const bool has_group_rows, spread;        // joined_groups.h
   const int64_t groups, channels, filters;  // the latter two of a group
   const bool few;                           // products of an output value
   const Span whole;

@@ -1,4 +1,4 @@
-// Groups with as many channels as filters, which fill a vector exactly: one of them, or neighbours together. Then lane l of a
+// Groups with as many channels as filters, of which one fills a vector exactly, or neighbours together. Then lane l of a
 // pixel's channels belongs to the group of filter l, and gradients need no panel for each group. NHWC.
 #pragma once
 #include "../core/lanes.h"
@@ -7,17 +7,24 @@
 namespace ai3::inline AI3_LEVEL {
 namespace {
 
+constexpr int kGroupColumns = 3;  // of the kernels that GroupRow computes
+
 // Of a vector of the accumulator's type.
 AI3_INLINE int64_t lanes_of(const Conv2dProblem& p) { return AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4); }
-// Whether they do. Without AVX2 no instruction brings any lane to any other.
-AI3_INLINE bool groups_fill_vectors(const Conv2dProblem& p) {
-  const int64_t lanes = lanes_of(p), filters = p.out_channels / p.groups;
-  return AI3_VECTOR_BYTES > 16 && p.groups > 1 && p.in_channels == p.out_channels && filters > 0 && lanes % filters == 0 &&
-         p.groups % (lanes / filters) == 0;
+// Without AVX2 no instruction brings any lane to any other.
+AI3_INLINE bool groups_share_vectors(const Conv2dProblem& p) {
+  const int64_t filters = p.groups > 1 ? p.out_channels / p.groups : 0;
+  return AI3_VECTOR_BYTES > 16 && p.in_channels == p.out_channels && filters > 0 && lanes_of(p) % filters == 0;
 }
-// How many of them are computed as one; 1 also where there are none.
+AI3_INLINE int64_t groups_of_vector(const Conv2dProblem& p) { return lanes_of(p) / (p.out_channels / p.groups); }
+// Whether the last vector is full, too.
+AI3_INLINE bool groups_fill_vectors(const Conv2dProblem& p) {
+  return groups_share_vectors(p) && p.groups % groups_of_vector(p) == 0;
+}
+// How many of them are packed as one; 1 also where there are none.
 AI3_INLINE int64_t joined_groups(const Conv2dProblem& p) {
-  return groups_fill_vectors(p) ? lanes_of(p) / (p.out_channels / p.groups) : 1;
+  const bool joined = groups_fill_vectors(p) || (groups_share_vectors(p) && p.kernel_width == kGroupColumns);
+  return joined ? groups_of_vector(p) : 1;
 }
 
 // Which lane each lane reads.
@@ -31,10 +38,10 @@ AI3_INLINE Places<A> first_of_group(int64_t channels) {
   return first;
 }
 
-// Kernels whose columns overlap, for the vectors of groups' pixels (`GroupRow`), and outputs of a tile.
-constexpr int kGroupColumns = 3, kGroupPixels = AI3_VECTOR_BYTES == 64 ? 14 : 7, kFewGroupPixels = 7;
+// Outputs of a tile, and whether there are such rows (`GroupRow`).
+constexpr int kGroupPixels = AI3_VECTOR_BYTES == 64 ? 14 : 7, kFewGroupPixels = 7;
 AI3_INLINE bool groups_have_rows(const Conv2dProblem& p) {
-  return groups_fill_vectors(p) && p.kernel_width == kGroupColumns && p.pad_w < kGroupColumns && p.dilation_w == 1 &&
+  return groups_share_vectors(p) && p.kernel_width == kGroupColumns && p.pad_w < kGroupColumns && p.dilation_w == 1 &&
          p.stride_w <= 2 && p.out_width >= kFewGroupPixels && p.x_stride.c == 1 && p.y_stride.c == 1;
 }
 
@@ -45,12 +52,12 @@ struct GroupRow {
   const Conv2dProblem& p;
   const A *x, *w;
   A* y;
-  int64_t rows, channels;
+  int64_t rows, channels, lanes;  // lanes: of the vector, whose others are no channels
   Vec<A> bias;
 
   // Each vector of an input pixel is brought to the lanes of its groups once for each channel, and multiplied for all outputs of
   // a tile that see it: a permutation for each product would bound the loop. The last tile reaches back over the one before it.
-  template <int pixels, int stride, bool joined>
+  template <int pixels, int stride, bool joined, bool whole>
   void tiles() const {
     constexpr int width = Vec<A>::width, reach = (pixels - 1) * stride + kGroupColumns;
     const int64_t x_pixel = p.x_stride.w, x_row = p.dilation_h * p.x_stride.h, w_column = channels * width;
@@ -80,7 +87,7 @@ struct GroupRow {
             if ((i < kGroupColumns - 1 && i < first) || (i > reach - kGroupColumns && i >= last)) continue;
             Vec<A> v;
             if constexpr (joined)
-              v = __builtin_shuffle(load(from).raw, lane);
+              v = __builtin_shuffle(load_some<whole>(from, lanes).raw, lane);
             else
               v = *from;
 #pragma GCC unroll 3
@@ -90,16 +97,19 @@ struct GroupRow {
         }
       }
 #pragma GCC unroll 16
-      for (int j = 0; j < pixels; j++) store(to + j * p.y_stride.w, sum[j] + bias);
+      for (int j = 0; j < pixels; j++)
+        whole ? store(to + j * p.y_stride.w, sum[j] + bias) : store_partial(to + j * p.y_stride.w, sum[j] + bias, lanes);
     }
+  }
+  template <int pixels, int stride>
+  void tiles() const {
+    if (lanes < Vec<A>::width) return tiles<pixels, stride, true, false>();
+    channels < Vec<A>::width ? tiles<pixels, stride, true, true>() : tiles<pixels, stride, false, true>();
   }
   template <int stride>
   void run() const {
-    const bool joined = channels < Vec<A>::width;
-    if (p.out_width % kGroupPixels == 0 || p.out_width > 2 * kGroupPixels)
-      joined ? tiles<kGroupPixels, stride, true>() : tiles<kGroupPixels, stride, false>();
-    else
-      joined ? tiles<kFewGroupPixels, stride, true>() : tiles<kFewGroupPixels, stride, false>();
+    const bool many = p.out_width % kGroupPixels == 0 || p.out_width > 2 * kGroupPixels;
+    many ? tiles<kGroupPixels, stride>() : tiles<kFewGroupPixels, stride>();
   }
 };
 
