@@ -533,6 +533,15 @@ def meets_only_padding(image: Any, kernel: Any, stride: Any, padding: Any, dilat
     return False
 
 
+def reads_past_channels(channels: int, stride: Sequence[int], dilation: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether PyTorch's gradient of a weight with so many channels in a group is wrong in channels_last, by its dilation.
+
+    oneDNN's AVX-512 kernels read what was never written (docs/pytorch.md); csrc/ops/conv2d_backward.cpp asks the same.
+    """
+    bfloat16 = dtype == torch.bfloat16 and _WIDE_VECTOR == 16
+    return bfloat16 and max(dilation) > 1 and max(stride) == 1 and channels % 16 != 0
+
+
 def trains_astray(input: Any, weight: Any, dtype: torch.dtype, window: Sequence[Any]) -> bool:
     """Whether PyTorch's gradient of the weight is wrong in channels_last. window: stride, padding, dilation and groups."""
     stride, padding, dilation, groups = window
@@ -544,6 +553,9 @@ def trains_astray(input: Any, weight: Any, dtype: torch.dtype, window: Sequence[
         windows = registry.OPERATIONS["conv2d"].windows("", stride, padding, dilation)  # type: ignore[attr-defined]
     except RuntimeError:  # the operator says so
         return False
+    stride, _, dilation = windows
+    if reads_past_channels(weight.shape[1], stride, dilation, dtype):
+        return True
     return meets_only_padding(input.shape[-2:], weight.shape[2:], *windows)
 
 

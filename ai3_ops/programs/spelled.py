@@ -30,7 +30,9 @@ def spelled(body: Body) -> fx.Graph:
     graph, mode = fx.Graph(), FakeTensorMode(allow_non_fake_inputs=True)
     graph.output(graph.graph_copy(body.graph, {}))
     with mode, torch.no_grad():
-        given = [torch.empty(n.meta["shape"], dtype=n.meta["dtype"]) for n in inputs]
+        # An argument that is no tensor (`use_cache=False`) is a value of the example, and read by nothing.
+        metas = [n.meta for n in inputs]
+        given = [None if m["shape"] is None else torch.empty(m["shape"], dtype=m["dtype"]) for m in metas]
         try:
             FakeTensorProp(fx.GraphModule(body, graph), mode).propagate_dont_convert_inputs(*given)
         except RuntimeError:  # there are no values

@@ -29,6 +29,13 @@ bool meets_only_padding(const Conv2dProblem& p) {
          misses(p.in_width, p.kernel_width, p.stride_w, p.pad_w, p.dilation_w, p.out_width);
 }
 
+// Whether PyTorch's gradient of the weight reads what was never written, in channels_last: oneDNN's AVX-512 kernels do with a
+// dilation where the last vector of channels is not full (docs/pytorch.md).
+bool reads_past_channels(const Conv2dProblem& p) {
+  return p.dtype == DType::bf16 && onednn_wide_vector() == 16 && (p.dilation_h > 1 || p.dilation_w > 1) && p.stride_h == 1 &&
+         p.stride_w == 1 && p.in_channels / p.groups % 16 != 0;
+}
+
 Tensor permuted(const Tensor& t, const Sizes& order) { return torch::stable::permute(t, order); }
 Tensor reshaped(const Tensor& t, const Sizes& sizes) { return torch::stable::reshape(t, sizes); }
 Tensor slice(const Tensor& t, int64_t dim, int64_t start, int64_t end, int64_t step = 1) {
@@ -144,9 +151,9 @@ Gradients conv2d_backward(const Entry& asked, Conv2dCall& c, const Tensor& grad_
     by_aten[2] = by_aten[1] && wanted[2] && is_safe;
     // On the CPU, other strides than those of dense operands in one format, and the strides that a single channel may have in
     // channels_last, send PyTorch's kernels astray; in 16 bits and channels_last they do not write the gradient of what meets
-    // only padding (docs/pytorch.md).
-    const bool is_unwritten = size_of(p.dtype) == 2 && meets_only_padding(p);
-    const bool format = channels_last && p.in_channels > 1 && !is_unwritten;
+    // only padding, nor read what they should with a dilation (docs/pytorch.md).
+    const bool is_wrong = (size_of(p.dtype) == 2 && meets_only_padding(p)) || reads_past_channels(p);
+    const bool format = channels_last && p.in_channels > 1 && !is_wrong;
     auto operand = [&](const Tensor& t) { return device == Device::cpu ? with_dense_strides(dense(t, format), format) : t; };
     auto stack = call_dispatcher("aten::convolution_backward", "", operand(grad), operand(c.input), operand(c.weight),
                                  std::optional<Sizes>(Sizes{p.out_channels}), c.stride, c.padding, c.dilation, false, Sizes{0, 0},

@@ -391,6 +391,27 @@ def test_gradients_of_what_meets_only_padding(size, kernel, stride, padding, dil
                 ours.grad.fill_(1e4)  # what the next gradient's memory holds
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("selectors", ["default", "direct", "gemm", {"conv2d": "onednn"}, {"1": "direct"}])
+@pytest.mark.parametrize(("channels", "groups", "kernel"), [(24, 1, 3), (40, 2, (1, 3)), (36, 3, 5)])
+def test_gradients_with_a_dilation_in_bfloat16(channels, groups, kernel, selectors, autocast):
+    """In channels_last oneDNN reads what was never written (docs/pytorch.md)."""
+    make = [nn.Conv2d(channels, channels, kernel, dilation=2, groups=groups), nn.Conv2d(channels, 8, 1)]
+    model = nn.Sequential(*make).to(torch.float32 if autocast else torch.bfloat16).train()
+    x = torch.randn(1, channels, 32, 40, dtype=next(model.parameters()).dtype)
+    swapped, exact = ai3_ops.swap(copy.deepcopy(model), selectors, x), copy.deepcopy(model).double()
+    exact(x.double()).sum().backward()
+    for trained in (swapped, ai3_ops.unswap(copy.deepcopy(swapped))):
+        for _ in range(3):
+            junk = [torch.full((2**k,), 1e30) for k in range(10, 18)]  # what the gradient's memory may hold
+            del junk
+            trained.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                trained(x).sum().backward()
+            for ours, theirs in zip(trained.parameters(), exact.parameters(), strict=True):
+                assert (ours.grad.double() - theirs.grad).abs().max() <= 0.05 * theirs.grad.abs().max()
+
+
 def test_meets_only_padding():
     for size, kernel, stride, pad, dilation in itertools.product(
         (1, 2, 5), (1, 2, 3, 5), (1, 2, 4), range(4), (1, 2, 3)

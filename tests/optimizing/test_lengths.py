@@ -153,7 +153,7 @@ class Between(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
-    def forward(self, x):
+    def forward(self, x, cached=False):
         n, length, _ = x.shape
         heads = self.up(x).view(n, length, 4, 16).cumsum(1)
         return self.down(F.gelu(heads.flatten(2)))
@@ -167,6 +167,17 @@ def test_reshapes_between_programs_keep_lengths_open_in_files(tmp_path):
     for again in (fast, pickle.loads(pickle.dumps(fast)), ai3_ops.load(tmp_path / "model.ai3")):
         for length, batch in ((40, 1), (81, 3)):
             agree(again, model, torch.randn(batch, length, 16))
+
+
+def test_arguments_that_are_no_tensors_are_in_files_too(tmp_path):
+    """Decoders' `use_cache=False`."""
+    model = seeded(Between())
+    fast = check(model, torch.randn(1, 64, 16), False)
+    ai3_ops.save(fast, tmp_path / "model.ai3")
+    for again in (fast, ai3_ops.load(tmp_path / "model.ai3")):
+        for length in (40, 81):
+            x = torch.randn(1, length, 16)
+            assert (again(x, False) - model(x)).abs().max() < 1e-4
 
 
 def test_the_first_ones_are_compared_where_none_was_before(compared):
