@@ -292,6 +292,10 @@ class Conv2d(Weighted):
         conv((2, 16, 3, 40), (32, 16, 1, 7), 1, (0, 3), (2, 1), layouts=("channels_last", "channels_last")),
         conv((2, 6, 8, 10), (8, 3, 2, 3), (2, 3), groups=2),
         conv((1, 5, 8, 13), (7, 5, 4, 4), 4, layouts=("channels_last", "channels_last")),
+        # Groups that share vectors, of which the last is full and not.
+        conv((2, 24, 6, 17), (24, 8, 3, 3), padding=1, groups=3, layouts=("channels_last", "channels_last")),
+        conv((1, 32, 7, 30), (32, 4, 3, 3), 2, (1, 2), groups=8, layouts=("channels_last",)),
+        conv((1, 20, 5, 9), (20, 4, 3, 3), (2, 1), (0, 1), groups=5, layouts=("channels_last",)),
     )
     layers: ClassVar[tuple[Case, ...]] = (
         conv((1, 64, 56, 56), (64, 64, 3, 3), padding=1, bias=False),
@@ -500,6 +504,8 @@ _PIXELS, _PIXELS_16_BITS = 1024, 4096
 _CHANNELS = 16  # with fewer there is little to gain
 _TILES = _library.registry()["processor_has_matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
+_WIDE_GROUP = 24  # channels
+_BYTES_OF_VECTOR = {"avx512": 64, "avx2": 32}.get(_library.registry()["level"], 0)
 _FILTERS, _PRODUCTS_OF_FEW = 32, 2**23  # of a layer with fewer channels than that in or out, as images in colour have
 
 
@@ -757,10 +763,23 @@ class Conv2dCall(SwitchedCall):
         if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
             return True
         products = pixels * weight.numel()
+        if groups > 1 and dtype == torch.float32 and not _groups_gain_in_training(input, weight, groups, strides):
+            return False
         if min(channels, weight.shape[0]) < _CHANNELS:
             enough = channels > 1 and weight.shape[0] >= _FILTERS and products >= _PRODUCTS_OF_FEW
             return enough and kernel != (1, 1)
         return products >= _PRODUCTS if kernel == (1, 1) else pixels >= _PIXELS
+
+
+def _groups_gain_in_training(input: Tensor, weight: Tensor, groups: int, strides: tuple[int, ...]) -> bool:
+    """Whether groups of several channels do, in float32."""
+    width = weight.shape[1]
+    if strides != (1, 1) or width >= _WIDE_GROUP:
+        return strides == (1, 1)
+    lanes = _BYTES_OF_VECTOR // input.element_size()  # `direct` has gradients of groups that fill vectors
+    fill = weight.shape[0] == input.shape[1] and lanes % width == 0 and groups % max(1, lanes // width) == 0
+    narrow = width <= 4 or (width <= 8 and input.is_contiguous(memory_format=torch.channels_last))
+    return fill and narrow
 
 
 def _padding_of_word(input: Tensor, weight: Tensor, stride: Any, padding: str, dilation: Any) -> tuple[Tensor, Any]:

@@ -431,6 +431,21 @@ def test_default_leaves_training_steps_that_it_would_slow_down_to_pytorch():
     assert named._ai3.calls == 1
 
 
+@pytest.mark.skipif(_library.registry()["level"] not in ("avx2", "avx512"), reason="no groups share a vector")
+@pytest.mark.parametrize(
+    ("width", "groups", "stride", "kept"),
+    [(4, 8, 1, True), (4, 8, 2, False), (8, 4, 1, True), (12, 4, 1, False), (16, 4, 1, False), (32, 2, 1, True)],
+)
+def test_groups_that_gain_in_training_keep_default(width, groups, stride, kept):
+    channels = width * groups
+    layer = nn.Conv2d(channels, channels, 3, stride, 1, groups=groups)
+    x = torch.randn(4, channels, 32, 32).to(memory_format=torch.channels_last)
+    swapped = ai3_ops.swap(layer, "default", x)
+    swapped(x).sum().backward()
+    (row,) = ai3_ops.explain(swapped).layers
+    assert ("training steps" not in row.reason) == kept
+
+
 LEVEL = _library.registry()["level"]
 
 
