@@ -9,7 +9,7 @@
 namespace ai3::ops {
 
 // Raised when an algorithm packs in another form than before: a program that was exported then packs again.
-constexpr uint64_t kPackVersion = 4;
+constexpr uint64_t kPackVersion = 5;
 
 // A hash of everything that a pack's form may depend on.
 uint64_t pack_tag(const Entry& entry, std::span<const int64_t> description) {
