@@ -777,7 +777,9 @@ def _groups_gain_in_training(input: Tensor, weight: Tensor, groups: int, strides
     if strides != (1, 1) or width >= _WIDE_GROUP:
         return strides == (1, 1)
     lanes = _BYTES_OF_VECTOR // input.element_size()  # `direct` has gradients of groups that fill vectors
-    fill = weight.shape[0] == input.shape[1] and lanes % width == 0 and groups % max(1, lanes // width) == 0
+    fill = (
+        lanes >= width and lanes % width == 0 and groups % (lanes // width) == 0 and weight.shape[0] == input.shape[1]
+    )
     narrow = width <= 4 or (width <= 8 and input.is_contiguous(memory_format=torch.channels_last))
     return fill and narrow
 

@@ -433,13 +433,22 @@ def test_default_leaves_training_steps_that_it_would_slow_down_to_pytorch():
 
 @pytest.mark.skipif(_library.registry()["level"] not in ("avx2", "avx512"), reason="no groups share a vector")
 @pytest.mark.parametrize(
-    ("width", "groups", "stride", "kept"),
-    [(4, 8, 1, True), (4, 8, 2, False), (8, 4, 1, True), (12, 4, 1, False), (16, 4, 1, False), (32, 2, 1, True)],
+    ("width", "groups", "stride", "form", "kept"),
+    [
+        (4, 8, 1, torch.channels_last, True),
+        (4, 8, 1, torch.contiguous_format, True),
+        (4, 8, 2, torch.channels_last, False),
+        (4, 5, 1, torch.channels_last, False),  # a vector of theirs is not full
+        (8, 4, 1, torch.channels_last, True),
+        (12, 4, 1, torch.channels_last, False),
+        (16, 4, 1, torch.channels_last, False),
+        (32, 2, 1, torch.channels_last, True),
+    ],
 )
-def test_groups_that_gain_in_training_keep_default(width, groups, stride, kept):
+def test_groups_that_gain_in_training_keep_default(width, groups, stride, form, kept):
     channels = width * groups
     layer = nn.Conv2d(channels, channels, 3, stride, 1, groups=groups)
-    x = torch.randn(4, channels, 32, 32).to(memory_format=torch.channels_last)
+    x = torch.randn(4, channels, 32, 32).to(memory_format=form)
     swapped = ai3_ops.swap(layer, "default", x)
     swapped(x).sum().backward()
     (row,) = ai3_ops.explain(swapped).layers

@@ -334,6 +334,10 @@ def test_conv2d_prologue(algorithm, layout, size):
     y = packed_conv2d(algorithm, x, w, b, window, **epilogue, **given)
     torch.testing.assert_close(y, F.relu(2 * expected), rtol=1e-4, atol=1e-4)
     assert y.is_contiguous(memory_format=layout)
+    small, large = 1e-6 * w, 1 + b.abs()  # the bias is added last: parts of the sum would round at its size
+    y = packed_conv2d(algorithm, x, small, large, window, input_relu=True)
+    expected = F.conv2d(x.double().relu(), small.double(), large.double(), *window)
+    assert ((y - expected).abs() <= 2 * torch.finfo(torch.float32).eps * expected.abs()).all()
 
 
 @pytest.mark.parametrize(

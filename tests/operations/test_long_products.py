@@ -76,7 +76,7 @@ def test_sums_do_not_depend_on_threads(channels: int, filters: int, kernel: int,
 OWN = [a for a in ALGORITHMS_OF_ALL if a.operation in ("conv1d", "conv2d", "linear") and not a.vendor and not a.rule]
 
 
-def _beside_a_bias(info: AlgorithmInfo, columns: int) -> tuple[torch.Tensor, ...]:
+def _beside_a_bias(info: AlgorithmInfo, columns: int, tall: bool) -> tuple[torch.Tensor, ...]:
     """Input, weight and bias: many products of a sum that is small beside the bias."""
     generator = torch.Generator().manual_seed(3)
 
@@ -85,28 +85,40 @@ def _beside_a_bias(info: AlgorithmInfo, columns: int) -> tuple[torch.Tensor, ...
 
     if info.operation == "linear":
         return draw(columns, 1024), 1e-7 * draw(48, 1024), 1 + draw(48).abs()
+    space = 2 if info.operation == "conv2d" else 1
     if info.name == "depthwise":
-        return draw(1, 40, 31, 30 + columns), 1e-7 * draw(40, 1, 31, 31), 1 + draw(40).abs()
-    kernel = 3 if info.operation == "conv2d" else 9
-    sides = (kernel,) * (2 if info.operation == "conv2d" else 1)
-    x = draw(1, 128, *(side + columns - 1 for side in sides))
-    return x, 1e-7 * draw(48, 128, *sides), 1 + draw(48).abs()
+        sides = (31, 7)[:space] if tall else (31,) * space
+        return draw(1, 40, *(side + columns - 1 for side in sides)), 1e-7 * draw(40, 1, *sides), 1 + draw(40).abs()
+    if info.name == "patch_gemm":
+        sides, pixels = (4,) * space, (4 * columns,) * space
+    else:
+        sides = ((3,) if space == 2 or info.name == "winograd" else (9,)) * space
+        pixels = tuple(side + columns - 1 for side in sides)
+    return draw(1, 128, *pixels), 1e-7 * draw(48, 128, *sides), 1 + draw(48).abs()
 
 
 @pytest.mark.parametrize("info", OWN, ids=name_of)
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 @pytest.mark.parametrize("columns", [1, 3, 30])
-def test_a_bias_is_added_to_the_whole_sum(info: AlgorithmInfo, form: torch.memory_format, columns: int) -> None:
+@pytest.mark.parametrize("tall", [False, True], ids=["", "tall"])
+def test_a_bias_is_added_to_the_whole_sum(
+    info: AlgorithmInfo, form: torch.memory_format, columns: int, tall: bool
+) -> None:
     """Each of so many products would round at its size if it were added to the bias: that would be several times this error."""
-    operands = _beside_a_bias(info, columns)
+    operands = _beside_a_bias(info, columns, tall)
+    if tall and info.name != "depthwise":
+        pytest.skip("another kernel of depthwise")
     if operands[0].dim() == 4:
         operands = operands[0].to(memory_format=form), *operands[1:]
     elif form != torch.contiguous_format:
         pytest.skip("one memory format")
     x, w, b = operands
     options = {"groups": x.shape[1]} if info.name == "depthwise" else {}
+    if info.name == "patch_gemm":
+        options = {"stride": 4}
     supported, reason = ai3_ops.supports(info.operation, info.name, x, w, b, **options)
     if not supported:
+        assert info.name in ("kn2row", "gemm", "joined") or info.name.startswith(("winograd", "fft")), reason
         pytest.skip(reason)
     expected = getattr(F, info.operation)(x.double(), w.double(), b.double(), **options)
     y = getattr(ops, f"{info.operation}_{info.name}")(x, w, b, **options)

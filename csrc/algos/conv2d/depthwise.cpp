@@ -159,15 +159,14 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
       }
       auto lanes_at = [&](const auto* from) { return load_some<whole>(from, lanes); };
       Vec<A> sum[height][pixels];
-      // Few taps' sums start from the bias. Many are added first: each of them would round at its size.
-      constexpr bool few = columns > 0;
+      // Added to the whole sum: each product that was added to it would round at its size.
       const Vec<A> bias = !call.bias        ? Vec<A>(A(0))
                           : multiplier == 1 ? lanes_at(call.bias + c)
                                             : load_strided(call.bias + c * multiplier + m, multiplier, {0, lanes});
 #pragma GCC unroll 2
       for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++) sum[h][j] = few ? bias : Vec<A>(A(0));
+        for (int j = 0; j < pixels; j++) sum[h][j] = A(0);
       // Row r of the input below the tile's top serves the output rows [h0, h1).
       auto input_row = [&]<int h0, int h1>(int64_t r) {
         const T* from = image + r * p.dilation_h * p.x_stride.h + c;
@@ -213,9 +212,10 @@ void rows_of(const Call<T>& call, int64_t n, int64_t m, int64_t begin, int64_t e
             input_row.template operator()<1, 2>(r);
         }
       }
-      if constexpr (!few)
+#pragma GCC unroll 2
+      for (int h = 0; h < height; h++)
 #pragma GCC unroll 8
-        for (int j = 0; j < pixels; j++) sum[0][j] += bias;
+        for (int j = 0; j < pixels; j++) sum[h][j] += bias;
       auto place = [&](int h, int j) { return to + h * p.y_stride.h + j * p.y_stride.w + c * multiplier; };
       if constexpr (fused != Fused::any) {
         auto finished = [&](Vec<A> v) {
@@ -312,7 +312,7 @@ AI3_INLINE void segment(const Call<T>& call, const T* plane, const Acc<T>* w, in
       }
     }
   }
-  const Vec<A> bias = call.bias ? widen(call.bias[k]) : A(0);  // last, as below
+  const Vec<A> bias = call.bias ? widen(call.bias[k]) : A(0);
 #pragma GCC unroll 4
   for (int q = 0; q < vectors; q++)
     if (q * width < count)

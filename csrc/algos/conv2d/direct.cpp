@@ -42,8 +42,11 @@ struct Blocking {
     for (block = 4; block < tile && block < out_channels;) block *= 2;
     blocks = ceil_div(out_channels, block);
   }
-  // Groups that are packed as one are computed as one where their channels lie side by side.
-  AI3_INLINE bool spread(const Conv2dProblem& p) const { return joined > 1 && p.x_stride.c == 1; }
+  // Groups that are packed as one are computed as one where their channels lie side by side and, if they do not fill their last
+  // vector, have rows of their own.
+  AI3_INLINE bool spread(const Conv2dProblem& p, bool has_rows) const {
+    return joined > 1 && p.x_stride.c == 1 && (has_rows || groups_fill_vectors(p));
+  }
 };
 
 int64_t blocks_bytes(const Conv2dProblem& p) {
@@ -230,7 +233,7 @@ class DirectConvolution {
         in_place(same<T, A> && p.y_stride.c == 1 && operands.residual != operands.y),
         needs_finish(operands.residual || p.activation != Activation::none),
         has_group_rows(in_place && !prologue && groups_have_rows(p)),
-        spread(b.spread(p) && (has_group_rows || groups_fill_vectors(p))),
+        spread(b.spread(p, has_group_rows)),
         groups(spread ? b.groups : p.groups),
         channels(b.channels * (spread ? b.joined : 1)),
         filters(spread ? b.out_channels : p.out_channels / p.groups),
@@ -373,12 +376,12 @@ class DirectConvolution {
     alignas(64) A buffer[kNarrowPixels * 2 * width], widened[2 * width];
     const bool direct = in_place && count % width == 0, two = count > width;
     const A* bias = widened;
-    const T* const stored = by.of.bias;
+    const T* const given = by.of.bias;
     if constexpr (same<T, A>)
-      if (stored && count % width == 0) bias = stored;
+      if (given && count % width == 0) bias = given;
     if (bias == widened)
       for (int64_t q = 0; q < count; q += width)
-        store(widened + q, !stored ? Vec<A>(A(0)) : count - q < width ? load_partial(stored + q, count - q) : load(stored + q));
+        store(widened + q, !given ? Vec<A>(A(0)) : count - q < width ? load_partial(given + q, count - q) : load(given + q));
     const int64_t shift = row * p.y_stride.h + column * p.y_stride.w;
     T* out = at.y + shift;
     A* sums = buffer;
@@ -392,11 +395,10 @@ class DirectConvolution {
     // The part of the kernel that lies inside the image: rows `valid` for all pixels; columns differ from pixel to pixel.
     const int64_t top = row * p.stride_h - p.pad_h, left = column * p.stride_w - p.pad_w;
     const Range valid = inside(top, p.dilation_h, p.in_height, p.kernel_height);
-    bool started = false;
-    auto fill = [&] {
+    bool started = false, biased = false;  // biased: all of the sum is one part, with the bias
+    auto each_vector = [&](const auto& put) {
       for (int64_t j = 0; j < pixels; j++)
-        for (int64_t q = 0; q < count; q += width) store(sums + j * sums_pixel + q, load(bias + q));
-      started = true;
+        for (int64_t q = 0; q < count; q += width) put(sums + j * sums_pixel + q, load(bias + q));
     };
     for (int64_t s = 0; s < p.kernel_width && valid.size() > 0 && b.channels > 0;) {
       // The pixels that see kernel column s inside the image see the following columns there too, up to `end`.
@@ -407,7 +409,10 @@ class DirectConvolution {
         if (next = seeing(end); next.begin != seen.begin || next.end != seen.end) break;
       if (seen.size() > 0) {
         const bool full = seen.size() == pixels;
-        if (!started && !full) fill();
+        if (!started && !full) {
+          each_vector([](A* to, Vec<A>) { store(to, Vec<A>(A(0))); });
+          started = true;
+        }
         Span span = whole;
         span.rows = valid.size(), span.columns = end - s;
         if (!f) span = joined(span);
@@ -415,7 +420,8 @@ class DirectConvolution {
                         (left + s * p.dilation_w + seen.begin * p.stride_w) * p.x_stride.w;
         const A* panel_part = by.weights + valid.begin * span.w_row + s * span.w_column;
         A* const into = sums + seen.begin * sums_pixel;
-        const A* added = started ? kZeros<A> : bias;
+        biased = full && s == 0 && end == p.kernel_width;
+        const A* added = biased ? bias : kZeros<A>;
         if (started) span.lines = Lines::added_to;
         if (!same<T, A> || f)
           accumulate_staged<T>(seen.size(), two, from, panel_part, into, sums_pixel, added, span, f);
@@ -425,7 +431,7 @@ class DirectConvolution {
       }
       s = end;
     }
-    if (!started) fill();
+    if (!biased) each_vector([started](A* to, Vec<A> b) { store(to, started ? load(to) + b : b); });
     if (!direct || needs_finish)
       finish<T>(p, sums, sums_pixel, pixels, count, by.of.slope, at.residual ? at.residual + shift : nullptr, out);
   }
@@ -619,7 +625,7 @@ void backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& wor
 
 Cost cost(const Conv2dProblem& p) {
   const Blocking b(p);
-  const bool spread = b.spread(p);
+  const bool spread = b.spread(p, groups_have_rows(p));
   const int64_t lanes = spread ? p.out_channels : p.groups * round_up(p.out_channels / p.groups, lanes_of(p));
   const double pixels = static_cast<double>(p.batch) * static_cast<double>(p.out_height) * static_cast<double>(p.out_width);
   const double weights = static_cast<double>(lanes) * static_cast<double>(b.channels * p.kernel_height * p.kernel_width);

@@ -46,11 +46,11 @@ struct Span {
 template <class A>
 constexpr A kZeros[2 * Vec<A>::width] = {};
 
-// tile[j][0 .. v vectors) = (sum over the span of x[j] * w) + bias, for n pixels. The bias is added last: each product that was
-// added to it would round at its size. No loop of the span is empty, and nothing else
-// needs addresses here: otherwise the compiler keeps a second copy of the sums on the stack. The loop over tiles is in here
-// because few channels make short tiles: found one by one, they take a third longer. `finished`: with the residual and the
-// activation, in registers; a form of its own, since what it adds costs long products 5 % in their inner loop.
+// tile[j][0 .. v vectors) = (sum over the span of x[j] * w) + bias, for n pixels: each product that was added to the bias would
+// round at its size. No loop of the span is empty, and nothing else needs addresses here: otherwise the compiler keeps a second
+// copy of the sums on the stack. The loop over tiles is in here because few channels make short tiles: found one by one, they
+// take a third longer. `finished`: with the residual and the activation, in registers; a form of its own, since what it adds
+// costs long products 5 % in their inner loop.
 template <class A, int n, int v, bool spread = false, bool finished = false>
 [[gnu::noinline]] void accumulate(const A* x, const A* w, A* tile, int64_t tile_pixel, const A* bias, const Span& span) {
   constexpr int width = Vec<A>::width;
@@ -196,9 +196,10 @@ void accumulate_staged(int64_t pixels, bool two, const T* x, const Acc<T>* w, Ac
           }
           part.x_channel = kStageSpan, part.x_pixel = reach <= kStageSpan ? span.x_pixel : 1;
         }
+        const bool last = r == span.rows - 1 && s == span.columns - 1 && c0 + chunk >= span.channels;
         accumulate<kNarrowPixels>(pixels, two, stage, w + r * span.w_row + s * span.w_column + c0 * span.w_channel, tile,
-                                  tile_pixel, bias, part);
-        lines = Lines::added_to, bias = kZeros<A>;
+                                  tile_pixel, last ? bias : kZeros<A>, part);
+        lines = Lines::added_to;
       }
 }
 

@@ -21,10 +21,14 @@ AI3_INLINE int64_t groups_of_vector(const Conv2dProblem& p) { return lanes_of(p)
 AI3_INLINE bool groups_fill_vectors(const Conv2dProblem& p) {
   return groups_share_vectors(p) && p.groups % groups_of_vector(p) == 0;
 }
+// Whether a kernel has rows of groups (GroupRow), as far as packs know.
+AI3_INLINE bool window_has_rows(const Conv2dProblem& p) {
+  return groups_share_vectors(p) && size_of(p.dtype) >= 4 && p.kernel_width == kGroupColumns && p.pad_w < kGroupColumns &&
+         p.dilation_w == 1 && p.stride_w <= 2;
+}
 // How many of them are packed as one; 1 also where there are none.
 AI3_INLINE int64_t joined_groups(const Conv2dProblem& p) {
-  const bool joined = groups_fill_vectors(p) || (groups_share_vectors(p) && p.kernel_width == kGroupColumns);
-  return joined ? groups_of_vector(p) : 1;
+  return groups_fill_vectors(p) || window_has_rows(p) ? groups_of_vector(p) : 1;
 }
 
 // Which lane each lane reads.
@@ -41,12 +45,12 @@ AI3_INLINE Places<A> first_of_group(int64_t channels) {
 // Outputs of a tile, and whether there are such rows (`GroupRow`).
 constexpr int kGroupPixels = AI3_VECTOR_BYTES == 64 ? 14 : 7, kFewGroupPixels = 7;
 AI3_INLINE bool groups_have_rows(const Conv2dProblem& p) {
-  return groups_share_vectors(p) && p.kernel_width == kGroupColumns && p.pad_w < kGroupColumns && p.dilation_w == 1 &&
-         p.stride_w <= 2 && p.out_width >= kFewGroupPixels && p.x_stride.c == 1 && p.y_stride.c == 1;
+  return window_has_rows(p) && p.out_width >= kFewGroupPixels && p.x_stride.c == 1 && p.y_stride.c == 1;
 }
 
-// One row of outputs of a vector of groups: what its `rows` of input and weights are. Their first pixel is at `x`, their outputs'
-// at `y`; weights lie [row][column][channel][lane].
+// One row of outputs of a vector of groups. `x` is the first pixel of the first row of input that the kernel sees inside the
+// image, `w` the weights from that row of the kernel on, [row][column][channel][lane], and `rows` how many of its rows it sees
+// there.
 template <class A>
 struct GroupRow {
   const Conv2dProblem& p;

@@ -105,11 +105,10 @@ void store_block(const Output<T>& out, const Acc<T>* sums, int64_t lds, int64_t 
 
 // ---- One thread --------------------------------------------------------------------------------------------------------------
 
-// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from 0; the bias
-// and what is there (earlier sums, or a residual that lies where the output does) are added to them, since the rounding errors of
-// a long sum grow with its length and with the size of what it starts from (Higham, "Accuracy and Stability of Numerical
-// Algorithms", 2002, 4.2). The rest of the epilogue
-// follows while the tile is in the L1 cache.
+// A slab of at most kRows rows times one panel, of which `columns` are used. Sums start from 0; the bias and what is there
+// (earlier sums, or a residual that lies where the output does) are added to them, since the rounding errors of a long sum grow
+// with its length and with the size of what it starts from (Higham, "Accuracy and Stability of Numerical Algorithms", 2002, 4.2).
+// The rest of the epilogue follows while the tile is in the L1 cache.
 template <class T, class Rows, class Stored>
 AI3_INLINE void multiply_slab(const Rows& rows, int64_t row_count, const Stored* panel, int64_t columns, int64_t k,
                               const Output<T>& out, Next next) {
@@ -222,11 +221,18 @@ void gemm_block(const Rows& a, int64_t rows, const Stored* panels, int64_t panel
     }
 }
 
-// Stores the sums of a slab, which the bias is in already where it is one of columns.
+// Stores the sums of a slab, after a panel's bias where it is one of columns.
 template <class T>
-AI3_INLINE void store_sums(Output<T> out, float* sums, int64_t rows, int64_t columns, bool biased) {
+AI3_INLINE void store_sums(Output<T> out, float* sums, int64_t rows, int64_t columns, const float* bias) {
   constexpr int64_t P = kPanel<float>;
-  if (biased) out.bias = nullptr;
+  if (bias) {
+    out.bias = nullptr;
+    const Vec<float> left = load(bias), right = load(bias + P / 2);
+    for (int64_t r = 0; r < rows; r++) {
+      store(sums + r * P, load(sums + r * P) + left);
+      store(sums + r * P + P / 2, load(sums + r * P + P / 2) + right);
+    }
+  }
   if constexpr (sizeof(T) == sizeof(float)) {
     if (out.add)
       for (int64_t r = 0; r < rows; r++)
@@ -257,7 +263,7 @@ void multiply_in_tiles(const PairRows& a, int64_t rows, const float* panels, int
   auto multiply_panel = [&](int64_t first, int64_t last, int64_t q) {
     const int64_t used = smaller(P, columns - q * P), slabs = ceil_div(last - first, height),
                   next_panel = q + 1 < panel_total ? q + 1 : 0;
-    alignas(64) float bias[P] = {};
+    alignas(64) float zeros[P] = {}, bias[P] = {};
     if (biased)
       for (int64_t c = 0; c < used; c++) bias[c] = widen(out.bias[q * P + c]);
     for (int64_t i = 0; i < parts; i++) {
@@ -275,13 +281,13 @@ void multiply_in_tiles(const PairRows& a, int64_t rows, const float* panels, int
           amx::configure(amx::Shapes(count, step));
         }
         multiply_tiles(count, used, a.from(row).address() + from * 4, a.row_bytes(), panels + q * panel_stride + from * P,
-                       part.size(), step, i == 0 ? bias : own, i == 0 ? 0 : P, own, next, ahead);
+                       part.size(), step, i == 0 ? zeros : own, i == 0 ? 0 : P, own, next, ahead);
         if (!is_last) continue;
         // The lines of the next panel's outputs come into the L2 cache: rows lie on pages of their own, where no prefetcher of
         // the hardware has them ready.
         for (int64_t r = 0; r < count; r++)
           __builtin_prefetch(out.data + (row + r) * out.row_stride + next_panel * P * out.column_stride, 1, 2);
-        store_sums(out.from(row, q * P), own, count, used, biased);
+        store_sums(out.from(row, q * P), own, count, used, biased ? bias : nullptr);
       }
     }
   };
