@@ -559,8 +559,8 @@ def trains_astray(input: Any, weight: Any, dtype: torch.dtype, window: Sequence[
         windows = registry.OPERATIONS["conv2d"].windows("", stride, padding, dilation)  # type: ignore[attr-defined]
     except RuntimeError:  # the operator says so
         return False
-    stride, _, dilation = windows
-    if reads_past_channels(weight.shape[1], stride, dilation, dtype):
+    steps, _, spacings = windows
+    if reads_past_channels(weight.shape[1], steps, spacings, dtype):
         return True
     return meets_only_padding(input.shape[-2:], weight.shape[2:], *windows)
 
@@ -774,8 +774,10 @@ class Conv2dCall(SwitchedCall):
 def _groups_gain_in_training(input: Tensor, weight: Tensor, groups: int, strides: tuple[int, ...]) -> bool:
     """Whether groups of several channels do, in float32."""
     width = weight.shape[1]
-    if strides != (1, 1) or width >= _WIDE_GROUP:
-        return strides == (1, 1)
+    if strides != (1, 1):
+        return False
+    if width >= _WIDE_GROUP:
+        return True
     lanes = _BYTES_OF_VECTOR // input.element_size()  # `direct` has gradients of groups that fill vectors
     fill = (
         lanes >= width and lanes % width == 0 and groups % (lanes // width) == 0 and weight.shape[0] == input.shape[1]

@@ -76,6 +76,16 @@ def test_sums_do_not_depend_on_threads(channels: int, filters: int, kernel: int,
 OWN = [a for a in ALGORITHMS_OF_ALL if a.operation in ("conv1d", "conv2d", "linear") and not a.vendor and not a.rule]
 
 
+# Images in both memory formats, and of depthwise another kernel.
+FORMS = {"nchw": torch.contiguous_format, "nhwc": torch.channels_last}
+BESIDE = [
+    pytest.param(info, FORMS[form], tall, id="-".join([name_of(info), form, *["tall"] * tall]))
+    for info in OWN
+    for form in (FORMS if info.operation == "conv2d" else ("nchw",))
+    for tall in ((False, True) if (info.operation, info.name) == ("conv2d", "depthwise") else (False,))
+]
+
+
 def _beside_a_bias(info: AlgorithmInfo, columns: int, tall: bool) -> tuple[torch.Tensor, ...]:
     """Input, weight and bias: many products of a sum that is small beside the bias."""
     generator = torch.Generator().manual_seed(3)
@@ -87,7 +97,7 @@ def _beside_a_bias(info: AlgorithmInfo, columns: int, tall: bool) -> tuple[torch
         return draw(columns, 1024), 1e-7 * draw(48, 1024), 1 + draw(48).abs()
     space = 2 if info.operation == "conv2d" else 1
     if info.name == "depthwise":
-        sides = (31, 7)[:space] if tall else (31,) * space
+        sides = (31, 7) if tall else (31,) * space
         return draw(1, 40, *(side + columns - 1 for side in sides)), 1e-7 * draw(40, 1, *sides), 1 + draw(40).abs()
     if info.name == "patch_gemm":
         sides, pixels = (4,) * space, (4 * columns,) * space
@@ -97,29 +107,19 @@ def _beside_a_bias(info: AlgorithmInfo, columns: int, tall: bool) -> tuple[torch
     return draw(1, 128, *pixels), 1e-7 * draw(48, 128, *sides), 1 + draw(48).abs()
 
 
-@pytest.mark.parametrize("info", OWN, ids=name_of)
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+@pytest.mark.parametrize(("info", "form", "tall"), BESIDE)
 @pytest.mark.parametrize("columns", [1, 3, 30])
-@pytest.mark.parametrize("tall", [False, True], ids=["", "tall"])
 def test_a_bias_is_added_to_the_whole_sum(
-    info: AlgorithmInfo, form: torch.memory_format, columns: int, tall: bool
+    info: AlgorithmInfo, form: torch.memory_format, tall: bool, columns: int
 ) -> None:
     """Each of so many products would round at its size if it were added to the bias: that would be several times this error."""
-    operands = _beside_a_bias(info, columns, tall)
-    if tall and info.name != "depthwise":
-        pytest.skip("another kernel of depthwise")
-    if operands[0].dim() == 4:
-        operands = operands[0].to(memory_format=form), *operands[1:]
-    elif form != torch.contiguous_format:
-        pytest.skip("one memory format")
-    x, w, b = operands
+    x, w, b = _beside_a_bias(info, columns, tall)
+    x = x.contiguous(memory_format=form)
     options = {"groups": x.shape[1]} if info.name == "depthwise" else {}
     if info.name == "patch_gemm":
         options = {"stride": 4}
     supported, reason = ai3_ops.supports(info.operation, info.name, x, w, b, **options)
-    if not supported:
-        assert info.name in ("kn2row", "gemm", "joined") or info.name.startswith(("winograd", "fft")), reason
-        pytest.skip(reason)
+    assert supported, reason
     expected = getattr(F, info.operation)(x.double(), w.double(), b.double(), **options)
     y = getattr(ops, f"{info.operation}_{info.name}")(x, w, b, **options)
     assert ((y.double() - expected).abs() <= 2 * torch.finfo(torch.float32).eps * expected.abs()).all()

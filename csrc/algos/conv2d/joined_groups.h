@@ -11,7 +11,7 @@ constexpr int kGroupColumns = 3;  // of the kernels that GroupRow computes
 
 // Of a vector of the accumulator's type.
 AI3_INLINE int64_t lanes_of(const Conv2dProblem& p) { return AI3_VECTOR_BYTES / (p.dtype == DType::f64 ? 8 : 4); }
-// Without AVX2 no instruction brings any lane to any other.
+// Whether several lie in a vector, or one fills it. Without AVX2 no instruction brings any lane to any other.
 AI3_INLINE bool groups_share_vectors(const Conv2dProblem& p) {
   const int64_t filters = p.groups > 1 ? p.out_channels / p.groups : 0;
   return AI3_VECTOR_BYTES > 16 && p.in_channels == p.out_channels && filters > 0 && lanes_of(p) % filters == 0;
