@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ai3_ops import registry
 from ai3_ops.operations.elementwise import MEASURED, MEASURED_IN, WIDEST, Elementwise, ElementwiseCall, ElementwiseLine
 from ai3_ops.operations.step import Step, computed
-from ai3_ops.problem import Problem, check, is_channels_last, is_contiguous
+from ai3_ops.problem import Problem, check, is_contiguous
 
 if TYPE_CHECKING:
     from ai3_ops.operations.program import Line
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 FORMS = ("none", "tanh")  # by their numbers in C++
 
 
-# Elements from which a view in the memory's order costs less than it gains; with AVX2 (two Zen 3 cores) it took 1.2
-# to 2.4 times PyTorch's own time of 24,576 to 98,304 elements, 0.6 to 0.9 of it of 196,608 and more.
-_VIEWED = 2**14 if WIDEST else 2**17
+# Elements from which a view in the memory's order gains more than it costs, which is two nodes of the graph where gradients are
+# recorded: below it took up to twice PyTorch's own time (two Zen 4 and two Zen 3 cores), from it on 0.55 to 0.9 of it.
+_VIEWED, _VIEWED_TRAINED = 2**17, 2**19
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -31,15 +31,10 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     By erf PyTorch calls oneDNN for contiguous tensors alone: images in channels_last take 1.3 to 1.7 times as long (two Zen 5
     cores), and are seen as the contiguous tensors that their memory is.
     """
-    image = (
-        isinstance(input, Tensor)
-        and input.ndim == 4
-        and approximate == "none"
-        and input.is_cpu
-        and input.numel() >= _VIEWED
-    )
-    if image and not is_contiguous(input) and is_channels_last(input):  # by strides, for which vmap can be asked
-        return F.gelu(input.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    if approximate == "none" and isinstance(input, Tensor) and input.ndim == 4 and input.is_cpu:
+        enough = input.numel() >= (_VIEWED_TRAINED if input.requires_grad else _VIEWED)
+        if enough and not is_contiguous(input) and is_contiguous(rows := input.permute(0, 2, 3, 1)):
+            return F.gelu(rows).permute(0, 3, 1, 2)
     return F.gelu(input, approximate=approximate)
 
 
@@ -124,13 +119,19 @@ class GeluCall(ElementwiseCall):
         return [FORMS.index(args[1])]
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """By tanh where there is enough to compute, by erf where PyTorch's call of oneDNN takes longer than the few elements."""
+        """By tanh where there is enough to compute; by erf where PyTorch's call of oneDNN takes longer than what it computes.
+
+        It calls that for contiguous tensors alone.
+        """
         input, approximate = args
         if input.device.type != "cpu":
             return True
-        by_tanh = approximate == "tanh"
-        enough = MEASURED and input.numel() >= _ELEMENTS if by_tanh else WIDEST and input.numel() <= _ELEMENTS
-        return enough and input.dtype in MEASURED_IN
+        if input.dtype not in MEASURED_IN:
+            return False
+        if approximate == "tanh":
+            return MEASURED and input.numel() >= _BY_TANH
+        enough = WIDEST and input.numel() <= _BY_ERF[input.dtype] * min(torch.get_num_threads(), 2)
+        return enough and is_contiguous(input)
 
     def may_gain(self, module: Any) -> bool:
         """Of a module of one form, that."""
@@ -144,4 +145,5 @@ class GeluCall(ElementwiseCall):
         return super().computed_by(module) or (isinstance(module, layers) and module.activation is F.gelu)
 
 
-_ELEMENTS = 2**12
+_BY_TANH = 2**12
+_BY_ERF = {torch.float32: 2**14, torch.bfloat16: 2**13}  # for each of one or two threads: more were not measured

@@ -69,4 +69,4 @@ class SiluCall(ElementwiseCall):
         return input.device.type != "cpu" or wide
 
 
-_ELEMENTS = 2**18
+_ELEMENTS = 2**15

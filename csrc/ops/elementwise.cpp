@@ -40,7 +40,7 @@ std::optional<Rows> rows_in_order(const Tensor& t) {
 
 bool run_elementwise(const Entry& asked, const Tensor& x, const Tensor& y,
                      bool (*lay)(const Tensor&, const Tensor&, ElementwiseProblem&), const Given& given, int32_t form) {
-  ElementwiseProblem p = contiguous_elements(dtype_of(asked, x), threads(y.numel()), y.numel(), form);
+  ElementwiseProblem p = contiguous_elements(dtype_of(asked, x), threads(), y.numel(), form);
   p.parameters = given.parameters;
   const Prepared<ElementwiseProblem> call = prepare(asked, where_of(asked, x), p, p.count > 0);
   if (p.count == 0) return true;
@@ -87,7 +87,7 @@ ElementwiseStep::ElementwiseStep(Reader& r, int32_t form) : entry(*r.entry) {
   const bool sliced = r.traits<ElementwiseProblem>().sliced;
   r.needs_operands(1);
   const Value x = r.operand(0);
-  p = contiguous_elements(x.dtype, threads(count_of(x.sizes)), count_of(x.sizes), form);
+  p = contiguous_elements(x.dtype, threads(), count_of(x.sizes), form);
   p.parameters = r.parameters();
   writes_slices = sliced;
   r.output(x.sizes, x.dtype, x.order);

@@ -30,8 +30,8 @@ AI3_INLINE Vec<double> gelu(Vec<double> v) { return activate(Activation::gelu, v
 template <class T>
 void gelu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
   using V = Vec<Acc<T>>;
-  if (p.form == 1) return map_elements(p, x, y, [](V v) { return activate(Activation::gelu_tanh, v); });
-  map_elements(p, x, y, [](V v) { return gelu(v); });
+  if (p.form == 1) return map_elements(p, x, y, 1 << 13, [](V v) { return activate(Activation::gelu_tanh, v); });
+  map_elements(p, x, y, 1 << 13, [](V v) { return gelu(v); });
 }
 
 AI3_ALGORITHM(gelu, direct, .accuracy = Accuracy::bounded, .error_bound = 4e-6, .sliced = true)

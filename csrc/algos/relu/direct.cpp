@@ -7,7 +7,7 @@ namespace {
 
 template <class T>
 void relu_direct(const ElementwiseProblem& p, const T* x, T* y, Workspace&) {
-  map_elements(p, x, y, [](Vec<Acc<T>> v) { return relu(v); });
+  map_elements(p, x, y, 1 << 15, [](Vec<Acc<T>> v) { return relu(v); });
 }
 
 AI3_ALGORITHM(relu, direct, .sliced = true)
