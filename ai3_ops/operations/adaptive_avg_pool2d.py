@@ -51,6 +51,8 @@ class AdaptiveAvgPool2d(Pooling):
         Case(((2, 3, 9, 8),), (3,), ("transposed",)),
         Case(((2, 3, 9, 8),), (3,), ("sliced",)),
         Case(((2, 3, 9, 8),), (3,), ("expanded",)),
+        Case(((1, 19, 12, 40),), ((7, 23),), ("sliced",)),
+        Case(((1, 18, 45, 150),), ((7, 23),)),
     )
     layers = (
         Case(((8, 512, 7, 7),), (1,)),

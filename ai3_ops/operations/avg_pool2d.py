@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops.calls.call import Call
 from ai3_ops.operations.case import BadCall, Case
-from ai3_ops.operations.pooling import WindowPooling, window_problem
+from ai3_ops.operations.pooling import WindowCall, WindowPooling, window_problem
 from ai3_ops.problem import Problem
 
 
@@ -57,6 +56,8 @@ class AvgPool2d(WindowPooling):
         Case(((2, 3, 9, 8),), (3, (2,)), ("transposed",)),
         Case(((2, 3, 9, 8),), (3, 1, 1), ("sliced",)),
         Case(((2, 3, 9, 8),), (2, 3), ("expanded",)),
+        Case(((1, 19, 12, 40),), (3, 2, 1), ("sliced",)),
+        Case(((1, 18, 45, 150),), (3, 2, 1)),
     )
     layers = (
         Case(((1, 128, 56, 56),), (2, 2)),
@@ -69,13 +70,13 @@ class AvgPool2d(WindowPooling):
         yield "divisor 0", [new(1, 3, 6, 6)], [[2], [2], [0], False, True, 0]
 
 
-class AvgPool2dCall(Call):
+class AvgPool2dCall(WindowCall):
     """torch.nn.functional.avg_pool2d."""
 
     operation = "avg_pool2d"
     functions = (F.avg_pool2d,)
     function = F.avg_pool2d
-    repeats = True
+    worth: ClassVar = {2: 2**18, 4: 2**17, 8: 2**17}
     modules: ClassVar = {
         nn.AvgPool2d: lambda m, x: (
             x, m.kernel_size, m.stride, m.padding, m.ceil_mode, m.count_include_pad, m.divisor_override

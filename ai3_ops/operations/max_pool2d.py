@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ai3_ops.calls.call import Call
 from ai3_ops.operations.case import HUGE, BadCall, Case
-from ai3_ops.operations.pooling import WindowPooling, window_problem
+from ai3_ops.operations.pooling import WindowCall, WindowPooling, window_problem
 from ai3_ops.problem import Problem
 
 
@@ -70,6 +69,8 @@ class MaxPool2d(WindowPooling):
         Case(((2, 3, 9, 8),), (3, (2,)), ("transposed",)),
         Case(((2, 3, 9, 8),), (3, 1, 1), ("sliced",)),
         Case(((2, 3, 9, 8),), (2, 3), ("expanded",)),
+        Case(((1, 19, 12, 40),), (3, 2, 1), ("sliced",)),
+        Case(((1, 18, 45, 150),), (3, 2, 1)),
     )
     layers = (
         Case(((1, 64, 112, 112),), (3, 2, 1)),
@@ -84,7 +85,7 @@ class MaxPool2d(WindowPooling):
         yield "dilation beyond 64 bits", [x], [[2], [2], [0], [HUGE]]
 
 
-class MaxPool2dCall(Call):
+class MaxPool2dCall(WindowCall):
     """torch.nn.functional.max_pool2d without indices."""
 
     operation = "max_pool2d"
@@ -95,7 +96,7 @@ class MaxPool2dCall(Call):
             x, m.kernel_size, m.stride, m.padding, m.dilation, m.ceil_mode, *([True] if m.return_indices else [])
         )
     }  # fmt: skip
-    repeats = True
+    worth: ClassVar = {2: 2**16, 4: 2**16, 8: 2**16}
 
     def of_module(self, args: tuple[Any, ...]) -> Any:
         """With indices, which may be asked of the module after the swap, they are PyTorch's."""
@@ -105,7 +106,7 @@ class MaxPool2dCall(Call):
         """As torch.nn.functional.max_pool2d."""
         if return_indices or (len(args) > 6 and args[6]):  # set on the module after the swap
             return F.max_pool2d(*args[:6], **kwargs, return_indices=True)
-        return self.run(*self.arguments(*args[:6], **kwargs))
+        return super().__call__(*args[:6], **kwargs)
 
     def arguments(
         self,

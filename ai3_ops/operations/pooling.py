@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import HUGE, BadCall, Case, Draw, image, pair
-from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, spread
+from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, is_contiguous, spread
 
 
 class Pooling(Operation):
@@ -72,6 +73,37 @@ class WindowPooling(Pooling):
         yield "stride 0", [x], [[2], [0]]
         yield "negative padding", [x], [[2], [2], [-1]]
         yield "padding above half the kernel", [x], [[2], [2], [2]]
+
+
+class WindowCall(Call):
+    """Of one of those."""
+
+    repeats = True
+    why_left = "PyTorch is faster for small images (docs/algorithms/max_pool2d/default.md, docs/algorithms/avg_pool2d/default.md)"
+    # What is read of images in channels_last, elements times windows, from which on it is worth the operator's call; by the
+    # bytes of an element.
+    worth: ClassVar[dict[int, int]]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`default` leaves to PyTorch what it has the faster call for."""
+        return self.run_or_leave(*self.arguments(*args, **kwargs))
+
+    def gains(self, args: tuple[Any, ...]) -> bool:
+        """Where images are large, or in NCHW, where PyTorch's loop has no vectors."""
+        input, kernel, stride = args[:3]
+        if not input.is_cpu:
+            return True
+        read = input.numel() * _area(kernel) // max(1, _area(stride))
+        return read >= (_WORTH_PLANES if is_contiguous(input) else self.worth.get(input.dtype.itemsize, 0))
+
+
+_WORTH_PLANES = 2**12
+
+
+def _area(size: Any) -> int:
+    if isinstance(size, int):
+        return size * size
+    return size[0] * size[-1] if size else 1  # one number is for both; PyTorch refuses none
 
 
 def batch_of(label: str, input: Tensor) -> Tensor:

@@ -127,7 +127,8 @@ inline std::vector<ai3::Pool2dProblem> all(ai3::Pool2dProblem*, const std::strin
   p.dtype = ai3::DType::f32, p.threads = 1, p.batch = 2, p.kernel_height = p.kernel_width = p.stride_h = p.stride_w = 1;
   p.dilation_h = p.dilation_w = 1;
   if (operation == "adaptive_avg_pool2d") {
-    const int64_t cases[][5] = {{3, 7, 7, 1, 1}, {19, 10, 7, 3, 5}, {5, 3, 2, 5, 7}, {1, 4, 4, 4, 4}, {150, 6, 5, 1, 1}};
+    const int64_t cases[][5] = {{3, 7, 7, 1, 1},   {19, 10, 7, 3, 5},  {5, 3, 2, 5, 7},       {1, 4, 4, 4, 4},
+                                {150, 6, 5, 1, 1}, {24, 40, 37, 5, 7}, {20, 13, 130, 13, 100}};
     for (const auto& c : cases) {
       p.channels = c[0], p.in_height = c[1], p.in_width = c[2], p.out_height = c[3], p.out_width = c[4];
       add(p);
@@ -139,7 +140,11 @@ inline std::vector<ai3::Pool2dProblem> all(ai3::Pool2dProblem*, const std::strin
                               {19, 9, 7, 3, 2, 1, 1, 0},
                               {2, 10, 11, 3, 2, 0, 1, 1},
                               {5, 7, 9, 2, 3, 1, 2, 1},
-                              {70, 4, 5, 3, 1, 1, 1, 0}};
+                              {70, 4, 5, 3, 1, 1, 1, 0},
+                              // of several tiles by rows, by columns, and with windows too large for any
+                              {24, 40, 37, 3, 2, 1, 1, 0},
+                              {9, 33, 140, 5, 1, 2, 2, 1},
+                              {17, 20, 20, 9, 9, 0, 1, 0}};
   for (const auto& c : cases) {
     p.channels = c[0], p.in_height = c[1], p.in_width = c[2], p.kernel_height = p.kernel_width = c[3],
     p.stride_h = p.stride_w = c[4];

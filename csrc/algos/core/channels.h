@@ -125,14 +125,24 @@ struct Normal {
   template <class T>
   void apply(int threads, const Channels& c, const T* x, T* y) const {
     using V = Vec<A>;
-    if (!c.last)
-      return each_of_channels<A>(threads, c, [&](int64_t e, int64_t count, int64_t n, const OfElements<A>& of) {
-        const V v = centered(c, load_some(x + e, count), n, of);
-        store_some(y + e, fma(v, of(factor.of_image(c, n)), of(shift.of_image(c, n))), count);
-      });
+    constexpr int64_t width = V::width;
+    auto normal = [](V v, V unit, V minus, V factor, V shift) { return fma(fma(v, unit, minus), factor, shift); };
+    if (!c.last)  // a plane's numbers are read once: the compiler cannot know that y is not where they are
+      return parallel_ranges(threads, c.batch * c.channels, larger(1, kElementsOfShare / larger(1, c.pixels)),
+                             [&](int64_t begin, int64_t end, int) {
+                               for (int64_t i = begin; i < end; i++) {
+                                 const int64_t n = i / c.channels, first = i * c.pixels;
+                                 const OfElements<A> of{i % c.channels, width, false};
+                                 const V u = of(unit.of_image(c, n)), m = of(minus.of_image(c, n)), f = of(factor.of_image(c, n)),
+                                         s = of(shift.of_image(c, n));
+                                 each_vector<A>(c.pixels, [&](int64_t e, int64_t count) {
+                                   store_some(y + first + e, normal(load_some(x + first + e, count), u, m, f, s), count);
+                                 });
+                               }
+                             });
     // A block of pixels by a few channels, whose numbers stay in registers.
     constexpr int vectors = 2;
-    constexpr int64_t width = V::width, span = vectors * width;
+    constexpr int64_t span = vectors * width;
     const int64_t blocks = pixel_blocks(c), spans = ceil_div(c.channels, span);
     const int64_t grain = larger(1, kElementsOfShare / (span * smaller(kPixelsOfBlock, larger(1, c.pixels))));
     parallel_ranges(threads, c.batch * blocks * spans, grain, [&](int64_t begin, int64_t end, int) {
@@ -146,16 +156,16 @@ struct Normal {
           factors[j] = of(factor.of_image(c, n)), shifts[j] = of(shift.of_image(c, n));
         }
         const int64_t from = (n * c.pixels + first) * c.channels + channel;
-        auto normal = [&](int j, V v) { return fma(fma(v, units[j], means[j]), factors[j], shifts[j]); };
+        auto normal_of = [&](int j, V v) { return normal(v, units[j], means[j], factors[j], shifts[j]); };
         if (count == span)
           for (int64_t at = from; at < from + pixels * c.channels; at += c.channels)
 #pragma GCC unroll 2
-            for (int j = 0; j < vectors; j++) store(y + at + j * width, normal(j, load(x + at + j * width)));
+            for (int j = 0; j < vectors; j++) store(y + at + j * width, normal_of(j, load(x + at + j * width)));
         else
           for (int64_t at = from; at < from + pixels * c.channels; at += c.channels)
             for (int64_t j = 0; j * width < count; j++) {
               const int64_t lanes = smaller(width, count - j * width);
-              store_some(y + at + j * width, normal(static_cast<int>(j), load_some(x + at + j * width, lanes)), lanes);
+              store_some(y + at + j * width, normal_of(static_cast<int>(j), load_some(x + at + j * width, lanes)), lanes);
             }
       }
     });

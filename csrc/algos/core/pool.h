@@ -1,7 +1,9 @@
-// Pooling over windows that are a product of a range of rows and a range of columns. NHWC: lanes are channels. NCHW: lanes are
-// columns; where the order does not matter, the rows of a window are reduced first, for all columns at once, then the columns.
+// Pooling over windows that are a product of a range of rows and a range of columns. NHWC: lanes are channels, and so they are of
+// NCHW, of which tiles are transposed first. Where channels are few or windows large, NCHW's lanes are columns; where the order
+// does not matter, the rows of a window are then reduced first, for all columns at once, then the columns.
 #pragma once
 #include "moments.h"
+#include "planes.h"
 #include "pool_problem.h"
 #include "streaming.h"
 
@@ -26,6 +28,12 @@ struct PoolAxis {
     return {begin + valid.begin * dilation, valid.size(), dilation, count_pad ? smaller(kernel, in + pad - begin) : valid.size()};
   }
 };
+// What outputs [begin, end) of an axis see of the input.
+AI3_INLINE Range pool_reach(const PoolAxis& a, int64_t begin, int64_t end) {
+  if (a.adaptive) return {begin * a.in / a.out, ceil_div(end * a.in, a.out)};
+  const int64_t first = larger(0, begin * a.stride - a.pad);
+  return {first, larger(first, smaller(a.in, (end - 1) * a.stride - a.pad + a.dilation * (a.kernel - 1) + 1))};
+}
 AI3_INLINE PoolAxis pool_rows(const Pool2dProblem& p, bool adaptive) {
   return {p.in_height, p.out_height, p.kernel_height, p.stride_h, p.pad_h, p.dilation_h, adaptive, p.count_include_pad};
 }
@@ -145,6 +153,74 @@ AI3_INLINE void pool_rows_of(const Pool2dProblem& p, Window rows, const T* plane
   }
 }
 
+// NCHW: tiles of `rows` x `columns` outputs of a vector of channels, which see kTilePixels pixels at most.
+inline constexpr int64_t kTilePixels = 1024;
+struct PoolTiles {
+  int64_t rows = 0, columns = 0;
+};
+// None where lanes would be empty, where a window is so large that it is quicker reduced by rows, and where tiles would have too
+// few outputs for what they see.
+AI3_INLINE PoolTiles pool_tiles(const Pool2dProblem& p, const PoolAxis& row, const PoolAxis& column, int64_t width) {
+  constexpr int64_t kTaps = 64, kRows = 8;
+  if (p.channels < width / 2 || p.x_stride.w != 1 || p.y_stride.w != 1) return {};
+  auto steps = [](const PoolAxis& a) { return a.adaptive ? ceil_div(a.in, a.out) : a.stride; };
+  auto extent = [&](const PoolAxis& a) {
+    return a.adaptive ? steps(a) + 1 : smaller(a.dilation, kTilePixels) * (smaller(a.kernel, kTilePixels) - 1) + 1;
+  };
+  auto taps = [&](const PoolAxis& a) { return a.adaptive ? extent(a) : a.kernel; };
+  if (taps(row) > kTaps || taps(column) > kTaps || taps(row) * taps(column) > kTaps) return {};
+  // Outputs of an axis that see at most `most` positions.
+  auto fitting = [&](const PoolAxis& a, int64_t most) {
+    return extent(a) > most ? 0 : smaller(a.out, (most - extent(a)) / steps(a) + 1);
+  };
+  PoolTiles tiles;
+  tiles.columns = fitting(column, kTilePixels / larger(kRows, 2 * extent(row)));
+  if (tiles.columns > 0) tiles.rows = fitting(row, kTilePixels / ((tiles.columns - 1) * steps(column) + extent(column)));
+  return tiles.rows > 0 ? tiles : PoolTiles{};
+}
+template <class Reduce, class T>
+void pool_by_tiles(const Pool2dProblem& p, const PoolAxis& row_axis, const PoolAxis& column_axis, PoolTiles tiles, int64_t taps,
+                   const T* x, T* y) {
+  constexpr int64_t width = Vec<Acc<T>>::width;
+  const int64_t vectors = ceil_div(p.channels, width), across = ceil_div(p.out_width, tiles.columns);
+  // As many as threads can share.
+  while (tiles.rows > 1 && p.batch * vectors * across * ceil_div(p.out_height, tiles.rows) < p.threads)
+    tiles.rows = ceil_div(tiles.rows, 2);
+  const int64_t down = ceil_div(p.out_height, tiles.rows);
+  const int64_t work = tiles.rows * tiles.columns * (taps + 4);  // vectors that are read
+  constexpr int64_t kGrain = 1 << 12;
+  parallel_ranges(
+      p.threads, p.batch * vectors * down * across, ceil_div(kGrain, work),
+      [&](int64_t begin, int64_t end, int) {
+        alignas(64) T in[kTilePixels * width], out[kTilePixels * width];
+        for (int64_t i = begin; i < end; i++) {
+          const int64_t c = i / across / down % vectors * width, n = i / across / down / vectors,
+                        lanes = smaller(width, p.channels - c);
+          const int64_t row = i / across % down * tiles.rows, last_row = smaller(p.out_height, row + tiles.rows),
+                        column = i % across * tiles.columns, last_column = smaller(p.out_width, column + tiles.columns);
+          const Range seen_rows = pool_reach(row_axis, row, last_row), seen = pool_reach(column_axis, column, last_column);
+          const int64_t out_row = last_column - column;
+          each_piece(seen_rows.begin, seen_rows.end, seen.size(), p.x_stride.h, [&](int64_t r, int64_t elements) {
+            to_lanes(x + n * p.x_stride.n + c * p.x_stride.c + r * p.x_stride.h + seen.begin, p.x_stride.c, lanes, elements,
+                     in + (r - seen_rows.begin) * seen.size() * width, width);
+          });
+          Pool2dProblem tile = p;
+          tile.x_stride = {0, 1, seen.size() * width, width};
+          for (int64_t o = row; o < last_row; o++)
+            for (int64_t q = column; q < last_column; q++) {
+              Window rows = row_axis.at(o), columns = column_axis.at(q);
+              rows.begin -= seen_rows.begin, columns.begin -= seen.begin;
+              pool_window<Reduce, 1>(tile, rows, columns, in, out + ((o - row) * out_row + q - column) * width, width, {});
+            }
+          each_piece(row, last_row, out_row, p.y_stride.h, [&](int64_t r, int64_t elements) {
+            to_planes(out + (r - row) * out_row * width, width, {0, lanes}, elements,
+                      y + n * p.y_stride.n + c * p.y_stride.c + r * p.y_stride.h + column, p.y_stride.c);
+          });
+        }
+      },
+      static_cast<double>(work));
+}
+
 // NCHW: one row of one output plane, value by value in the window's order.
 template <class Reduce, class T>
 void pool_plane_row_ordered(const Pool2dProblem& p, const PoolAxis& axis, Window rows, const T* plane, T* y) {
@@ -240,6 +316,11 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
   // NHWC: a task has a row, pixel by pixel, with all channels or, where rows are few, as many blocks of them as threads can share
   // evenly. NCHW: planes outside, rows inside. So they lie in memory.
   constexpr int64_t kLarge = 4 << 20;  // bytes of output, from which it goes past the caches; four times as many of input: memory
+  const int64_t taps = adaptive ? ceil_div(p.in_height, p.out_height) * ceil_div(p.in_width, p.out_width)
+                                : smaller(p.kernel_height, p.in_height) * smaller(p.kernel_width, p.in_width);
+  if (!nhwc && taps < p.in_height * p.in_width)
+    if (const detail::PoolTiles tiles = detail::pool_tiles(p, row_axis, column_axis, width); tiles.rows > 0)
+      return detail::pool_by_tiles<Reduce>(p, row_axis, column_axis, tiles, taps, x, y);
   const int64_t rows_out = p.batch * p.out_height, vectors = ceil_div(p.channels, width);
   const int64_t blocks = !nhwc ? p.channels
                          : rows_out < (p.threads > 2 ? 8 : 4) * p.threads
@@ -251,7 +332,9 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
       p.channels % width == 0 && has_whole_lines<T>(p.y_stride, y) && bytes(p.out_height * p.out_width) >= kLarge;
   if (bytes(p.in_height * p.in_width) >= 4 * kLarge)
     traffic.new_rows = adaptive ? p.in_height : p.stride_h, traffic.new_columns = adaptive ? p.in_width : p.stride_w;
-  const int64_t work = ceil_div(p.in_height, p.out_height) * p.in_width * (nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1);
+  // Vectors that a task reads. Of a plane's mean they follow one another; of its other windows each is gathered.
+  const double work = static_cast<double>(p.out_width) * static_cast<double>(taps) *
+                      static_cast<double>(nhwc ? ceil_div(p.channels, larger(1, blocks)) : 1) / static_cast<double>(width);
   // Of planes: sizes of windows are found once for all of them.
   auto planes = [&](int64_t begin, int64_t end, int) {
     using A = Acc<T>;
@@ -299,11 +382,12 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
     }
     if (traffic.past_caches) finish_streaming();
   };
-  const double size = static_cast<double>(work) / static_cast<double>(width);
+  const double worth_a_thread = nhwc ? 1 << 12 : p.out_height * p.out_width == 1 ? 1 << 10 : 1 << 8;
+  const auto grain = static_cast<int64_t>(larger(1., worth_a_thread / larger(1., work)));
   if (nhwc)
-    parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << 15, work), pixels, size);
+    parallel_ranges(p.threads, rows_out * blocks, grain, pixels, work);
   else
-    parallel_ranges(p.threads, rows_out * blocks, ceil_div(1 << (p.out_height * p.out_width == 1 ? 14 : 13), work), planes, size);
+    parallel_ranges(p.threads, rows_out * blocks, grain, planes, work);
 }
 
 }  // namespace ai3::inline AI3_LEVEL

@@ -22,7 +22,7 @@ struct GroupsOf {
 };
 
 // Whether a thread takes whole groups: of planes, many or small ones. Not by the number of threads, which changes no sums.
-constexpr int64_t kManyGroups = 16, kSmallGroup = 1 << 15;
+constexpr int64_t kManyGroups = 8, kSmallGroup = 1 << 15;
 AI3_INLINE bool by_group(const GroupNormProblem& p) {
   return !p.of.last && (p.of.batch * p.groups >= kManyGroups || GroupsOf(p).elements <= kSmallGroup);
 }
