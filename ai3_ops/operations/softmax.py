@@ -161,6 +161,7 @@ class SoftmaxCall(Call):
     functions = (F.softmax, torch.softmax)
     methods = ("softmax",)
     function = torch.softmax
+    repeats = True
     modules: ClassVar = {nn.Softmax: lambda m, x: (x, m.dim)}
     inside = (nn.Softmax2d,)
     why_left = (
