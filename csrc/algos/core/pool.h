@@ -188,7 +188,7 @@ void pool_by_tiles(const Pool2dProblem& p, const PoolAxis& row_axis, const PoolA
     tiles.rows = ceil_div(tiles.rows, 2);
   const int64_t down = ceil_div(p.out_height, tiles.rows);
   const int64_t work = tiles.rows * tiles.columns * (taps + 4);  // vectors that are read
-  constexpr int64_t kGrain = 1 << 12;
+  constexpr int64_t kGrain = 1 << 11;
   parallel_ranges(
       p.threads, p.batch * vectors * down * across, ceil_div(kGrain, work),
       [&](int64_t begin, int64_t end, int) {
@@ -382,7 +382,7 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
     }
     if (traffic.past_caches) finish_streaming();
   };
-  const double worth_a_thread = nhwc ? 1 << 12 : p.out_height * p.out_width == 1 ? 1 << 10 : 1 << 8;
+  const double worth_a_thread = nhwc ? 1 << 11 : p.out_height * p.out_width == 1 ? 1 << 10 : 1 << 8;
   const auto grain = static_cast<int64_t>(larger(1., worth_a_thread / larger(1., work)));
   if (nhwc)
     parallel_ranges(p.threads, rows_out * blocks, grain, pixels, work);
