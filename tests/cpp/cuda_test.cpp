@@ -728,6 +728,84 @@ TEST(CudnnGraph, ThePlanIsTheFirstThatComputesAsItIsAskedFor) {
         }
 }
 
+// What precompiled engines add only along with a bias is added along with zeros.
+TEST(CudnnGraph, ResidualAndReluArePartsOfThePlan) {
+  for (bool bias : {true, false})
+    for (bool residual : {true, false})
+      for (bool nhwc : {true, false})
+        for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+          Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 7, 4, 1), nhwc, bias);
+          p.dtype = dtype, p.has_residual = residual, p.activation = Activation::relu;
+          const Inputs<Conv2dProblem> in(p, {Flush::begin, Values::integers});
+          const Reference expected = reference("conv2d", p, in.x.values(), in.weight.values(), in.bias.values(),
+                                               residual ? in.residual.values() : nullptr, nullptr);
+          for (bool onto : {false, true}) {
+            if (onto && !residual) continue;
+            fake::launches = 0;
+            const Guarded y = run(by_graph(), p, in, Flush::begin, extent(p).output, onto);
+            for (int64_t i = 0; i < extent(p).output; i++)
+              ASSERT_EQ(get(dtype, y.as<char>(), i), expected.y[i]) << name_of(dtype) << bias << residual << onto << i;
+            EXPECT_LE(fake::launches, size_of(dtype) == 2 && nhwc) << "a pass behind the plan; filters alone are packed";
+          }
+        }
+  Conv2dProblem p = dnn_problem(210);
+  Reason reason{};
+  p.activation = Activation::silu;
+  EXPECT_FALSE(by_graph().traits.supports(p, reason));
+  EXPECT_STREQ(reason.text, "fuses no other activation than relu");
+}
+
+TEST(CudnnGraph, GradientsAreItsOwnWhereItHasThem) {
+  for (bool nhwc : {true, false})
+    for (const problems::Conv& c : {problems::conv3x3(2, 4, 5, 7, 6, 1), problems::conv3x3(1, 4, 5, 7, 6, 2, 2),
+                                    problems::Conv{2, 3, 9, 8, 5, 3, 2, 2, 1, 1, 0, 2, 1, 1}})
+      for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+        Conv2dProblem p = problems::conv2d(c, nhwc, false);
+        p.dtype = dtype;
+        const Inputs<Conv2dProblem> in(p, {Flush::end, Values::integers});
+        const Data grad(dtype, extent(p).output, Flush::end, Values::integers, 8);
+        const int64_t channels = p.in_channels / p.groups, kernels = p.out_channels / p.groups;
+        std::vector<double> of_x(extent(p).input), of_w(extent(p).weight), of_b(p.out_channels);
+        for (int64_t n = 0; n < p.batch; n++)
+          for (int64_t k = 0; k < p.out_channels; k++)
+            for (int64_t i = 0; i < p.out_height; i++)
+              for (int64_t j = 0; j < p.out_width; j++) {
+                const double g = grad.doubles[n * p.y_stride.n + k * p.y_stride.c + i * p.y_stride.h + j * p.y_stride.w];
+                of_b[k] += g;
+                for (int64_t d = 0; d < channels; d++)
+                  for (int64_t r = 0; r < p.kernel_height; r++)
+                    for (int64_t s = 0; s < p.kernel_width; s++) {
+                      const int64_t h = i * p.stride_h - p.pad_h + r * p.dilation_h,
+                                    v = j * p.stride_w - p.pad_w + s * p.dilation_w;
+                      if (h < 0 || h >= p.in_height || v < 0 || v >= p.in_width) continue;
+                      const int64_t x = n * p.x_stride.n + (k / kernels * channels + d) * p.x_stride.c + h * p.x_stride.h +
+                                        v * p.x_stride.w,
+                                    w = ((k * channels + d) * p.kernel_height + r) * p.kernel_width + s;
+                      of_x[x] += g * in.weight.doubles[w], of_w[w] += g * in.x.doubles[x];
+                    }
+              }
+        for (bool of_weight : {false, true}) {
+          SCOPED_TRACE(std::string(name_of(dtype)) + (nhwc ? ", NHWC" : ", NCHW") + (of_weight ? ", of the weight" : ""));
+          ASSERT_TRUE(has_backward(by_graph(), p, of_weight));
+          const std::vector<char> got = run_backward(by_graph(), p, in, grad, of_weight, Flush::end);
+          std::vector<double> expected = of_weight ? of_w : of_x;
+          if (of_weight) expected.insert(expected.end(), of_b.begin(), of_b.end());
+          ASSERT_EQ(got.size(), expected.size() * size_of(dtype));
+          for (size_t i = 0; i < expected.size(); i++) {
+            double rounded = 0;
+            with_type(dtype, [&]<class T>() { rounded = widen(narrowed<T>(static_cast<Acc<T>>(expected[i]))); });
+            ASSERT_EQ(get(dtype, got.data(), i), rounded) << "element " << i;
+          }
+        }
+      }
+  const Engines none{{.has_gradients = false}};
+  const GradientNames names = by_graph().traits.gradients(dnn_problem(211));
+  EXPECT_STREQ(names.input, "im2col");
+  EXPECT_STREQ(names.weight, "im2col");
+  const Capability no_gpu(0);
+  EXPECT_STREQ(by_graph().traits.gradients(dnn_problem(212)).input, "cudnn") << "cuDNN is not asked";
+}
+
 TEST(CudnnGraph, APlanIsMadeOnceForEachThreadDeviceAndAlignment) {
   const Conv2dProblem p = dnn_problem(201);
   std::thread([&] {

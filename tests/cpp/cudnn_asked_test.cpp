@@ -84,7 +84,7 @@ std::map<int64_t, Engine> engines_of(Described& graph, const Described& properti
 std::map<int64_t, Engine> engines(const std::string& device, const Layer& l, Type type, bool nhwc, bool krsc) {
   const Described properties = described(device);
   std::map<int64_t, Engine> found;
-  with_graph(problem(l, type, nhwc), 16, krsc, {nullptr, &properties},
+  with_graph(problem(l, type, nhwc), GraphOf::output, 16, krsc, {nullptr, &properties},
              [&](Described& graph) { found = engines_of(graph, properties); });
   if (type == Type::f32) std::erase_if(found, [](const auto& e) { return !e.second.is_strict(); });
   return found;
@@ -166,7 +166,7 @@ TEST(CudnnAsked, OurPlansComputeEveryLayerAsItIsAskedFor) {
               const Conv2dProblem p = problem(l, type, nhwc, bias);
               SCOPED_TRACE(std::string(device) + ", " + std::to_string(l.c) + " channels, type " +
                            std::to_string(static_cast<int>(type)) + (nhwc ? ", NHWC" : ", NCHW"));
-              const GraphPlan plan = graph_plan(p, aligned ? 16 : size_of(p.dtype), {nullptr, &properties});
+              const GraphPlan plan = graph_plan(p, GraphOf::output, aligned ? 16 : size_of(p.dtype), {nullptr, &properties});
               ASSERT_EQ(plan.refusal, "");
               const Described engine =
                   std::move(plan.configuration->others(CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_BACKEND_ENGINE_DESCRIPTOR).at(0));
@@ -179,6 +179,39 @@ TEST(CudnnAsked, OurPlansComputeEveryLayerAsItIsAskedFor) {
   }
 }
 
+// Residual, bias and relu in one plan: in this order, and only along with a bias, which is why `cudnn` gives one of zeros.
+TEST(CudnnAsked, PlansAddAResidualAndApplyReluAlongWithABias) {
+  for (const char* device : kDevices) {
+    const Described properties = described(device);
+    for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16, Type::f64})
+      for (bool nhwc : {false, true})
+        for (int adds = 1; adds < 8; adds++) {
+          const bool bias = adds & 1, residual = adds & 2, relu = adds & 4;
+          Conv2dProblem p = problem(kMiddle, type, nhwc, bias);
+          p.has_residual = residual, p.activation = relu ? Activation::relu : Activation::none;
+          const GraphPlan plan = graph_plan(p, GraphOf::output, 16, {nullptr, &properties});
+          EXPECT_EQ(plan.refusal.empty(), bias) << device << ", type " << static_cast<int>(type) << ", " << adds << plan.refusal;
+        }
+  }
+}
+
+// And the gradients of every layer (csrc/cuda/conv2d/cudnn.cpp).
+TEST(CudnnAsked, OurPlansComputeBothGradientsOfEveryLayer) {
+  for (const char* device : kDevices) {
+    const Described properties = described(device);
+    for (const Layer& l :
+         {kMiddle, Layer{10, 3, 224, 64, 11, 4, 2}, Layer{10, 64, 56, 256, 1, 1, 0}, Layer{1, 5, 9, 3, 3, 2, 1},
+          Layer{1, 64, 28, 64, 3, 1, 2, 2}, Layer{1, 64, 28, 64, 3, 1, 1, 1, 4}, Layer{1, 32, 28, 32, 3, 1, 1, 1, 32}})
+      for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16, Type::f64})
+        for (bool nhwc : {false, true})
+          for (GraphOf of : {GraphOf::input_gradient, GraphOf::weight_gradient}) {
+            const Conv2dProblem p = problem(l, type, nhwc);
+            const GraphPlan plan = graph_plan(p, of, size_of(p.dtype), {nullptr, &properties});
+            EXPECT_EQ(plan.refusal, "") << device << ", " << l.c << " channels, type " << static_cast<int>(type) << nhwc;
+          }
+  }
+}
+
 // In the format of their type our plans multiply where images and filters lie, bias included.
 TEST(CudnnAsked, OurPlansCopyNothingInTheFormatOfTheirType) {
   for (const std::string device : kDevices) {
@@ -186,7 +219,8 @@ TEST(CudnnAsked, OurPlansCopyNothingInTheFormatOfTheirType) {
     for (bool bias : {false, true})
       for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16}) {
         if (type == Type::tf32 && device != "h100") continue;
-        const GraphPlan plan = graph_plan(problem(kMiddle, type, type != Type::f32, bias), 16, {nullptr, &properties});
+        const GraphPlan plan =
+            graph_plan(problem(kMiddle, type, type != Type::f32, bias), GraphOf::output, 16, {nullptr, &properties});
         EXPECT_LT(plan.workspace, kMiddle.k * kMiddle.c * kMiddle.kernel * kMiddle.kernel * 2)
             << device << ", type " << static_cast<int>(type) << bias;
       }

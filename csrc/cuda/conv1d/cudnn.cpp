@@ -7,8 +7,9 @@ namespace {
 
 using Of = Delegated<conv2d_cudnn_record>;
 
-AI3_REGISTER_(conv1d, cudnn, Of::run, .supports = Of::supports, .workspace = Of::workspace, .packed_bytes = Of::packed_bytes,
-              .pack = Of::pack, .gradients = Of::gradients)
+AI3_REGISTER_(conv1d, cudnn, Of::run, .epilogue = true, .supports = Of::supports, .workspace = Of::workspace,
+              .packed_bytes = Of::packed_bytes, .pack = Of::pack, .gradients = Of::gradients, .backward = Of::backward,
+              .backward_workspace = Of::backward_workspace)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

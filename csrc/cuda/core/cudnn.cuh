@@ -20,6 +20,11 @@ std::vector<cudnnConvolutionFwdAlgo_t> cudnn_ranked(const Conv2dProblem& p);
 // Bytes of the weight as KRSC, 0 where it is read as it is; and what writes it. Of the implicit methods and the graph interface.
 int64_t cudnn_packed_bytes(const Conv2dProblem& p);
 void cudnn_pack(const Conv2dProblem& p, const Operand& weight, const Operand& packed, Workspace& workspace);
+// The way back, of the weight's gradient.
+void cudnn_unpack(const Conv2dProblem& p, const Operand& krsc, const Operand& weight, Workspace& workspace);
+// The gradient of the bias: the sums of dY over images and pixels, in one order; and the workspace that it takes.
+int64_t cudnn_sum_bias_bytes(const Conv2dProblem& p);
+void cudnn_sum_bias(const Conv2dProblem& p, const Operand& grad_output, const Operand& grad_bias, Workspace& workspace);
 // y = b everywhere.
 void cudnn_spread_bias(const Conv2dProblem& p, const Conv2dOperands& operands, Workspace& workspace);
 // y = x * w + b, b null for none, on the workspace's stream. Where cuDNN does not add the bias itself, the products are added

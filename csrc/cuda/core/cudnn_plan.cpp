@@ -5,34 +5,20 @@ namespace {
 
 using Four = std::initializer_list<int64_t>;
 
-Described tensor(GraphTensor id, cudnnDataType_t type, Four sizes, Four strides, int64_t alignment) {
+Described tensor(int64_t id, cudnnDataType_t type, Four sizes, Four strides, int64_t alignment) {
   Described t(CUDNN_BACKEND_TENSOR_DESCRIPTOR);
   t.set(CUDNN_ATTR_TENSOR_DATA_TYPE, CUDNN_TYPE_DATA_TYPE, 1, &type);
   t.set(CUDNN_ATTR_TENSOR_DIMENSIONS, sizes);
   t.set(CUDNN_ATTR_TENSOR_STRIDES, strides);
   t.set(CUDNN_ATTR_TENSOR_UNIQUE_ID, {id});
   t.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, {alignment});
-  const bool is_virtual = id == kSums;
+  const bool is_virtual = id >= kSums;
   t.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, CUDNN_TYPE_BOOLEAN, 1, &is_virtual);
   t.finalize();
   return t;
 }
 
-}  // namespace
-
-void with_graph(const Conv2dProblem& p, int64_t alignment, bool krsc, const GraphDevice& on,
-                const std::function<void(Described&)>& use) {
-  const cudnnDataType_t type = cudnn_type(p.dtype), sums_type = p.dtype == DType::f64 ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT;
-  const int64_t channels = p.in_channels / p.groups, r = p.kernel_height, s = p.kernel_width;
-  const Four outputs = {p.batch, p.out_channels, p.out_height, p.out_width};
-  const Four output_strides = {p.y_stride.n, p.y_stride.c, p.y_stride.h, p.y_stride.w};
-  const Described x = tensor(kX, type, {p.batch, p.in_channels, p.in_height, p.in_width},
-                             {p.x_stride.n, p.x_stride.c, p.x_stride.h, p.x_stride.w}, alignment);
-  const Four as_krsc = {channels * r * s, 1, s * channels, channels}, as_kcrs = {channels * r * s, r * s, s, 1};
-  const Described w = tensor(kW, type, {p.out_channels, channels, r, s}, krsc ? as_krsc : as_kcrs, alignment);
-  const Described y = tensor(kY, type, outputs, output_strides, alignment);
-  const Described sums = tensor(kSums, sums_type, outputs, output_strides, 16);
-
+Described convolution_of(const Conv2dProblem& p, cudnnDataType_t sums_type) {
   Described convolution(CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR);  // groups follow from the channels of x and w
   const cudnnConvolutionMode_t mode = CUDNN_CROSS_CORRELATION;
   convolution.set(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS, {2});
@@ -43,7 +29,98 @@ void with_graph(const Conv2dProblem& p, int64_t alignment, bool krsc, const Grap
   convolution.set(CUDNN_ATTR_CONVOLUTION_DILATIONS, {p.dilation_h, p.dilation_w});
   convolution.set(CUDNN_ATTR_CONVOLUTION_FILTER_STRIDES, {p.stride_h, p.stride_w});
   convolution.finalize();
-  Described products(CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR);
+  return convolution;
+}
+
+// The names that an operation's tensors and factors go by.
+struct ProductNames {
+  cudnnBackendDescriptorType_t type;
+  cudnnBackendAttributeName_t x, w, y, convolution, alpha, beta;
+};
+constexpr ProductNames names_of(GraphOf of) {
+  switch (of) {
+    case GraphOf::output:
+      return {CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA};
+    case GraphOf::input_gradient:
+      return {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA};
+    default:
+      return {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+              CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA};
+  }
+}
+
+// to = mode(from), or mode(from, with).
+Described pointwise(cudnnPointwiseMode_t mode, cudnnDataType_t type, const Described& from, const Described* with,
+                    const Described& to) {
+  Described how(CUDNN_BACKEND_POINTWISE_DESCRIPTOR), operation(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
+  how.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, 1, &mode);
+  how.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, 1, &type);
+  if (mode == CUDNN_POINTWISE_RELU_FWD) {  // NaN stays NaN, as in ATen; cuDNN has no other way to say it
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+    const cudnnNanPropagation_t nan = CUDNN_PROPAGATE_NAN;
+    how.set(CUDNN_ATTR_POINTWISE_NAN_PROPAGATION, CUDNN_TYPE_NAN_PROPOGATION, 1, &nan);
+#pragma GCC diagnostic pop
+  }
+  how.finalize();
+  operation.set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, how);
+  operation.set(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, from);
+  if (with) operation.set(CUDNN_ATTR_OPERATION_POINTWISE_BDESC, *with);
+  operation.set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, to);
+  operation.finalize();
+  return operation;
+}
+
+}  // namespace
+
+void with_graph(const Conv2dProblem& p, GraphOf of, int64_t alignment, bool krsc, const GraphDevice& on,
+                const std::function<void(Described&)>& use) {
+  const cudnnDataType_t type = cudnn_type(p.dtype), sums_type = p.dtype == DType::f64 ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT;
+  const int64_t channels = p.in_channels / p.groups, r = p.kernel_height, s = p.kernel_width;
+  const Four outputs = {p.batch, p.out_channels, p.out_height, p.out_width};
+  const Four output_strides = {p.y_stride.n, p.y_stride.c, p.y_stride.h, p.y_stride.w};
+  const Described x = tensor(kX, type, {p.batch, p.in_channels, p.in_height, p.in_width},
+                             {p.x_stride.n, p.x_stride.c, p.x_stride.h, p.x_stride.w}, alignment);
+  const Four as_krsc = {channels * r * s, 1, s * channels, channels}, as_kcrs = {channels * r * s, r * s, s, 1};
+  const Described w = tensor(kW, type, {p.out_channels, channels, r, s}, krsc ? as_krsc : as_kcrs, alignment);
+  const Described y = tensor(kY, type, outputs, output_strides, alignment);
+  const Described residual = tensor(kResidual, type, outputs, output_strides, alignment);
+  const Described b = tensor(kB, type, {1, p.out_channels, 1, 1}, {p.out_channels, 1, 1, 1}, alignment);
+
+  struct Step {
+    cudnnPointwiseMode_t mode;
+    const Described* with;
+  };
+  std::vector<Step> steps;
+  if (of == GraphOf::output) {
+    if (p.has_residual) steps.push_back({CUDNN_POINTWISE_ADD, &residual});
+    if (p.has_bias) steps.push_back({CUDNN_POINTWISE_ADD, &b});
+    if (p.activation == Activation::relu) steps.push_back({CUDNN_POINTWISE_RELU_FWD, nullptr});
+  }
+  std::vector<Described> sums;  // between one operation and the next
+  for (size_t i = 0; i < steps.size(); i++)
+    sums.push_back(tensor(kSums + static_cast<int64_t>(i), sums_type, outputs, output_strides, 16));
+
+  const Described convolution = convolution_of(p, sums_type);
+  const ProductNames names = names_of(of);
+  Described products(names.type);
   auto factor = [&](cudnnBackendAttributeName_t name, float value) {
     const double wide = value;
     if (p.dtype == DType::f64)
@@ -51,29 +128,19 @@ void with_graph(const Conv2dProblem& p, int64_t alignment, bool krsc, const Grap
     else
       products.set(name, CUDNN_TYPE_FLOAT, 1, &value);
   };
-  products.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X, x);
-  products.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W, w);
-  products.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y, p.has_bias ? sums : y);
-  products.set(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC, convolution);
-  factor(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA, 1);
-  factor(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA, 0);
+  products.set(names.x, x);
+  products.set(names.w, w);
+  products.set(names.y, sums.empty() ? y : sums[0]);
+  products.set(names.convolution, convolution);
+  factor(names.alpha, 1);
+  factor(names.beta, 0);
   products.finalize();
 
+  std::vector<Described> others;
   std::vector<cudnnBackendDescriptor_t> operations = {products};
-  Described addition(CUDNN_BACKEND_POINTWISE_DESCRIPTOR), added(CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR);
-  const Described b = tensor(kB, type, {1, p.out_channels, 1, 1}, {p.out_channels, 1, 1, 1}, alignment);
-  if (p.has_bias) {
-    const cudnnPointwiseMode_t add = CUDNN_POINTWISE_ADD;
-    addition.set(CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE, 1, &add);
-    addition.set(CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE, 1, &sums_type);
-    addition.finalize();
-    added.set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, addition);
-    added.set(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, sums);
-    added.set(CUDNN_ATTR_OPERATION_POINTWISE_BDESC, b);
-    added.set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, y);
-    added.finalize();
-    operations.push_back(added);
-  }
+  for (size_t i = 0; i < steps.size(); i++)
+    operations.push_back(
+        others.emplace_back(pointwise(steps[i].mode, sums_type, sums[i], steps[i].with, i + 1 < sums.size() ? sums[i + 1] : y)));
   Described graph(CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR);
   graph.set(CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, static_cast<int64_t>(operations.size()),
             operations.data());
@@ -125,10 +192,10 @@ void find_plan(const Conv2dProblem& p, const Described& graph, const GraphDevice
 
 }  // namespace
 
-GraphPlan graph_plan(const Conv2dProblem& p, int64_t alignment, const GraphDevice& on) {
+GraphPlan graph_plan(const Conv2dProblem& p, GraphOf of, int64_t alignment, const GraphDevice& on) {
   GraphPlan found;
   found.refusal = "has no precompiled engine of cuDNN's that computes this as it is asked for";
-  with_graph(p, alignment, reads_krsc(p), on, [&](Described& graph) {
+  with_graph(p, of, alignment, reads_krsc(p), on, [&](Described& graph) {
     if (graph.is_possible(found.refusal)) find_plan(p, graph, on, found);
   });
   return found;

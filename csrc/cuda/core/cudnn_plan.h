@@ -10,8 +10,12 @@
 
 namespace ai3::inline AI3_LEVEL {
 
-// The tensors of such a graph, by the numbers that a call gives their memory under.
-enum GraphTensor : int64_t { kX = 1, kW, kB, kY, kSums };
+// What a graph computes: the output, with what a problem adds to it and applies to it; or the gradient of the input or of the
+// weight, in the memory that `kX` or `kW` stands for, of the output's in `kY`.
+enum class GraphOf { output, input_gradient, weight_gradient };
+
+// The tensors of such a graph, by the numbers that a call gives their memory under. From kSums on they have none.
+enum GraphTensor : int64_t { kX = 1, kW, kB, kY, kResidual, kSums };
 
 struct GraphPlan {
   std::optional<Described> configuration = {}, plan = {};
@@ -31,13 +35,14 @@ inline bool reads_krsc(const Conv2dProblem& p) {
   return tensor_cores && p.x_stride.c == 1 && p.y_stride.c == 1;
 }
 
-// use(graph) of p's graph, which is described and not yet finalized, and no longer there afterwards: x * w and, where p has a
-// bias, an operation that adds it to the sums before they are rounded and stored.
-void with_graph(const Conv2dProblem& p, int64_t alignment, bool krsc, const GraphDevice& on,
+// use(graph) of p's graph, which is described and not yet finalized, and no longer there afterwards: x * w and, where p has them,
+// operations that add residual and bias to the sums, in this order, and apply relu, before they are rounded and stored: cuDNN has
+// precompiled engines for these operations in this order alone.
+void with_graph(const Conv2dProblem& p, GraphOf of, int64_t alignment, bool krsc, const GraphDevice& on,
                 const std::function<void(Described&)>& use);
 
 // The first plan of the heuristic's that computes as p asks for, of tensors that lie at multiples of `alignment` bytes. Throws
 // std::runtime_error where the answer says that cuDNN was asked wrongly or is not in order.
-GraphPlan graph_plan(const Conv2dProblem& p, int64_t alignment, const GraphDevice& on);
+GraphPlan graph_plan(const Conv2dProblem& p, GraphOf of, int64_t alignment, const GraphDevice& on);
 
 }  // namespace ai3::inline AI3_LEVEL

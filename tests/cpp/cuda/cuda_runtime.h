@@ -69,6 +69,11 @@ inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mo
   std::swap(*mode, fake::capture_mode);
   return cudaSuccess;
 }
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  fake::launch_stream = stream;
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   fake::launch_stream = stream;
   std::memcpy(to, from, bytes);

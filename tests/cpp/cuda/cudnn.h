@@ -200,23 +200,32 @@ inline cudnnStatus_t cudnnGetConvolutionForwardAlgorithm_v7(cudnnHandle_t handle
   return CUDNN_STATUS_SUCCESS;
 }
 namespace fake {
-// alpha conv(x, w) + beta y + b.
-inline cudnnStatus_t dnn_convolve(cudnnHandle_t handle, const void* alpha, cudnnTensorDescriptor_t x, const void* xs,
-                                  cudnnFilterDescriptor_t w, const void* ws, cudnnConvolutionDescriptor_t c,
-                                  cudnnConvolutionFwdAlgo_t algorithm, void* workspace, size_t workspace_bytes, const void* beta,
-                                  const void* bias, cudnnTensorDescriptor_t y, void* ys) {
+inline ai3::DType dtype_of(cudnnDataType_t type) {
+  return type == CUDNN_DATA_DOUBLE  ? ai3::DType::f64
+         : type == CUDNN_DATA_FLOAT ? ai3::DType::f32
+         : type == CUDNN_DATA_HALF  ? ai3::DType::f16
+                                    : ai3::DType::bf16;
+}
+// What every call needs of its handle and workspace; notes what it used. Until it returns the handle is `busy`.
+inline cudnnStatus_t dnn_begin(cudnnHandle_t handle, const DnnFilter& w, const DnnConvolution& c, void* workspace,
+                               size_t workspace_bytes) {
   if (handle->busy.exchange(true) || handle->device != fake::device || workspace_bytes < fake::kDnnWorkspace ||
       reinterpret_cast<uintptr_t>(workspace) % 256 != 0)
     return fake::dnn_fail(CUDNN_STATUS_BAD_PARAM, "the handle of another thread or device, or too little workspace");
   std::memset(workspace, 0xff, workspace_bytes);
-  fake::dnn_format_used = w->format, fake::dnn_algorithm_used = algorithm;
-  fake::dnn_stream_used = handle->stream, fake::dnn_device_used = handle->device, fake::dnn_handle_used = handle,
-  fake::dnn_math_used = c->math;
-  const ai3::DType dtype = x->type == CUDNN_DATA_DOUBLE  ? ai3::DType::f64
-                           : x->type == CUDNN_DATA_FLOAT ? ai3::DType::f32
-                           : x->type == CUDNN_DATA_HALF  ? ai3::DType::f16
-                                                         : ai3::DType::bf16;
-  ai3::with_type(dtype, [&]<class T>() {
+  fake::dnn_format_used = w.format, fake::dnn_stream_used = handle->stream, fake::dnn_device_used = handle->device,
+  fake::dnn_handle_used = handle, fake::dnn_math_used = c.math;
+  return CUDNN_STATUS_SUCCESS;
+}
+// alpha conv(x, w) + beta y + residual + b, less what is below 0 with `relu`.
+inline cudnnStatus_t dnn_convolve(cudnnHandle_t handle, const void* alpha, cudnnTensorDescriptor_t x, const void* xs,
+                                  cudnnFilterDescriptor_t w, const void* ws, cudnnConvolutionDescriptor_t c,
+                                  cudnnConvolutionFwdAlgo_t algorithm, void* workspace, size_t workspace_bytes, const void* beta,
+                                  const void* bias, cudnnTensorDescriptor_t y, void* ys, const void* residual = nullptr,
+                                  bool relu = false) {
+  if (const cudnnStatus_t status = dnn_begin(handle, *w, *c, workspace, workspace_bytes)) return status;
+  fake::dnn_algorithm_used = algorithm;
+  ai3::with_type(dtype_of(x->type), [&]<class T>() {
     using A = ai3::Acc<T>;
     const A scale = *static_cast<const A*>(alpha), kept = *static_cast<const A*>(beta);
     const int64_t kernels = w->size[0] / c->groups;
@@ -237,9 +246,12 @@ inline cudnnStatus_t dnn_convolve(cudnnHandle_t handle, const void* alpha, cudnn
                              ws)[w->format == CUDNN_TENSOR_NCHW ? ((k * w->size[1] + d) * w->size[2] + r) * w->size[3] + s
                                                                 : ((k * w->size[2] + r) * w->size[3] + s) * w->size[1] + d]);
                 }
-            T& out = static_cast<T*>(ys)[n * y->stride[0] + k * y->stride[1] + i * y->stride[2] + j * y->stride[3]];
-            const A added = bias ? ai3::widen(static_cast<const T*>(bias)[k]) : A(0);
-            out = ai3::narrowed<T>(scale * sum + added + (kept == 0 ? A(0) : kept * ai3::widen(out)));
+            const int64_t at = n * y->stride[0] + k * y->stride[1] + i * y->stride[2] + j * y->stride[3];
+            T& out = static_cast<T*>(ys)[at];
+            A added = bias ? ai3::widen(static_cast<const T*>(bias)[k]) : A(0);
+            if (residual) added += ai3::widen(static_cast<const T*>(residual)[at]);
+            const A value = scale * sum + added + (kept == 0 ? A(0) : kept * ai3::widen(out));
+            out = ai3::narrowed<T>(relu && value < 0 ? A(0) : value);
           }
   });
   handle->busy = false;

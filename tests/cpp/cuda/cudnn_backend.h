@@ -13,6 +13,8 @@ enum cudnnBackendDescriptorType_t {
   CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR = 4,
   CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR = 5,
   CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR = 10,
+  CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR = 11,
+  CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR = 12,
   CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR = 13,
   CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR = 15,
   CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR = 16,
@@ -29,6 +31,7 @@ enum cudnnBackendAttributeType_t {
   CUDNN_TYPE_VOID_PTR = 6,
   CUDNN_TYPE_CONVOLUTION_MODE = 7,
   CUDNN_TYPE_HEUR_MODE = 8,
+  CUDNN_TYPE_NAN_PROPOGATION = 10,
   CUDNN_TYPE_NUMERICAL_NOTE = 11,
   CUDNN_TYPE_POINTWISE_MODE = 14,
   CUDNN_TYPE_BACKEND_DESCRIPTOR = 15,
@@ -37,6 +40,7 @@ enum cudnnBackendAttributeType_t {
 enum cudnnBackendAttributeName_t {
   CUDNN_ATTR_POINTWISE_MODE = 0,
   CUDNN_ATTR_POINTWISE_MATH_PREC = 1,
+  CUDNN_ATTR_POINTWISE_NAN_PROPAGATION = 2,
   CUDNN_ATTR_CONVOLUTION_COMP_TYPE = 100,
   CUDNN_ATTR_CONVOLUTION_CONV_MODE = 101,
   CUDNN_ATTR_CONVOLUTION_DILATIONS = 102,
@@ -59,6 +63,18 @@ enum cudnnBackendAttributeName_t {
   CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W = 703,
   CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X = 704,
   CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y = 705,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA = 706,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA = 707,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC = 708,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W = 709,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX = 710,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY = 711,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA = 712,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA = 713,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC = 714,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW = 715,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X = 716,
+  CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY = 717,
   CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR = 750,
   CUDNN_ATTR_OPERATION_POINTWISE_XDESC = 751,
   CUDNN_ATTR_OPERATION_POINTWISE_BDESC = 752,
@@ -88,7 +104,7 @@ enum cudnnBackendNumericalNote_t {
   CUDNN_NUMERICAL_NOTE_STRICT_NAN_PROP = 9
 };
 enum cudnnBackendBehaviorNote_t { CUDNN_BEHAVIOR_NOTE_RUNTIME_COMPILATION = 0, CUDNN_BEHAVIOR_NOTE_CUBLASLT_DEPENDENCY = 4 };
-enum cudnnPointwiseMode_t { CUDNN_POINTWISE_ADD = 0, CUDNN_POINTWISE_MUL = 1 };
+enum cudnnPointwiseMode_t { CUDNN_POINTWISE_ADD = 0, CUDNN_POINTWISE_MUL = 1, CUDNN_POINTWISE_RELU_FWD = 100 };
 
 namespace fake {
 // An engine, of which tests say what it is. Mode A names those that are `named`, in this order, the fallback the others.
@@ -96,7 +112,7 @@ struct DnnEngine {
   std::vector<cudnnBackendNumericalNote_t> numerical = {};
   std::vector<cudnnBackendBehaviorNote_t> behavior = {};
   int64_t alignment = 1, workspace = 100;
-  bool named = true, adds_bias = true;
+  bool named = true, adds_bias = true, has_gradients = true;
   cudnnStatus_t status = CUDNN_STATUS_SUCCESS;  // of its plans
 };
 inline const std::vector<DnnEngine> kDnnEngines = {
@@ -181,15 +197,49 @@ inline constexpr DnnAttribute kDnnAttributes[] = {
     {CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA, CUDNN_TYPE_DOUBLE},
     {CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA, CUDNN_TYPE_FLOAT},
     {CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA, CUDNN_TYPE_DOUBLE},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, 1, true, CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+     CUDNN_TYPE_FLOAT},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+     CUDNN_TYPE_DOUBLE},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA,
+     CUDNN_TYPE_FLOAT},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA,
+     CUDNN_TYPE_DOUBLE},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC,
+     CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, 1, true, CUDNN_BACKEND_CONVOLUTION_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+     CUDNN_TYPE_FLOAT},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+     CUDNN_TYPE_DOUBLE},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA,
+     CUDNN_TYPE_FLOAT},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA,
+     CUDNN_TYPE_DOUBLE},
     {CUDNN_BACKEND_POINTWISE_DESCRIPTOR, CUDNN_ATTR_POINTWISE_MODE, CUDNN_TYPE_POINTWISE_MODE},
     {CUDNN_BACKEND_POINTWISE_DESCRIPTOR, CUDNN_ATTR_POINTWISE_MATH_PREC, CUDNN_TYPE_DATA_TYPE},
+    {CUDNN_BACKEND_POINTWISE_DESCRIPTOR, CUDNN_ATTR_POINTWISE_NAN_PROPAGATION, CUDNN_TYPE_NAN_PROPOGATION, 1, 1, false},
     {CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1,
      1, true, CUDNN_BACKEND_POINTWISE_DESCRIPTOR},
     {CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, CUDNN_ATTR_OPERATION_POINTWISE_XDESC, CUDNN_TYPE_BACKEND_DESCRIPTOR},
-    {CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, CUDNN_ATTR_OPERATION_POINTWISE_BDESC, CUDNN_TYPE_BACKEND_DESCRIPTOR},
+    {CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, CUDNN_ATTR_OPERATION_POINTWISE_BDESC, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, 1,
+     false},
     {CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, CUDNN_ATTR_OPERATION_POINTWISE_YDESC, CUDNN_TYPE_BACKEND_DESCRIPTOR},
     {CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, CUDNN_ATTR_OPERATIONGRAPH_HANDLE, CUDNN_TYPE_HANDLE},
-    {CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, 2, true,
+    {CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, CUDNN_ATTR_OPERATIONGRAPH_OPS, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, 4, true,
      CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR, CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR},
     {CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, 1, true,
      CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR},
@@ -213,13 +263,40 @@ inline size_t dnn_bytes(cudnnBackendAttributeType_t type) {
 }
 inline cudnnStatus_t dnn_wrong(const char* what) { return dnn_fail(CUDNN_STATUS_BAD_PARAM, what); }
 
+// The operations that a graph begins with, and how their attributes are called.
+struct DnnProduct {
+  cudnnBackendDescriptorType_t type;
+  cudnnBackendAttributeName_t x, w, y, convolution, alpha, beta;
+};
+inline constexpr DnnProduct kDnnProducts[] = {
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC, CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_DATA_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DX,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_W, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_DY,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_CONV_DESC, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_ALPHA,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_DATA_BETA},
+    {CUDNN_BACKEND_OPERATION_CONVOLUTION_BACKWARD_FILTER_DESCRIPTOR, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_X,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DW, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_DY,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_CONV_DESC, CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_ALPHA,
+     CUDNN_ATTR_OPERATION_CONVOLUTION_BWD_FILTER_BETA}};
+inline const DnnProduct* product_of(cudnnBackendDescriptorType_t type) {
+  for (const DnnProduct& p : kDnnProducts)
+    if (p.type == type) return &p;
+  return nullptr;
+}
+
 // What the descriptors of a graph say, as the old interface's do.
 struct DnnGraph {
-  DnnTensor x, y, sums;
+  const DnnProduct* product;
+  DnnTensor x, y;
   DnnFilter w;
   DnnConvolution convolution;
-  std::vector<const DnnDescribed*> tensors;  // that a call gives memory for: x, w, y, and a bias
-  bool has_bias;
+  std::vector<const DnnDescribed*> tensors;  // that a call gives memory for: x, w, y, and what is added
+  const DnnDescribed *bias = nullptr, *residual = nullptr;
+  bool relu = false;
+  bool is_forward() const { return product == kDnnProducts; }
 };
 inline DnnTensor dnn_tensor(const DnnDescribed& t) {
   DnnTensor result{t.one<cudnnDataType_t>(CUDNN_ATTR_TENSOR_DATA_TYPE), {}, {}};
@@ -227,18 +304,56 @@ inline DnnTensor dnn_tensor(const DnnDescribed& t) {
     result.size[i] = t.numbers(CUDNN_ATTR_TENSOR_DIMENSIONS)[i], result.stride[i] = t.numbers(CUDNN_ATTR_TENSOR_STRIDES)[i];
   return result;
 }
+inline bool dnn_adds(const DnnDescribed& operation) {
+  return operation.other(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR).one<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE) ==
+         CUDNN_POINTWISE_ADD;
+}
+inline bool same_sizes(const DnnTensor& a, const DnnTensor& b) { return std::equal(a.size, a.size + 4, b.size); }
+// The operations after the first: a residual is added, then a bias, then relu is applied. `last`: whose value comes out.
+inline cudnnStatus_t dnn_epilogue(const std::vector<std::shared_ptr<DnnDescribed>>& operations, cudnnDataType_t compute,
+                                  const DnnDescribed*& last, DnnGraph& g) {
+  for (size_t i = 1; i < operations.size(); i++) {
+    const DnnDescribed& operation = *operations[i];
+    if (operation.type != CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR || !g.is_forward() || g.relu)
+      return dnn_wrong("another operation behind the products");
+    const DnnDescribed& how = operation.other(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR);
+    if (&operation.other(CUDNN_ATTR_OPERATION_POINTWISE_XDESC) != last || !last->is_virtual() ||
+        dnn_tensor(*last).type != compute || !same_sizes(dnn_tensor(*last), g.y) ||
+        how.one<cudnnDataType_t>(CUDNN_ATTR_POINTWISE_MATH_PREC) != compute)
+      return dnn_wrong("does not go on with the sums before");
+    const bool has_other = operation.others.contains(CUDNN_ATTR_OPERATION_POINTWISE_BDESC);
+    if (how.one<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE) == CUDNN_POINTWISE_RELU_FWD) {
+      if (has_other || !how.values.contains(CUDNN_ATTR_POINTWISE_NAN_PROPAGATION) ||
+          how.one<cudnnNanPropagation_t>(CUDNN_ATTR_POINTWISE_NAN_PROPAGATION) != CUDNN_PROPAGATE_NAN)
+        return dnn_wrong("relu of two operands, or one that hides NaN");
+      g.relu = true;
+    } else {
+      if (!has_other || how.one<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE) != CUDNN_POINTWISE_ADD || g.bias)
+        return dnn_wrong("another operation, or one behind the bias");
+      const DnnDescribed& added = operation.other(CUDNN_ATTR_OPERATION_POINTWISE_BDESC);
+      const DnnTensor t = dnn_tensor(added);
+      const bool is_bias = t.size[0] == 1 && t.size[1] == g.y.size[1] && t.size[2] == 1 && t.size[3] == 1 && t.stride[1] == 1;
+      const bool is_residual = same_sizes(t, g.y) && std::equal(t.stride, t.stride + 4, g.y.stride);
+      if (t.type != g.x.type || (!is_bias && (!is_residual || g.residual))) return dnn_wrong("adds neither residual nor bias");
+      // A residual comes first; of one output of one pixel the two look alike.
+      (is_bias && (!is_residual || g.residual || i + 1 == operations.size() || !dnn_adds(*operations[i + 1])) ? g.bias
+                                                                                                              : g.residual) =
+          &added;
+      g.tensors.push_back(&added);
+    }
+    last = &operation.other(CUDNN_ATTR_OPERATION_POINTWISE_YDESC);
+  }
+  return CUDNN_STATUS_SUCCESS;
+}
 inline cudnnStatus_t dnn_graph(const DnnDescribed& graph, DnnGraph& g) {
   const auto& operations = graph.others.at(CUDNN_ATTR_OPERATIONGRAPH_OPS);
   const DnnDescribed& first = *operations[0];
-  if (first.type != CUDNN_BACKEND_OPERATION_CONVOLUTION_FORWARD_DESCRIPTOR) return dnn_wrong("begins with another operation");
-  const DnnDescribed &x = first.other(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_X),
-                     &w = first.other(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_W),
-                     &sums = first.other(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_Y),
-                     &c = first.other(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_CONV_DESC);
-  g.has_bias = operations.size() == 2;
-  const DnnDescribed& y = g.has_bias ? operations[1]->other(CUDNN_ATTR_OPERATION_POINTWISE_YDESC) : sums;
-  g.x = dnn_tensor(x), g.y = dnn_tensor(y), g.sums = dnn_tensor(sums);
-  g.tensors = {&x, &w, &y};
+  g.product = product_of(first.type);
+  if (!g.product) return dnn_wrong("begins with another operation");
+  const DnnDescribed &x = first.other(g.product->x), &w = first.other(g.product->w), &sums = first.other(g.product->y),
+                     &c = first.other(g.product->convolution);
+  g.x = dnn_tensor(x), g.y = dnn_tensor(sums);
+  g.tensors = {&x, &w};
   g.convolution = {};
   for (size_t i = 0; i < 2; i++) {
     g.convolution.pad[i] = c.numbers(CUDNN_ATTR_CONVOLUTION_PRE_PADDINGS)[i];
@@ -259,10 +374,13 @@ inline cudnnStatus_t dnn_graph(const DnnDescribed& graph, DnnGraph& g) {
   std::copy_n(filter.size, 4, g.w.size);
   const cudnnDataType_t compute = g.x.type == CUDNN_DATA_DOUBLE ? CUDNN_DATA_DOUBLE : CUDNN_DATA_FLOAT;
   const size_t factor = compute == CUDNN_DATA_DOUBLE ? 8 : 4;
-  if (first.values.at(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA).size() != factor ||
-      first.values.at(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA).size() != factor)
+  if (first.values.at(g.product->alpha).size() != factor || first.values.at(g.product->beta).size() != factor)
     return dnn_wrong("factors of another type");
-  if (g.convolution.compute != compute || g.x.type != g.w.type || g.x.type != g.y.type || channels < 1 ||
+  const DnnDescribed* last = &sums;
+  if (const cudnnStatus_t status = dnn_epilogue(operations, compute, last, g)) return status;
+  g.tensors.insert(g.tensors.begin() + 2, last);
+  const DnnTensor y = dnn_tensor(*last);
+  if (g.convolution.compute != compute || g.x.type != g.w.type || g.x.type != y.type || channels < 1 ||
       g.x.size[1] % channels != 0 || c.one<cudnnConvolutionMode_t>(CUDNN_ATTR_CONVOLUTION_CONV_MODE) != CUDNN_CROSS_CORRELATION ||
       c.one<int64_t>(CUDNN_ATTR_CONVOLUTION_SPATIAL_DIMS) != 2)
     return dnn_wrong("types or channels of another problem");
@@ -272,26 +390,58 @@ inline cudnnStatus_t dnn_graph(const DnnDescribed& graph, DnnGraph& g) {
     fits &= g.y.size[d + 2] == (g.x.size[d + 2] + 2 * g.convolution.pad[d] - g.convolution.dilation[d] * (g.w.size[d + 2] - 1) -
                                 1) / g.convolution.stride[d] +
                                    1;
-  if (!fits || !std::equal(g.sums.size, g.sums.size + 4, g.y.size)) return dnn_wrong("sizes of another problem");
-  if (g.has_bias) {
-    const DnnDescribed& add = *operations[1];
-    if (add.type != CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR) return dnn_wrong("ends with another operation");
-    const DnnDescribed &b = add.other(CUDNN_ATTR_OPERATION_POINTWISE_BDESC),
-                       &pointwise = add.other(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR);
-    const DnnTensor bias = dnn_tensor(b);
-    if (&add.other(CUDNN_ATTR_OPERATION_POINTWISE_XDESC) != &sums || !sums.is_virtual() || g.sums.type != compute ||
-        pointwise.one<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE) != CUDNN_POINTWISE_ADD ||
-        pointwise.one<cudnnDataType_t>(CUDNN_ATTR_POINTWISE_MATH_PREC) != compute || bias.type != g.x.type || bias.size[0] != 1 ||
-        bias.size[1] != g.y.size[1] || bias.size[2] != 1 || bias.size[3] != 1 || bias.stride[1] != 1)
-      return dnn_wrong("adds something else than a bias to the sums");
-    g.tensors.push_back(&b);
-  }
-  std::vector<int64_t> ids = {g.has_bias ? sums.id() : -1};
+  if (!fits || !same_sizes(g.y, y)) return dnn_wrong("sizes of another problem");
+  g.y = y;
+  std::vector<int64_t> ids;
   for (const DnnDescribed* t : g.tensors) {
     if (t->is_virtual()) return dnn_wrong("a tensor without memory at an end");
     if (std::find(ids.begin(), ids.end(), t->id()) != ids.end()) return dnn_wrong("two tensors with one number");
     ids.push_back(t->id());
   }
+  return CUDNN_STATUS_SUCCESS;
+}
+
+// dX or dW, by the definition of the convolution: each of its products is one of theirs.
+inline cudnnStatus_t dnn_gradient(cudnnHandle_t handle, const DnnGraph& g, void* xs, void* ws, const void* gy, void* workspace,
+                                  size_t workspace_bytes) {
+  if (const cudnnStatus_t status = dnn_begin(handle, g.w, g.convolution, workspace, workspace_bytes)) return status;
+  const DnnConvolution& c = g.convolution;
+  const bool of_input = g.product == &kDnnProducts[1];
+  ai3::with_type(dtype_of(g.x.type), [&]<class T>() {
+    using A = ai3::Acc<T>;
+    std::map<int64_t, A> sums;  // by place
+    T *const x = static_cast<T*>(xs), *const w = static_cast<T*>(ws);
+    auto input = [&](int64_t n, int64_t d, int64_t h, int64_t v) {
+      return n * g.x.stride[0] + d * g.x.stride[1] + h * g.x.stride[2] + v * g.x.stride[3];
+    };
+    auto weight = [&](int64_t k, int64_t d, int64_t r, int64_t s) {
+      return g.w.format == CUDNN_TENSOR_NCHW ? ((k * g.w.size[1] + d) * g.w.size[2] + r) * g.w.size[3] + s
+                                             : ((k * g.w.size[2] + r) * g.w.size[3] + s) * g.w.size[1] + d;
+    };
+    const auto& size = of_input ? g.x.size : g.w.size;
+    for (int64_t a = 0; a < size[0]; a++)
+      for (int64_t b = 0; b < size[1]; b++)
+        for (int64_t i = 0; i < size[2]; i++)
+          for (int64_t j = 0; j < size[3]; j++) sums[of_input ? input(a, b, i, j) : weight(a, b, i, j)] = 0;
+    for (int64_t n = 0; n < g.y.size[0]; n++)
+      for (int64_t k = 0; k < g.y.size[1]; k++)
+        for (int64_t i = 0; i < g.y.size[2]; i++)
+          for (int64_t j = 0; j < g.y.size[3]; j++) {
+            const A grad = ai3::widen(
+                static_cast<const T*>(gy)[n * g.y.stride[0] + k * g.y.stride[1] + i * g.y.stride[2] + j * g.y.stride[3]]);
+            for (int64_t d = 0; d < g.w.size[1]; d++)
+              for (int64_t r = 0; r < g.w.size[2]; r++)
+                for (int64_t s = 0; s < g.w.size[3]; s++) {
+                  const int64_t h = i * c.stride[0] - c.pad[0] + r * c.dilation[0],
+                                u = j * c.stride[1] - c.pad[1] + s * c.dilation[1];
+                  if (h < 0 || h >= g.x.size[2] || u < 0 || u >= g.x.size[3]) continue;
+                  const int64_t of_x = input(n, k / (g.w.size[0] / c.groups) * g.w.size[1] + d, h, u), of_w = weight(k, d, r, s);
+                  sums[of_input ? of_x : of_w] += grad * ai3::widen(of_input ? w[of_w] : x[of_x]);
+                }
+          }
+    for (const auto& [place, sum] : sums) (of_input ? x : w)[place] = ai3::narrowed<T>(sum);
+  });
+  handle->busy = false;
   return CUDNN_STATUS_SUCCESS;
 }
 
@@ -322,7 +472,9 @@ inline cudnnStatus_t dnn_finalize(DnnDescribed& d) {
       if (const cudnnStatus_t status = dnn_graph(from, graph)) return status;
       if (d.one<Dnn*>(CUDNN_ATTR_EXECUTION_PLAN_HANDLE) != from.one<Dnn*>(CUDNN_ATTR_OPERATIONGRAPH_HANDLE))
         return dnn_wrong("another handle than the graph's");
-      if (graph.has_bias && !engine.adds_bias) return dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "this epilogue");
+      if (graph.bias && !engine.adds_bias) return dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "this epilogue");
+      if (!graph.bias && (graph.residual || graph.relu)) return dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "no bias before them");
+      if (!graph.is_forward() && !engine.has_gradients) return dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "no gradients");
       for (const DnnDescribed* t : graph.tensors)
         if (t->one<int64_t>(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT) < engine.alignment)
           return dnn_fail(CUDNN_STATUS_NOT_SUPPORTED, "this alignment");
@@ -366,8 +518,9 @@ inline cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t d, cudnnB
   of.others[name].clear();
   for (int64_t i = 0; i < count; i++) {
     const auto& other = static_cast<const cudnnBackendDescriptor_t*>(values)[i]->to;
-    if (!other->is_final || (other->type != found->to && other->type != found->or_to))
-      return fake::dnn_wrong("refers to a descriptor that is not finalized, or of another type");
+    const bool fits =
+        other->type == found->to || other->type == found->or_to || (found->or_to != found->to && fake::product_of(other->type));
+    if (!other->is_final || !fits) return fake::dnn_wrong("refers to a descriptor that is not finalized, or of another type");
     of.others[name].push_back(other);
   }
   return CUDNN_STATUS_SUCCESS;
@@ -436,20 +589,24 @@ inline cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescr
   if (const cudnnStatus_t status = fake::dnn_graph(fake::dnn_graph_of(p), g)) return status;
   const auto ids = v.numbers(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS);
   const auto pointers = v.all<void*>(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS);
-  void* memory[4] = {};
-  for (size_t i = 0; i < g.tensors.size(); i++) {
-    const auto found = std::find(ids.begin(), ids.end(), g.tensors[i]->id());
+  std::map<const fake::DnnDescribed*, void*> memory;
+  for (const fake::DnnDescribed* t : g.tensors) {
+    const auto found = std::find(ids.begin(), ids.end(), t->id());
     if (found == ids.end() || ids.size() != g.tensors.size()) return fake::dnn_wrong("tensors of another graph");
-    memory[i] = pointers[static_cast<size_t>(found - ids.begin())];
-    fake::dnn_alignment_used = g.tensors[i]->one<int64_t>(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT);
-    if (reinterpret_cast<uintptr_t>(memory[i]) % static_cast<uintptr_t>(fake::dnn_alignment_used) != 0)
+    void* const place = memory[t] = pointers[static_cast<size_t>(found - ids.begin())];
+    fake::dnn_alignment_used = t->one<int64_t>(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT);
+    if (reinterpret_cast<uintptr_t>(place) % static_cast<uintptr_t>(fake::dnn_alignment_used) != 0)
       return fake::dnn_wrong("a tensor that lies otherwise than was said");
   }
-  const fake::DnnDescribed& convolution = *fake::dnn_graph_of(p).others.at(CUDNN_ATTR_OPERATIONGRAPH_OPS)[0];
+  void *const x = memory[g.tensors[0]], *const w = memory[g.tensors[1]], *const y = memory[g.tensors[2]];
+  if (g.residual && memory[g.residual] == y) return fake::dnn_wrong("writes over the residual");
   fake::dnn_engine_used = p.engine;
-  return fake::dnn_convolve(
-      handle, convolution.values.at(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_ALPHA).data(), &g.x, memory[0], &g.w, memory[1],
-      &g.convolution, CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM, v.one<void*>(CUDNN_ATTR_VARIANT_PACK_WORKSPACE),
-      static_cast<size_t>(fake::dnn_engines.at(p.engine).workspace),
-      convolution.values.at(CUDNN_ATTR_OPERATION_CONVOLUTION_FORWARD_BETA).data(), memory[3], &g.y, memory[2]);
+  void* const workspace = v.one<void*>(CUDNN_ATTR_VARIANT_PACK_WORKSPACE);
+  const auto bytes = static_cast<size_t>(fake::dnn_engines.at(p.engine).workspace);
+  if (!g.is_forward()) return fake::dnn_gradient(handle, g, x, w, y, workspace, bytes);
+  const fake::DnnDescribed& convolution = *fake::dnn_graph_of(p).others.at(CUDNN_ATTR_OPERATIONGRAPH_OPS)[0];
+  return fake::dnn_convolve(handle, convolution.values.at(g.product->alpha).data(), &g.x, x, &g.w, w, &g.convolution,
+                            CUDNN_CONVOLUTION_FWD_ALGO_IMPLICIT_GEMM, workspace, bytes,
+                            convolution.values.at(g.product->beta).data(), g.bias ? memory[g.bias] : nullptr, &g.y, y,
+                            g.residual ? memory[g.residual] : nullptr, g.relu);
 }
