@@ -251,6 +251,8 @@ class Optimized(Planned):
         return out if plan.returned is None else plan.returned.of(out)
 
     def _by_original(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():  # setting it again takes longer than a small layer
+            return self._ai3_original[0](*args, **kwargs)
         with torch.no_grad():
             return self._ai3_original[0](*args, **kwargs)
 

@@ -68,7 +68,7 @@ Tensor copied_to(const Tensor& t, bool channels_last) {
     return torch::stable::contiguous(t, channels_last ? MemoryFormat::ChannelsLast : MemoryFormat::Contiguous);
   Tensor to = empty(sizes_of(t), t.scalar_type(), t, channels_last);
   CopyProblem p{*dtype,
-                threads(t.numel()),
+                threads(),
                 t.size(0),
                 t.size(1),
                 t.size(2),
