@@ -103,6 +103,7 @@ class AlgorithmInfo:
     layout: str = "any"  # the memory layout it computes in; tensors in another one are converted: "any", "nchw", "nhwc"
     packs: bool = False  # has weights in a form of its own, made once by ai3::_<operation>_<name>_pack
     epilogue: bool = False  # its fused operators, of plain and packed weights, add a residual and apply an activation
+    activations: tuple[str, ...] = ()  # those that they apply
     prologue: bool = False  # they apply scale, shift and relu to the input
     rule: bool = False  # no method of its own: names another algorithm for each problem
     vendor: bool = False  # calls PyTorch's own operators
@@ -220,7 +221,13 @@ def _order(info: AlgorithmInfo) -> tuple[str, str, str]:
 @functools.lru_cache(maxsize=1)  # it is asked for at every swap of a layer, and changes with registrations only
 def _of_text(text: bytes) -> list[AlgorithmInfo]:
     found = [
-        AlgorithmInfo(o, name, d.lower(), **{**traits, "dtypes": tuple(traits["dtypes"]), "parameters": own})
+        AlgorithmInfo(
+            o,
+            name,
+            d.lower(),
+            **{**traits, "dtypes": tuple(traits["dtypes"]), "parameters": own}
+            | {"activations": tuple(traits.get("activations", ()))},
+        )
         for o, record in json.loads(text)["operations"].items()
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()

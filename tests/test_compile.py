@@ -111,6 +111,37 @@ def test_swapped_network(device, dynamic):
         torch.testing.assert_close(gradients(compiled, swapped, x), gradients(net, net, x), rtol=1e-4, atol=1e-4)
 
 
+LAYERS = {
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1), (2, 4, 8, 9)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 11)),
+    "linear": (lambda: nn.Linear(8, 8), (3, 8)),
+    "gelu": (nn.GELU, (3, 8)),
+    "gelu of images": (nn.GELU, (2, 4, 8, 9)),
+    "gelu by tanh": (lambda: nn.GELU("tanh"), (3, 8)),
+    "silu": (nn.SiLU, (3, 8)),
+    "softmax": (lambda: nn.Softmax(-1), (3, 8)),
+    "layer_norm": (lambda: nn.LayerNorm(8), (3, 8)),
+    "rms_norm": (lambda: nn.RMSNorm(8), (3, 8)),
+    "group_norm": (lambda: nn.GroupNorm(2, 4), (2, 4, 8, 9)),
+    "batch_norm": (lambda: nn.BatchNorm2d(4), (2, 4, 8, 9)),
+    "max_pool2d": (lambda: nn.MaxPool2d(2), (2, 4, 8, 9)),
+    "large max_pool2d": (lambda: nn.MaxPool2d(3), (2, 4, 40, 40)),
+    "avg_pool2d": (lambda: nn.AvgPool2d(2), (2, 4, 8, 9)),
+    "adaptive_avg_pool2d": (lambda: nn.AdaptiveAvgPool2d(2), (2, 4, 8, 9)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rules_of_layers_are_followed_whole(name):
+    """What decides whether `default` leaves a call to PyTorch is traced: in one graph, and by strict export."""
+    make, shape = LAYERS[name]
+    model, x = swap(nn.Sequential(make()).eval(), "default"), torch.randn(shape)
+    with torch.no_grad():
+        expected = model(x)
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+        torch.testing.assert_close(torch.export.export(model, (x,), strict=True).module()(x), expected)
+
+
 def test_rules_are_compiled_without_warnings():
     """default's rules run while Dynamo traces, which warns where it looks behind a cache."""
     x = torch.randn(2, 3, 16, 16)

@@ -142,7 +142,7 @@ def check_fused(info: AlgorithmInfo, tally: Tally) -> None:
     fuse = [a for a in registry.algorithms(info.operation, info.device) if a.epilogue]
     if fused is None or not (info.epilogue or (info.rule and fuse)):
         return tally.skip("fuses no residual and no activation")
-    names = itertools.cycle(ACTIVATIONS)
+    names = itertools.cycle(a for a in ACTIVATIONS if a == "none" or info.rule or a in info.activations)
     for call in itertools.chain(calls(info, "integers"), calls(info, "normal")):
         inputs, arguments, name = call.tensors, operator_arguments(info, call.case.arguments), next(names)
         residual, exact, bound = epilogue(call, name)

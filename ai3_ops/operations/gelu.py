@@ -130,8 +130,10 @@ class GeluCall(ElementwiseCall):
             return False
         if approximate == "tanh":
             return MEASURED and input.numel() >= _BY_TANH
-        enough = WIDEST and input.numel() <= _BY_ERF[input.dtype] * min(torch.get_num_threads(), 2)
-        return enough and is_contiguous(input)
+        threads = (
+            1 if torch.compiler.is_compiling() else min(torch.get_num_threads(), 2)
+        )  # Dynamo does not follow the question
+        return WIDEST and input.numel() <= _BY_ERF[input.dtype] * threads and is_contiguous(input)
 
     def may_gain(self, module: Any) -> bool:
         """Of a module of one form, that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from operator import index
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from ai3_ops.calls.call import Call
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import HUGE, BadCall, Case, Draw, image, pair
-from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, is_contiguous, spread
+from ai3_ops.problem import Problem, check, check_dtype, is_channels_last, spread
 
 
 class Pooling(Operation):
@@ -76,12 +77,12 @@ class WindowPooling(Pooling):
 
 
 class WindowCall(Call):
-    """Of one of those."""
+    """A call of max_pool2d or avg_pool2d."""
 
     repeats = True
     why_left = "PyTorch is faster for small images (docs/algorithms/max_pool2d/default.md, docs/algorithms/avg_pool2d/default.md)"
-    # What is read of images in channels_last, elements times windows, from which on it is worth the operator's call; by the
-    # bytes of an element.
+    # How much is read of images in channels_last where that is worth the operator's call: the input's elements times a window's,
+    # over a stride's. By the bytes of an element.
     worth: ClassVar[dict[int, int]]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -89,21 +90,28 @@ class WindowCall(Call):
         return self.run_or_leave(*self.arguments(*args, **kwargs))
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """Where images are large, or in NCHW, where PyTorch's loop has no vectors."""
+        """Where images are large, or in NCHW, where PyTorch's loop has no vectors; not where windows are far apart."""
         input, kernel, stride = args[:3]
-        if not input.is_cpu:
+        if not input.is_cpu or input.ndim < 3:
             return True
-        read = input.numel() * _area(kernel) // max(1, _area(stride))
-        return read >= (_WORTH_PLANES if is_contiguous(input) else self.worth.get(input.dtype.itemsize, 0))
+        try:
+            window = _area(kernel)
+            step = _area(stride) if stride not in ((), []) else window
+        except (TypeError, IndexError):  # what is no size PyTorch refuses
+            return False
+        read = input.numel() * window // max(1, step)
+        channels_last = input.stride(-3) == 1 and input.shape[-3] > 1
+        worth = self.worth.get(input.dtype.itemsize, 0) if channels_last else _WORTH_PLANES
+        return step <= _APART * window and read >= worth
 
 
-_WORTH_PLANES = 2**12
+_WORTH_PLANES, _APART = 2**12, 4
 
 
 def _area(size: Any) -> int:
-    if isinstance(size, int):
-        return size * size
-    return size[0] * size[-1] if size else 1  # one number is for both; PyTorch refuses none
+    if isinstance(size, (tuple, list)):
+        return index(size[0]) * index(size[-1])  # one number is for both
+    return index(size) ** 2
 
 
 def batch_of(label: str, input: Tensor) -> Tensor:

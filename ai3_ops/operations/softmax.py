@@ -160,7 +160,7 @@ class SoftmaxCall(Call):
     operation = "softmax"
     functions = (F.softmax, torch.softmax)
     methods = ("softmax",)
-    function = torch.softmax
+    function = F.softmax  # as nn.Softmax: its dimension may become None after the swap
     repeats = True
     modules: ClassVar = {nn.Softmax: lambda m, x: (x, m.dim)}
     inside = (nn.Softmax2d,)

@@ -219,9 +219,16 @@ def conv2d_by(
 ) -> Tensor:
     """activation(conv2d(x) + bias + residual) by an algorithm; `weight` is what it has packed where `weight_size` is given."""
     sizes = [] if weight_size is None else [[*weight_size]]
-    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_packed" if sizes else f"conv2d_{algorithm}").default
     window = [[*pair] for pair in (stride, padding, dilation)]
-    output = operator(input, weight, *sizes, bias, *window, groups, allow_tf32=_allows_tf32(input))
+    options: dict[str, Any] = {"allow_tf32": _allows_tf32(input)}
+    fuses = parameter is None and activation in ("none", *registry.algorithm("conv2d", algorithm, "cuda").activations)
+    if fuses and (residual is not None or activation != "none"):
+        operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_{'packed' if sizes else 'fused'}").default
+        return operator(
+            input, weight, *sizes, bias, *window, groups, residual=residual, activation=activation, **options
+        )
+    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_packed" if sizes else f"conv2d_{algorithm}").default
+    output = operator(input, weight, *sizes, bias, *window, groups, **options)
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 

@@ -730,40 +730,39 @@ TEST(CudnnGraph, ThePlanIsTheFirstThatComputesAsItIsAskedFor) {
 
 // What precompiled engines add only along with a bias is added along with zeros.
 TEST(CudnnGraph, ResidualAndReluArePartsOfThePlan) {
-  for (bool bias : {true, false})
-    for (bool residual : {true, false})
-      for (bool nhwc : {true, false})
-        for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
-          Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 7, 4, 1), nhwc, bias);
-          p.dtype = dtype, p.has_residual = residual, p.activation = Activation::relu;
-          const Inputs<Conv2dProblem> in(p, {Flush::begin, Values::integers});
-          const Reference expected = reference("conv2d", p, in.x.values(), in.weight.values(), in.bias.values(),
-                                               residual ? in.residual.values() : nullptr, nullptr);
-          for (bool onto : {false, true}) {
-            if (onto && !residual) continue;
-            fake::launches = 0;
-            const Guarded y = run(by_graph(), p, in, Flush::begin, extent(p).output, onto);
-            for (int64_t i = 0; i < extent(p).output; i++)
-              ASSERT_EQ(get(dtype, y.as<char>(), i), expected.y[i]) << name_of(dtype) << bias << residual << onto << i;
-            EXPECT_LE(fake::launches, size_of(dtype) == 2 && nhwc) << "a pass behind the plan; filters alone are packed";
-          }
+  for (int adds = 0; adds < 8; adds++)
+    for (bool nhwc : {true, false}) {
+      const bool bias = adds & 1, residual = adds & 2, relu = adds & 4;
+      for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+        Conv2dProblem p = problems::conv2d(problems::conv3x3(1, 3, 5, 7, 4, 1), nhwc, bias);
+        p.dtype = dtype, p.has_residual = residual, p.activation = relu ? Activation::relu : Activation::none;
+        const Inputs<Conv2dProblem> in(p, {Flush::begin, Values::integers});
+        const Reference expected = reference("conv2d", p, in.x.values(), in.weight.values(), in.bias.values(),
+                                             residual ? in.residual.values() : nullptr, nullptr);
+        for (bool onto : {false, true}) {
+          if (onto && !residual) continue;
+          fake::launches = 0;
+          const Guarded y = run(by_graph(), p, in, Flush::begin, extent(p).output, onto);
+          for (int64_t i = 0; i < extent(p).output; i++)
+            ASSERT_EQ(get(dtype, y.as<char>(), i), expected.y[i]) << name_of(dtype) << bias << residual << onto << i;
+          EXPECT_LE(fake::launches, size_of(dtype) == 2 && nhwc) << "a pass behind the plan; filters alone are packed";
         }
-  Conv2dProblem p = dnn_problem(210);
-  Reason reason{};
-  p.activation = Activation::silu;
-  EXPECT_FALSE(by_graph().traits.supports(p, reason));
-  EXPECT_STREQ(reason.text, "fuses no other activation than relu");
+      }
+    }
+  EXPECT_EQ(by_graph().traits.activations, activation_bit(Activation::relu));
 }
 
 TEST(CudnnGraph, GradientsAreItsOwnWhereItHasThem) {
   for (bool nhwc : {true, false})
     for (const problems::Conv& c : {problems::conv3x3(2, 4, 5, 7, 6, 1), problems::conv3x3(1, 4, 5, 7, 6, 2, 2),
                                     problems::Conv{2, 3, 9, 8, 5, 3, 2, 2, 1, 1, 0, 2, 1, 1}})
-      for (DType dtype : {DType::f32, DType::f64, DType::bf16, DType::f16}) {
+      for (int i = 0; i < 10; i++) {
+        const DType dtypes[] = {DType::f32, DType::f64, DType::bf16, DType::f16, DType::f32}, dtype = dtypes[i % 5];
+        const Flush flush = i < 5 ? Flush::begin : Flush::end;  // at multiples of 16 bytes, and not
         Conv2dProblem p = problems::conv2d(c, nhwc, false);
-        p.dtype = dtype;
-        const Inputs<Conv2dProblem> in(p, {Flush::end, Values::integers});
-        const Data grad(dtype, extent(p).output, Flush::end, Values::integers, 8);
+        p.dtype = dtype, p.allow_tf32 = i % 5 == 4;
+        const Inputs<Conv2dProblem> in(p, {flush, Values::integers});
+        const Data grad(dtype, extent(p).output, flush, Values::integers, 8);
         const int64_t channels = p.in_channels / p.groups, kernels = p.out_channels / p.groups;
         std::vector<double> of_x(extent(p).input), of_w(extent(p).weight), of_b(p.out_channels);
         for (int64_t n = 0; n < p.batch; n++)
@@ -787,7 +786,7 @@ TEST(CudnnGraph, GradientsAreItsOwnWhereItHasThem) {
         for (bool of_weight : {false, true}) {
           SCOPED_TRACE(std::string(name_of(dtype)) + (nhwc ? ", NHWC" : ", NCHW") + (of_weight ? ", of the weight" : ""));
           ASSERT_TRUE(has_backward(by_graph(), p, of_weight));
-          const std::vector<char> got = run_backward(by_graph(), p, in, grad, of_weight, Flush::end);
+          const std::vector<char> got = run_backward(by_graph(), p, in, grad, of_weight, flush);
           std::vector<double> expected = of_weight ? of_w : of_x;
           if (of_weight) expected.insert(expected.end(), of_b.begin(), of_b.end());
           ASSERT_EQ(got.size(), expected.size() * size_of(dtype));

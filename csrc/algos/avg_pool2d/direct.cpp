@@ -6,11 +6,13 @@ namespace ai3::inline AI3_LEVEL {
 namespace {
 
 template <class T>
-void avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Workspace&) {
-  pool2d<Mean>(p, false, x, y);
+void avg_pool2d_direct(const Pool2dProblem& p, const T* x, T* y, Workspace& workspace) {
+  pool2d<Mean>(p, false, x, y, workspace);
 }
 
-AI3_ALGORITHM(avg_pool2d, direct, .sliced = true)
+int64_t workspace(const Pool2dProblem& p) { return pool2d_workspace(p, false); }
+
+AI3_ALGORITHM(avg_pool2d, direct, .workspace = workspace, .sliced = true)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -29,12 +29,6 @@ struct Delegated {
     record().traits.pack(p, weight, packed, workspace);
   }
   static GradientNames gradients(const Conv2dProblem& p) { return record().traits.gradients(p); }
-  static void backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& workspace) {
-    record().traits.backward(p, m, workspace);
-  }
-  static int64_t backward_workspace(const Conv2dProblem& p, const WeightedGradients& m) {
-    return record().traits.backward_workspace(p, m);
-  }
 };
 
 }  // namespace ai3::inline AI3_LEVEL

@@ -23,7 +23,7 @@
 namespace ai3 {
 
 // Raised when this file changes in a way that old binaries of users' algorithms cannot follow.
-inline constexpr int32_t kAlgorithmAbi = 7;
+inline constexpr int32_t kAlgorithmAbi = 8;
 
 enum class Accuracy : int32_t {
   exact,       // rounds only as a sum of products does: gamma_K * sum |x||w| (Higham), exact on small integers
@@ -136,7 +136,8 @@ struct Traits {
   bool deterministic = true;
   Layout layout = Layout::any;
   uint32_t dtypes = kAllDtypes;
-  bool epilogue = false;  // adds the residual, which may lie where the output does, and applies the activation
+  bool epilogue = false;       // adds the residual, which may lie where the output does, and applies the activation
+  uint32_t activations = ~0u;  // those that it applies, a bit each
   // False, with the reason, for what the method cannot do. Sizes may be -1 (unknown): then only what no size could mend.
   bool (*supports)(const Problem&, Reason&) = nullptr;
   int64_t (*workspace)(const Problem&) = nullptr;  // bytes; null: none

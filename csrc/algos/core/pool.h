@@ -1,6 +1,6 @@
-// Pooling over windows that are a product of a range of rows and a range of columns. NHWC: lanes are channels, and so they are of
-// NCHW, of which tiles are transposed first. Where channels are few or windows large, NCHW's lanes are columns; where the order
-// does not matter, the rows of a window are then reduced first, for all columns at once, then the columns.
+// Pooling over windows that are a product of a range of rows and a range of columns. Lanes are channels: of NHWC as it lies, of
+// NCHW in tiles that are transposed first. Where channels are few or windows large or far apart, NCHW's lanes are columns; where
+// the order does not matter, the rows of a window are then reduced first, for all columns at once, then the columns.
 #pragma once
 #include "moments.h"
 #include "planes.h"
@@ -158,67 +158,82 @@ inline constexpr int64_t kTilePixels = 1024;
 struct PoolTiles {
   int64_t rows = 0, columns = 0;
 };
-// None where lanes would be empty, where a window is so large that it is quicker reduced by rows, and where tiles would have too
-// few outputs for what they see.
-AI3_INLINE PoolTiles pool_tiles(const Pool2dProblem& p, const PoolAxis& row, const PoolAxis& column, int64_t width) {
-  constexpr int64_t kTaps = 64, kRows = 8;
+// None where most lanes would be empty, where one window is the image or so large that it is quicker reduced by rows, and where
+// windows are so far apart that tiles are mostly what none sees.
+AI3_INLINE PoolTiles pool_tiles(const Pool2dProblem& p, const PoolAxis& row_axis, const PoolAxis& column_axis, int64_t width) {
+  constexpr int64_t kTaps = 64, kRows = 8, kUnseen = 4;
+  if ((p.x_stride.c == 1 && p.y_stride.c == 1) || p.out_height < 1 || p.out_width < 1) return {};
   if (p.channels < width / 2 || p.x_stride.w != 1 || p.y_stride.w != 1) return {};
   auto steps = [](const PoolAxis& a) { return a.adaptive ? ceil_div(a.in, a.out) : a.stride; };
   auto extent = [&](const PoolAxis& a) {
     return a.adaptive ? steps(a) + 1 : smaller(a.dilation, kTilePixels) * (smaller(a.kernel, kTilePixels) - 1) + 1;
   };
   auto taps = [&](const PoolAxis& a) { return a.adaptive ? extent(a) : a.kernel; };
-  if (taps(row) > kTaps || taps(column) > kTaps || taps(row) * taps(column) > kTaps) return {};
+  const int64_t high = taps(row_axis), wide = taps(column_axis);
+  if (high > kTaps || wide > kTaps || high * wide > kTaps || high * wide >= p.in_height * p.in_width) return {};
+  if (steps(row_axis) * steps(column_axis) > kUnseen * high * wide) return {};
   // Outputs of an axis that see at most `most` positions.
   auto fitting = [&](const PoolAxis& a, int64_t most) {
     return extent(a) > most ? 0 : smaller(a.out, (most - extent(a)) / steps(a) + 1);
   };
   PoolTiles tiles;
-  tiles.columns = fitting(column, kTilePixels / larger(kRows, 2 * extent(row)));
-  if (tiles.columns > 0) tiles.rows = fitting(row, kTilePixels / ((tiles.columns - 1) * steps(column) + extent(column)));
+  tiles.columns = fitting(column_axis, kTilePixels / larger(kRows, 2 * extent(row_axis)));
+  if (tiles.columns > 0)
+    tiles.rows = fitting(row_axis, kTilePixels / ((tiles.columns - 1) * steps(column_axis) + extent(column_axis)));
   return tiles.rows > 0 ? tiles : PoolTiles{};
+}
+// Elements of a thread's tiles: what is seen, then the outputs, which are no more.
+template <class T>
+constexpr int64_t tile_elements() {
+  return 2 * kTilePixels * Vec<Acc<T>>::width;
 }
 template <class Reduce, class T>
 void pool_by_tiles(const Pool2dProblem& p, const PoolAxis& row_axis, const PoolAxis& column_axis, PoolTiles tiles, int64_t taps,
-                   const T* x, T* y) {
-  constexpr int64_t width = Vec<Acc<T>>::width;
+                   const T* x, T* y, Workspace& workspace) {
+  constexpr int64_t width = Vec<Acc<T>>::width, kGrain = 1 << 11, kOther = 4;
+  T* const memory = workspace.take<T>(p.threads * tile_elements<T>());
   const int64_t vectors = ceil_div(p.channels, width), across = ceil_div(p.out_width, tiles.columns);
-  // As many as threads can share.
-  while (tiles.rows > 1 && p.batch * vectors * across * ceil_div(p.out_height, tiles.rows) < p.threads)
+  // For each output: the vectors of its window, and as much as some more for transposing and storing.
+  auto work = [&](int64_t rows) { return rows * tiles.columns * (taps + kOther); };
+  // As many tiles as threads are worth it.
+  const int64_t shares = smaller(p.threads, p.batch * vectors * across * work(p.out_height) / kGrain);
+  while (tiles.rows > 1 && p.batch * vectors * across * ceil_div(p.out_height, tiles.rows) < shares)
     tiles.rows = ceil_div(tiles.rows, 2);
   const int64_t down = ceil_div(p.out_height, tiles.rows);
-  const int64_t work = tiles.rows * tiles.columns * (taps + 4);  // vectors that are read
-  constexpr int64_t kGrain = 1 << 11;
+  auto tile = [&](int64_t i, T* in, T* out) {
+    const int64_t c = i / across / down % vectors * width, n = i / across / down / vectors,
+                  lanes = smaller(width, p.channels - c);
+    const Range rows{i / across % down * tiles.rows, smaller(p.out_height, (i / across % down + 1) * tiles.rows)},
+        columns{i % across * tiles.columns, smaller(p.out_width, (i % across + 1) * tiles.columns)};
+    const Range seen_rows = pool_reach(row_axis, rows.begin, rows.end),
+                seen = pool_reach(column_axis, columns.begin, columns.end);
+    const T* const plane = x + n * p.x_stride.n + c * p.x_stride.c + seen.begin;
+    each_piece(seen_rows.begin, seen_rows.end, seen.size(), p.x_stride.h, [&](int64_t row, int64_t elements) {
+      to_lanes(plane + row * p.x_stride.h, p.x_stride.c, lanes, elements, in + (row - seen_rows.begin) * seen.size() * width,
+               width);
+    });
+    Pool2dProblem of_tile = p;
+    of_tile.x_stride = {0, 1, seen.size() * width, width};
+    T* to = out;
+    for (int64_t o = rows.begin; o < rows.end; o++)
+      for (int64_t q = columns.begin; q < columns.end; q++, to += width) {
+        Window down_window = row_axis.at(o), across_window = column_axis.at(q);
+        down_window.begin -= seen_rows.begin, across_window.begin -= seen.begin;
+        pool_window<Reduce, 1>(of_tile, down_window, across_window, in, to, width, {});
+      }
+    T* const output = y + n * p.y_stride.n + c * p.y_stride.c + columns.begin;
+    each_piece(rows.begin, rows.end, columns.size(), p.y_stride.h, [&](int64_t row, int64_t elements) {
+      to_planes(out + (row - rows.begin) * columns.size() * width, width, {0, lanes}, elements, output + row * p.y_stride.h,
+                p.y_stride.c);
+    });
+  };
   parallel_ranges(
-      p.threads, p.batch * vectors * down * across, ceil_div(kGrain, work),
-      [&](int64_t begin, int64_t end, int) {
-        alignas(64) T in[kTilePixels * width], out[kTilePixels * width];
-        for (int64_t i = begin; i < end; i++) {
-          const int64_t c = i / across / down % vectors * width, n = i / across / down / vectors,
-                        lanes = smaller(width, p.channels - c);
-          const int64_t row = i / across % down * tiles.rows, last_row = smaller(p.out_height, row + tiles.rows),
-                        column = i % across * tiles.columns, last_column = smaller(p.out_width, column + tiles.columns);
-          const Range seen_rows = pool_reach(row_axis, row, last_row), seen = pool_reach(column_axis, column, last_column);
-          const int64_t out_row = last_column - column;
-          each_piece(seen_rows.begin, seen_rows.end, seen.size(), p.x_stride.h, [&](int64_t r, int64_t elements) {
-            to_lanes(x + n * p.x_stride.n + c * p.x_stride.c + r * p.x_stride.h + seen.begin, p.x_stride.c, lanes, elements,
-                     in + (r - seen_rows.begin) * seen.size() * width, width);
-          });
-          Pool2dProblem tile = p;
-          tile.x_stride = {0, 1, seen.size() * width, width};
-          for (int64_t o = row; o < last_row; o++)
-            for (int64_t q = column; q < last_column; q++) {
-              Window rows = row_axis.at(o), columns = column_axis.at(q);
-              rows.begin -= seen_rows.begin, columns.begin -= seen.begin;
-              pool_window<Reduce, 1>(tile, rows, columns, in, out + ((o - row) * out_row + q - column) * width, width, {});
-            }
-          each_piece(row, last_row, out_row, p.y_stride.h, [&](int64_t r, int64_t elements) {
-            to_planes(out + (r - row) * out_row * width, width, {0, lanes}, elements,
-                      y + n * p.y_stride.n + c * p.y_stride.c + r * p.y_stride.h + column, p.y_stride.c);
-          });
-        }
+      p.threads, p.batch * vectors * down * across, ceil_div(kGrain, work(tiles.rows)),
+      [&](int64_t begin, int64_t end, int thread) {
+        T* const in = memory + thread * tile_elements<T>();
+        for (int64_t i = begin; i < end; i++) tile(i, in, in + kTilePixels * width);
       },
-      static_cast<double>(work));
+      static_cast<double>(work(tiles.rows)));
 }
 
 // NCHW: one row of one output plane, value by value in the window's order.
@@ -308,8 +323,15 @@ void pool_plane_row(const Pool2dProblem& p, const PoolAxis& axis, Window rows, c
 
 }  // namespace detail
 
+// Bytes of workspace that pool2d takes.
+AI3_INLINE int64_t pool2d_workspace(const Pool2dProblem& p, bool adaptive) {
+  return with_type(p.dtype, [&]<class T>() -> int64_t {
+    const bool tiles = detail::pool_tiles(p, pool_rows(p, adaptive), pool_columns(p, adaptive), Vec<Acc<T>>::width).rows > 0;
+    return tiles ? workspace_bytes<T>(checked_mul(p.threads, detail::tile_elements<T>())) : 0;
+  });
+}
 template <class Reduce, class T>
-AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) {
+AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y, Workspace& workspace) {
   constexpr int width = Vec<Acc<T>>::width;
   const PoolAxis row_axis = pool_rows(p, adaptive), column_axis = pool_columns(p, adaptive);
   const bool nhwc = p.x_stride.c == 1 && p.y_stride.c == 1;
@@ -318,9 +340,8 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
   constexpr int64_t kLarge = 4 << 20;  // bytes of output, from which it goes past the caches; four times as many of input: memory
   const int64_t taps = adaptive ? ceil_div(p.in_height, p.out_height) * ceil_div(p.in_width, p.out_width)
                                 : smaller(p.kernel_height, p.in_height) * smaller(p.kernel_width, p.in_width);
-  if (!nhwc && taps < p.in_height * p.in_width)
-    if (const detail::PoolTiles tiles = detail::pool_tiles(p, row_axis, column_axis, width); tiles.rows > 0)
-      return detail::pool_by_tiles<Reduce>(p, row_axis, column_axis, tiles, taps, x, y);
+  if (const detail::PoolTiles tiles = detail::pool_tiles(p, row_axis, column_axis, width); tiles.rows > 0)
+    return detail::pool_by_tiles<Reduce>(p, row_axis, column_axis, tiles, taps, x, y, workspace);
   const int64_t rows_out = p.batch * p.out_height, vectors = ceil_div(p.channels, width);
   const int64_t blocks = !nhwc ? p.channels
                          : rows_out < (p.threads > 2 ? 8 : 4) * p.threads
@@ -383,7 +404,7 @@ AI3_INLINE void pool2d(const Pool2dProblem& p, bool adaptive, const T* x, T* y) 
     if (traffic.past_caches) finish_streaming();
   };
   const double worth_a_thread = nhwc ? 1 << 11 : p.out_height * p.out_width == 1 ? 1 << 10 : 1 << 8;
-  const auto grain = static_cast<int64_t>(larger(1., worth_a_thread / larger(1., work)));
+  const int64_t grain = work > worth_a_thread ? 1 : static_cast<int64_t>(worth_a_thread / (work > 1 ? work : 1));
   if (nhwc)
     parallel_ranges(p.threads, rows_out * blocks, grain, pixels, work);
   else

@@ -14,6 +14,7 @@ namespace ai3 {
 // which leaky ReLU has, too, elu its alpha.
 enum class Activation : int32_t { none, relu, relu6, hardswish, silu, gelu, sigmoid, hardsigmoid, tanh, gelu_tanh, prelu, elu };
 AI3_INLINE constexpr bool has_slope(Activation a) { return a >= Activation::prelu; }
+AI3_INLINE constexpr uint32_t activation_bit(Activation a) { return 1u << static_cast<int>(a); }
 
 struct Strides4 {
   int64_t n, c, h, w;

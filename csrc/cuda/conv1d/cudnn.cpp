@@ -7,9 +7,8 @@ namespace {
 
 using Of = Delegated<conv2d_cudnn_record>;
 
-AI3_REGISTER_(conv1d, cudnn, Of::run, .epilogue = true, .supports = Of::supports, .workspace = Of::workspace,
-              .packed_bytes = Of::packed_bytes, .pack = Of::pack, .gradients = Of::gradients, .backward = Of::backward,
-              .backward_workspace = Of::backward_workspace)
+AI3_REGISTER_(conv1d, cudnn, Of::run, .epilogue = true, .activations = activation_bit(Activation::relu), .supports = Of::supports,
+              .workspace = Of::workspace, .packed_bytes = Of::packed_bytes, .pack = Of::pack, .gradients = Of::gradients)
 
 }  // namespace
 }  // namespace ai3::inline AI3_LEVEL

@@ -20,9 +20,6 @@ int64_t alignment_of(const Conv2dProblem& p, std::initializer_list<const void*> 
 // Precompiled engines add a residual and apply relu where they add a bias: one of zeros where the call has none.
 bool adds_zeros(const Conv2dProblem& p) { return !p.has_bias && (p.has_residual || p.activation != Activation::none); }
 int64_t outputs_of(const Conv2dProblem& p) { return checked_product({p.batch, p.out_channels, p.out_height, p.out_width}); }
-int64_t weights_of(const Conv2dProblem& p) {
-  return checked_product({p.out_channels, p.in_channels / p.groups, p.kernel_height, p.kernel_width});
-}
 
 // This thread's plan of a problem, kept or made. What is made while a stream is captured is no part of the graph.
 const GraphPlan& plan_of(const Conv2dProblem& problem, GraphOf of, int64_t alignment) {
@@ -30,8 +27,10 @@ const GraphPlan& plan_of(const Conv2dProblem& problem, GraphOf of, int64_t align
   CudnnHandle& on = cudnn_handle();
   Conv2dProblem p = problem;
   p.has_bias |= adds_zeros(p);
-  const int64_t adds = of != GraphOf::output ? 0 : p.has_bias + 2 * p.has_residual + 4 * (p.activation == Activation::relu);
-  const CudnnKey key = cudnn_key(p, (alignment * 8 + adds) * 4 + static_cast<int64_t>(of), on.device);
+  int64_t how = alignment * 4 + static_cast<int64_t>(of);
+  for (const bool added : {p.has_bias, p.has_residual, p.activation != Activation::none})
+    how = 2 * how + (of == GraphOf::output && added);
+  const CudnnKey key = cudnn_key(p, how, on.device);
   if (const auto found = on.plans.find(key); found != on.plans.end()) return found->second;
   if (on.plans.size() >= kPlans) on.plans.clear();
   if (std::string refusal = too_large_for_cudnn(key); !refusal.empty())
@@ -50,8 +49,6 @@ int64_t plan_workspace(const Conv2dProblem& p, GraphOf of) {
 
 bool supports(const Conv2dProblem& p, Reason& reason) {
   if (!device_supports(p, reason)) return false;
-  if (p.activation != Activation::none && p.activation != Activation::relu)
-    return refuse(reason, "fuses no other activation than relu");
   return has_plan(p, GraphOf::output) || refuse(reason, "%s", plan_of(p, GraphOf::output, kAligned).refusal.c_str());
 }
 
@@ -110,9 +107,7 @@ GradientNames gradients(const Conv2dProblem& p) {
   return {by(GraphOf::input_gradient), by(GraphOf::weight_gradient)};
 }
 // Weights, and their gradient, are KCRS: beside a plan that has KRSC they are rearranged.
-int64_t krsc_bytes(const Conv2dProblem& p) {
-  return reads_krsc(p) ? piece_bytes<char>(checked_mul(weights_of(p), size_of(p.dtype))) : 0;
-}
+int64_t krsc_bytes(const Conv2dProblem& p) { return piece_bytes<char>(cudnn_packed_bytes(p)); }
 int64_t backward_workspace(const Conv2dProblem& p, const WeightedGradients& m) {
   int64_t bytes = 0;
   for (const GraphOf of : {GraphOf::input_gradient, GraphOf::weight_gradient})
@@ -140,9 +135,9 @@ void backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& wor
   if (m.grad_bias) cudnn_sum_bias(p, m.grad_output, m.grad_bias, workspace);
 }
 
-AI3_REGISTER_(conv2d, cudnn, run, .epilogue = true, .supports = supports, .workspace = workspace,
-              .packed_bytes = cudnn_packed_bytes, .pack = cudnn_pack, .gradients = gradients, .backward = backward,
-              .backward_workspace = backward_workspace)
+AI3_REGISTER_(conv2d, cudnn, run, .epilogue = true, .activations = activation_bit(Activation::relu), .supports = supports,
+              .workspace = workspace, .packed_bytes = cudnn_packed_bytes, .pack = cudnn_pack, .gradients = gradients,
+              .backward = backward, .backward_workspace = backward_workspace)
 
 }  // namespace
 

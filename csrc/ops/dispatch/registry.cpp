@@ -237,6 +237,7 @@ std::string describe_traits(const TraitsRecord& t) {
   std::snprintf(bound, sizeof(bound), "%.3g", t.error_bound);
   return word("accuracy", accuracies[static_cast<int>(t.accuracy)]) + word("layout", layouts[static_cast<int>(t.layout)]) +
          word("backward", t.own_gradients ? "own" : "aten") + "\"error_bound\":" + bound + ",\"dtypes\":[" + types + "]" +
+         (t.activations ? ",\"activations\":[\"" + activations_in(t.activations, "\",\"") + "\"]" : "") +
          flag("deterministic", t.deterministic) + flag("epilogue", t.epilogue) + flag("prologue", t.prologue) +
          flag("sliced", t.sliced) + flag("packs", t.packs) + flag("rule", t.rule) + flag("vendor", t.vendor);
 }

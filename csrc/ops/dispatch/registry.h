@@ -203,6 +203,9 @@ P with_parameters(P p, const Parameters& parameters) {
   return p;
 }
 
+// The names of the activations in a set of bits (tensor/checks.cpp).
+std::string activations_in(uint32_t bits, const char* between);
+
 // What runs for p on `device`: `entry` itself or, where that is a rule, what it chooses. Null, with the reason, when `entry`
 // cannot. `depth` rules have asked; `why`, where given, gets why a rule chose.
 inline constexpr int kRulesAtMost = 8;
@@ -221,6 +224,9 @@ const Entry* select(const Entry& entry, Device device, const P& p, Reason& reaso
   if constexpr (requires { p.has_residual; })
     if ((p.has_residual || p.activation != Activation::none) && !a->traits.epilogue && !a->traits.choose)
       return refuse(reason, "fuses no residual and no activation"), nullptr;
+  if constexpr (requires { p.activation; })
+    if (!a->traits.choose && p.activation != Activation::none && !(a->traits.activations & activation_bit(p.activation)))
+      return refuse(reason, "fuses no activation but %s", activations_in(a->traits.activations, " and ").c_str()), nullptr;
   if (!supported(a->traits, p, reason)) return nullptr;
   if (!a->traits.choose) return &entry;
   if (depth == kRulesAtMost) return refuse(reason, "follows rules that name one another"), nullptr;
@@ -356,15 +362,16 @@ struct TraitsRecord {
   Accuracy accuracy;
   double error_bound;
   Layout layout;
-  uint32_t dtypes;
+  uint32_t dtypes, activations;
   bool deterministic, epilogue, prologue, sliced, own_gradients, packs, rule, vendor;
 };
 std::string describe_traits(const TraitsRecord& traits);
 template <class P>
 std::string describe(const AlgorithmInfo& info) {
   const auto& t = reinterpret_cast<const Algorithm<P>&>(info).traits;
-  return describe_traits({t.accuracy, t.error_bound, t.layout, t.dtypes, t.deterministic, t.epilogue, t.prologue, t.sliced,
-                          t.gradients != nullptr, t.packed_bytes != nullptr, t.choose != nullptr, t.tensors != nullptr});
+  return describe_traits({t.accuracy, t.error_bound, t.layout, t.dtypes, t.epilogue ? t.activations : 0, t.deterministic,
+                          t.epilogue, t.prologue, t.sliced, t.gradients != nullptr, t.packed_bytes != nullptr,
+                          t.choose != nullptr, t.tensors != nullptr});
 }
 template <class P>
 const char* own_parameters(const AlgorithmInfo& info) {

@@ -88,6 +88,14 @@ std::optional<Activation> activation_called(const std::string& word) {
     if (word == kActivations[i]) return static_cast<Activation>(i);
   return std::nullopt;
 }
+std::string activations_in(uint32_t bits, const char* between) {
+  std::string names;
+  for (size_t i = 1; i < std::size(kActivations); i++) {
+    const auto activation = *activation_called(kActivations[i]);
+    if (bits & activation_bit(activation)) names += (names.empty() ? "" : between) + std::string(kActivations[i]);
+  }
+  return names;
+}
 Activation activation_named(const Entry& entry, const std::string& word) {
   if (const std::optional<Activation> found = activation_called(word)) return *found;
   std::string known;

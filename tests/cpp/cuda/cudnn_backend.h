@@ -294,6 +294,7 @@ struct DnnGraph {
   DnnFilter w;
   DnnConvolution convolution;
   std::vector<const DnnDescribed*> tensors;  // that a call gives memory for: x, w, y, and what is added
+  std::vector<const DnnDescribed*> sums;     // between one operation and the next
   const DnnDescribed *bias = nullptr, *residual = nullptr;
   bool relu = false;
   bool is_forward() const { return product == kDnnProducts; }
@@ -321,6 +322,7 @@ inline cudnnStatus_t dnn_epilogue(const std::vector<std::shared_ptr<DnnDescribed
         dnn_tensor(*last).type != compute || !same_sizes(dnn_tensor(*last), g.y) ||
         how.one<cudnnDataType_t>(CUDNN_ATTR_POINTWISE_MATH_PREC) != compute)
       return dnn_wrong("does not go on with the sums before");
+    g.sums.push_back(last);
     const bool has_other = operation.others.contains(CUDNN_ATTR_OPERATION_POINTWISE_BDESC);
     if (how.one<cudnnPointwiseMode_t>(CUDNN_ATTR_POINTWISE_MODE) == CUDNN_POINTWISE_RELU_FWD) {
       if (has_other || !how.values.contains(CUDNN_ATTR_POINTWISE_NAN_PROPAGATION) ||
@@ -392,9 +394,12 @@ inline cudnnStatus_t dnn_graph(const DnnDescribed& graph, DnnGraph& g) {
                                    1;
   if (!fits || !same_sizes(g.y, y)) return dnn_wrong("sizes of another problem");
   g.y = y;
-  std::vector<int64_t> ids;
-  for (const DnnDescribed* t : g.tensors) {
+  for (const DnnDescribed* t : g.tensors)
     if (t->is_virtual()) return dnn_wrong("a tensor without memory at an end");
+  std::vector<const DnnDescribed*> all = g.tensors;
+  all.insert(all.end(), g.sums.begin(), g.sums.end());
+  std::vector<int64_t> ids;
+  for (const DnnDescribed* t : all) {
     if (std::find(ids.begin(), ids.end(), t->id()) != ids.end()) return dnn_wrong("two tensors with one number");
     ids.push_back(t->id());
   }
