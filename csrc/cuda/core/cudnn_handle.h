@@ -8,8 +8,8 @@
 
 namespace ai3::inline AI3_LEVEL {
 
-// A problem by value, as far as cuDNN's plan depends on it. `how` says the rest: the method or, of the graph interface, how memory
-// is aligned, what is computed, and what is added to it.
+// A problem by value, as far as cuDNN's plan depends on it. `how` says the rest: the method or, of the graph interface, how
+// memory is aligned, what is computed, and what is added to it.
 using CudnnKey = std::array<int64_t, 28>;
 CudnnKey cudnn_key(const Conv2dProblem& p, int64_t how, int device);
 // Why cuDNN is not asked, empty where it is. The old interface's descriptors have 32 bits for each number; the graph interface's
