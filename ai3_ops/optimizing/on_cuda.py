@@ -216,13 +216,16 @@ def conv2d_by(
     activation: str = "none",
     parameter: Tensor | float | None = None,
     residual: Tensor | None = None,
+    fuses: bool = False,
 ) -> Tensor:
-    """activation(conv2d(x) + bias + residual) by an algorithm; `weight` is what it has packed where `weight_size` is given."""
+    """activation(conv2d(x) + bias + residual) by an algorithm, which `fuses` the rest or not.
+
+    `weight` is what it has packed where `weight_size` is given.
+    """
     sizes = [] if weight_size is None else [[*weight_size]]
     window = [[*pair] for pair in (stride, padding, dilation)]
     options: dict[str, Any] = {"allow_tf32": _allows_tf32(input)}
-    fuses = parameter is None and activation in ("none", *registry.algorithm("conv2d", algorithm, "cuda").activations)
-    if fuses and (residual is not None or activation != "none"):
+    if fuses:
         operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_{'packed' if sizes else 'fused'}").default
         return operator(
             input, weight, *sizes, bias, *window, groups, residual=residual, activation=activation, **options
@@ -318,7 +321,13 @@ class Chooser:
                 continue
             if not registry.supports("conv2d", info.name, x, weight, bias, *window, allow_tf32=tf32)[0]:
                 continue
-            named = {"algorithm": info.name, **epilogue}
+            adds = epilogue["residual"] is not None or epilogue["activation"] != "none"
+            fuses = (
+                info.epilogue
+                and epilogue["activation"] in ("none", *info.activations)
+                and epilogue["parameter"] is None
+            )
+            named = {"algorithm": info.name, **epilogue, "fuses": adds and fuses}
             pack = getattr(torch.ops.ai3, f"_conv2d_{info.name}_pack", None) if info.packs else None
             if pack is None or not (packed := pack(weight.contiguous(), *map(list, window[:3]), window[3])).numel():
                 yield _Way(info.name, conv2d_by, (a["input"], a["weight"], a["bias"], *window), named)
