@@ -92,6 +92,14 @@ std::map<int64_t, Engine> engines(const std::string& device, const Layer& l, Typ
 
 constexpr const char* kDevices[] = {"a100", "l4", "h100", "rtx5090"};
 constexpr Layer kMiddle = {10, 64, 56, 64, 3, 1, 1};
+// Of networks, and with strides, dilation and groups.
+constexpr Layer kLayers[] = {kMiddle,
+                             {10, 3, 224, 64, 11, 4, 2},
+                             {10, 64, 56, 256, 1, 1, 0},
+                             {1, 5, 9, 3, 3, 2, 1},
+                             {1, 64, 28, 64, 3, 1, 2, 2},
+                             {1, 64, 28, 64, 3, 1, 1, 1, 4},
+                             {1, 32, 28, 32, 3, 1, 1, 1, 32}};
 
 TEST(CudnnAsked, StrictFloat32HasEnginesForLayersOfNetworks) {
   for (const char* device : kDevices)
@@ -156,9 +164,7 @@ TEST(CudnnAsked, NoEngineTransformsByFourier) {
 TEST(CudnnAsked, OurPlansComputeEveryLayerAsItIsAskedFor) {
   for (const char* device : kDevices) {
     const Described properties = described(device);
-    for (const Layer& l :
-         {kMiddle, Layer{10, 3, 224, 64, 11, 4, 2}, Layer{10, 64, 56, 256, 1, 1, 0}, Layer{1, 5, 9, 3, 3, 2, 1},
-          Layer{1, 64, 28, 64, 3, 1, 2, 2}, Layer{1, 64, 28, 64, 3, 1, 1, 1, 4}, Layer{1, 32, 28, 32, 3, 1, 1, 1, 32}})
+    for (const Layer& l : kLayers)
       for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16, Type::f64})
         for (bool nhwc : {false, true})
           for (bool bias : {false, true})
@@ -199,9 +205,7 @@ TEST(CudnnAsked, PlansAddAResidualAndApplyReluAlongWithABias) {
 TEST(CudnnAsked, OurPlansComputeBothGradientsOfEveryLayer) {
   for (const char* device : kDevices) {
     const Described properties = described(device);
-    for (const Layer& l :
-         {kMiddle, Layer{10, 3, 224, 64, 11, 4, 2}, Layer{10, 64, 56, 256, 1, 1, 0}, Layer{1, 5, 9, 3, 3, 2, 1},
-          Layer{1, 64, 28, 64, 3, 1, 2, 2}, Layer{1, 64, 28, 64, 3, 1, 1, 1, 4}, Layer{1, 32, 28, 32, 3, 1, 1, 1, 32}})
+    for (const Layer& l : kLayers)
       for (Type type : {Type::f32, Type::tf32, Type::f16, Type::bf16, Type::f64})
         for (bool nhwc : {false, true})
           for (GraphOf of : {GraphOf::input_gradient, GraphOf::weight_gradient}) {
