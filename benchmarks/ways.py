@@ -304,6 +304,9 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of turns for each cell")
     parser.add_argument("--output", type=Path, default=PAGE)
     a = parser.parse_args()
+    for what, known in (("models", MODELS), ("dtypes", DTYPES), ("layouts", LAYOUTS), ("modes", MODES)):
+        if unknown := [word for word in getattr(a, what).split(",") if word not in known]:
+            parser.error(f"--{what}: {', '.join(unknown)}: of {', '.join(known)}")
     console = Console(width=140)
     load = measure.Load()
     wanted: list[tuple[str, ...]] = []
