@@ -218,16 +218,14 @@ def _order(info: AlgorithmInfo) -> tuple[str, str, str]:
     return info.operation, info.name, info.device
 
 
+def _hashable(traits: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in traits.items()}
+
+
 @functools.lru_cache(maxsize=1)  # it is asked for at every swap of a layer, and changes with registrations only
 def _of_text(text: bytes) -> list[AlgorithmInfo]:
     found = [
-        AlgorithmInfo(
-            o,
-            name,
-            d.lower(),
-            **{**traits, "dtypes": tuple(traits["dtypes"]), "parameters": own}
-            | {"activations": tuple(traits.get("activations", ()))},
-        )
+        AlgorithmInfo(o, name, d.lower(), **_hashable(traits | {"parameters": own}))
         for o, record in json.loads(text)["operations"].items()
         for name, devices in record["algorithms"].items()
         for d, traits in devices.items()

@@ -296,7 +296,8 @@ def _ratio(value: float, least: float = REACHED) -> str:
 def main() -> int:
     """Measures the cells that are asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ways", description=__doc__.splitlines()[0])
-    for what, known in (("models", MODELS), ("dtypes", DTYPES), ("layouts", LAYOUTS), ("modes", MODES)):
+    lists = {"models": MODELS, "dtypes": DTYPES, "layouts": LAYOUTS, "modes": MODES}
+    for what, known in lists.items():
         parser.add_argument(f"--{what}", default=",".join(known))
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--forms", action="store_true", help="forms of the swapped model instead of the cells")
@@ -304,7 +305,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of turns for each cell")
     parser.add_argument("--output", type=Path, default=PAGE)
     a = parser.parse_args()
-    for what, known in (("models", MODELS), ("dtypes", DTYPES), ("layouts", LAYOUTS), ("modes", MODES)):
+    for what, known in lists.items():
         if unknown := [word for word in getattr(a, what).split(",") if word not in known]:
             parser.error(f"--{what}: {', '.join(unknown)}: of {', '.join(known)}")
     console = Console(width=140)

@@ -130,9 +130,8 @@ class GeluCall(ElementwiseCall):
             return False
         if approximate == "tanh":
             return MEASURED and input.numel() >= _BY_TANH
-        threads = (
-            1 if torch.compiler.is_compiling() else min(torch.get_num_threads(), 2)
-        )  # Dynamo does not follow the question
+        compiling = torch.compiler.is_compiling()  # Dynamo does not follow a question for threads
+        threads = 1 if compiling else min(torch.get_num_threads(), 2)
         return WIDEST and input.numel() <= _BY_ERF[input.dtype] * threads and is_contiguous(input)
 
     def may_gain(self, module: Any) -> bool:

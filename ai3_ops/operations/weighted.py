@@ -94,8 +94,8 @@ class Weighted(Operation):
         if residual is not None or activation != "none":
             infos = [a for a in registry.algorithms(self.name) if a.name == algorithm]
             check(any(a.epilogue or a.rule for a in infos), label, "fuses no residual and no activation")
-            if activation != "none" and not any(activation in a.activations or a.rule for a in infos):
-                check(False, label, f"fuses no activation but {' and '.join(infos[0].activations)}")
+            fits = any(activation in ("none", *a.activations) or a.rule for a in infos)
+            check(fits, label, f"fuses no activation but {' and '.join(infos[0].activations)}")
         if (slope is not None) != (activation in SLOPED):
             check(False, label, f"needs {'no' if activation not in SLOPED else 'a'} slope for this activation")
         if slope is not None:

@@ -224,14 +224,12 @@ def conv2d_by(
     """
     sizes = [] if weight_size is None else [[*weight_size]]
     window = [[*pair] for pair in (stride, padding, dilation)]
-    options: dict[str, Any] = {"allow_tf32": _allows_tf32(input)}
+    form = "packed" if sizes else "fused" if fuses else ""
+    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_{form}" if form else f"conv2d_{algorithm}").default
+    fused = {"residual": residual, "activation": activation} if fuses else {}
+    output = operator(input, weight, *sizes, bias, *window, groups, allow_tf32=_allows_tf32(input), **fused)
     if fuses:
-        operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_{'packed' if sizes else 'fused'}").default
-        return operator(
-            input, weight, *sizes, bias, *window, groups, residual=residual, activation=activation, **options
-        )
-    operator = getattr(torch.ops.ai3, f"_conv2d_{algorithm}_packed" if sizes else f"conv2d_{algorithm}").default
-    output = operator(input, weight, *sizes, bias, *window, groups, **options)
+        return output
     return ACTIVATIONS[activation](output if residual is None else output + residual, parameter)
 
 

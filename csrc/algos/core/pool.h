@@ -215,12 +215,15 @@ void pool_by_tiles(const Pool2dProblem& p, const PoolAxis& row_axis, const PoolA
     Pool2dProblem of_tile = p;
     of_tile.x_stride = {0, 1, seen.size() * width, width};
     T* to = out;
-    for (int64_t o = rows.begin; o < rows.end; o++)
+    for (int64_t o = rows.begin; o < rows.end; o++) {
+      Window down_window = row_axis.at(o);
+      down_window.begin -= seen_rows.begin;
       for (int64_t q = columns.begin; q < columns.end; q++, to += width) {
-        Window down_window = row_axis.at(o), across_window = column_axis.at(q);
-        down_window.begin -= seen_rows.begin, across_window.begin -= seen.begin;
+        Window across_window = column_axis.at(q);
+        across_window.begin -= seen.begin;
         pool_window<Reduce, 1>(of_tile, down_window, across_window, in, to, width, {});
       }
+    }
     T* const output = y + n * p.y_stride.n + c * p.y_stride.c + columns.begin;
     each_piece(rows.begin, rows.end, columns.size(), p.y_stride.h, [&](int64_t row, int64_t elements) {
       to_planes(out + (row - rows.begin) * columns.size() * width, width, {0, lanes}, elements, output + row * p.y_stride.h,

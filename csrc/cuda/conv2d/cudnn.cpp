@@ -62,14 +62,13 @@ void run_plan(const GraphPlan& plan, std::initializer_list<GivenTensor> tensors,
   const cudnnHandle_t handle = cudnn_handle().handle;
   check_cudnn(cudnnSetStream(handle, stream_of(workspace)), "cudnnSetStream");
   void* const scratch = plan.workspace ? take<char>(workspace, plan.workspace) : nullptr;
-  std::vector<int64_t> ids;
-  std::vector<void*> places;
+  int64_t ids[kSums] = {}, count = 0;
+  void* places[kSums] = {};
   for (const GivenTensor& t : tensors)
-    if (t.data) ids.push_back(t.id), places.push_back(t.data);
+    if (t.data) ids[count] = t.id, places[count++] = t.data;
   Described call(CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR);
-  const auto count = static_cast<int64_t>(ids.size());
-  call.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, ids.data());
-  call.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, places.data());
+  call.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, CUDNN_TYPE_INT64, count, ids);
+  call.set(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, CUDNN_TYPE_VOID_PTR, count, places);
   call.set(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, CUDNN_TYPE_VOID_PTR, 1, &scratch);
   call.finalize();
   check_cudnn(cudnnBackendExecute(handle, *plan.plan, call), "cudnnBackendExecute");
@@ -109,11 +108,11 @@ GradientNames gradients(const Conv2dProblem& p) {
 // Weights, and their gradient, are KCRS: beside a plan that has KRSC they are rearranged.
 int64_t krsc_bytes(const Conv2dProblem& p) { return piece_bytes<char>(cudnn_packed_bytes(p)); }
 int64_t backward_workspace(const Conv2dProblem& p, const WeightedGradients& m) {
-  int64_t bytes = 0;
-  for (const GraphOf of : {GraphOf::input_gradient, GraphOf::weight_gradient})
-    if (of == GraphOf::input_gradient ? m.grad_input : m.grad_weight)
-      bytes = checked_add(bytes, checked_add(plan_workspace(p, of), krsc_bytes(p)));
-  return m.grad_bias ? checked_add(bytes, cudnn_sum_bias_bytes(p)) : bytes;
+  int64_t bytes = m.grad_bias ? cudnn_sum_bias_bytes(p) : 0;
+  auto add = [&](GraphOf of) { bytes = checked_add(bytes, checked_add(plan_workspace(p, of), krsc_bytes(p))); };
+  if (m.grad_input) add(GraphOf::input_gradient);
+  if (m.grad_weight) add(GraphOf::weight_gradient);
+  return bytes;
 }
 void backward(const Conv2dProblem& p, const WeightedGradients& m, Workspace& workspace) {
   const int64_t krsc = krsc_bytes(p);
