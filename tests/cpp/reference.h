@@ -203,9 +203,13 @@ inline Reference reference(const std::string&, const ai3::AttentionProblem& p, c
       }
       for (double& weight : weights) total += weight = std::exp(weight - most);
       for (int64_t c = 0; c < p.value_size; c++) {
-        double sum = 0;
-        for (int64_t j = 0; j < keys; j++) sum += weights[j] / total * v[(head / shared * p.keys + j) * p.value_size + c];
-        result.y[(head * p.queries + i) * p.value_size + c] = sum;
+        double sum = 0, magnitude = 0;
+        for (int64_t j = 0; j < keys; j++) {
+          const double term = weights[j] / total * v[(head / shared * p.keys + j) * p.value_size + c];
+          sum += term, magnitude += std::fabs(term);
+        }
+        const int64_t at = (head * p.queries + i) * p.value_size + c;
+        result.y[at] = sum, result.magnitude[at] = magnitude;
         result.largest = std::fmax(result.largest, std::fabs(sum));
       }
     }

@@ -87,10 +87,11 @@ def test_what_is_not_seen_is_harmless_and_what_is_seen_comes_out(name, kind, dty
     assert seen.sum() == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("queries", [3, 6])  # passes over the keys of their own
 @pytest.mark.parametrize("name", METHODS)
-def test_nan_comes_out_with_fewer_keys_than_a_vector(name, queries):
-    q, k, v = made((1, 2, queries, 16), (1, 2, 6, 16), (1, 2, 6, 16))
+def test_nan_comes_out_with_fewer_keys_than_a_vector(name, queries, dtype):
+    q, k, v = made((1, 2, queries, 16), (1, 2, 6, 16), (1, 2, 6, 16), dtype=dtype)
     of_query, of_key, of_value = (t.clone() for t in (q, k, v))
     of_query[0, 0, 2, 3] = of_key[0, 0, 2, 3] = of_value[0, 0, 2, 3] = math.nan
     output = operator(name)(of_query, k, v)
@@ -359,9 +360,10 @@ def test_gradients_with_windows_and_softcap(name, options):
         assert (got - expected).abs().max() <= 1e-11 * max(1, expected.abs().max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
-def test_what_lies_outside_of_a_window_is_not_read(name):
-    q, k, v = made((1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16))
+def test_what_lies_outside_of_a_window_is_not_read(name, dtype):
+    q, k, v = made((1, 2, 300, 16), (1, 2, 300, 16), (1, 2, 300, 16), dtype=dtype)
     k[..., 100:140, :] = v[..., 100:140, :] = math.nan
     output = operator(name)(q, k, v, window_left=10, window_right=10)
     far = (torch.arange(300) < 90) | (torch.arange(300) >= 150)

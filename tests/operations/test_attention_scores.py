@@ -96,20 +96,21 @@ def test_other_dtypes(name, dtype):
         near(operator(name)(q, k, v, **own), by_definition(q, k, v, **own), limit)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS)
-def test_key_lengths_are_as_though_there_were_no_other_keys(name):
+def test_key_lengths_are_as_though_there_were_no_other_keys(name, dtype):
     for queries in (3, 80):
-        q, k, v = made((3, 4, queries, 16), (3, 2, 700, 16), (3, 2, 700, 16))
-        lengths = torch.tensor([700, 0, 290])
-        k[1], v[1], k[2, :, 290:], v[2, :, 290:] = math.nan, math.nan, math.nan, math.nan
+        q, k, v = made((3, 4, queries, 16), (3, 2, 700, 16), (3, 2, 700, 16), dtype=dtype)
+        lengths = torch.tensor([700, 0, 291])
+        k[1], v[1], k[2, :, 291:], v[2, :, 291:] = math.nan, math.nan, math.nan, math.nan
         leaves = [t.requires_grad_() for t in (q, k, v)]
         y = operator(name)(*leaves, enable_gqa=True, key_lengths=lengths, causal_lower_right=True)
         assert (y[1] == 0).all()
-        alone = operator(name)(q[2:], k[2:, :, :290], v[2:, :, :290], enable_gqa=True, causal_lower_right=True)
+        alone = operator(name)(q[2:], k[2:, :, :291], v[2:, :, :291], enable_gqa=True, causal_lower_right=True)
         near(y[2:], alone, 1e-6)
         grads = torch.autograd.grad(y.square().sum(), leaves)
         assert all(g.isfinite().all() for g in grads)
-        assert (grads[1][2, :, 290:] == 0).all()
+        assert (grads[1][2, :, 291:] == 0).all()
         assert (grads[2][1] == 0).all()
 
 

@@ -90,3 +90,33 @@ def test_threads_change_nothing() -> None:
             torch.set_num_threads(threads)
             results.append(ops.linear_gemm(x, w))
         assert all(torch.equal(results[0], r) for r in results[1:]), (rows, features, outputs)
+
+
+# Attention -------------------------------------------------------------------------------------------------------------
+# Heads of whole and half vectors of pairs and of a single pair; values of one, of odd and of more than a vector's size; panels
+# of queries that are full, half full and of one; keys that are odd, of one tile and of several.
+HEADS = ((2, 1), (6, 7), (16, 16), (30, 33), (64, 64), (72, 40), (130, 65))
+LENGTHS = ((5, 1), (16, 2), (17, 31), (33, 126), (65, 127), (130, 300), (300, 517))
+
+
+@pytest.mark.parametrize(("size", "of_value"), HEADS)
+def test_attention_of_equal_scores_is_the_mean(size: int, of_value: int) -> None:
+    for queries, keys in LENGTHS:
+        q, k, v = torch.zeros(2, queries, size), integers(2, keys, size), integers(2, keys, of_value)
+        y = ops.attention_flash(q.bfloat16(), k.bfloat16(), v.bfloat16())
+        seen = torch.arange(1, queries + 1).clamp(max=keys)
+        causal = ops.attention_flash(q.bfloat16(), k.bfloat16(), v.bfloat16(), None, 0.0, True)
+        assert torch.equal(y, v.mean(1, keepdim=True).bfloat16().expand_as(y)), (queries, keys)
+        assert torch.equal(causal, (v.cumsum(1)[:, seen - 1] / seen[:, None]).bfloat16()), (queries, keys)
+
+
+@pytest.mark.parametrize("scale", [None, -0.25, 0.3])
+@pytest.mark.parametrize(("size", "of_value"), HEADS)
+def test_attention_rounds_weights_and_outputs_alone(size: int, of_value: int, scale: float | None) -> None:
+    for queries, keys in LENGTHS:
+        q, k, v = (torch.randn(2, n, d).bfloat16() for n, d in ((queries, size), (keys, size), (keys, of_value)))
+        y = ops.attention_flash(q, k, v, scale=scale).double()
+        q, k, v = q.double(), k.double(), v.double()
+        weights = (q @ k.mT * (size**-0.5 if scale is None else scale)).softmax(-1)
+        bound = (weights @ v).abs() + weights @ v.abs()
+        assert ((y - weights @ v).abs() <= (2**-8 + 1e-4) * bound + 1e-6).all(), (queries, keys)

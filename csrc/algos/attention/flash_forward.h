@@ -4,11 +4,10 @@
 // tiles.
 //
 // Queries of a panel are the lanes of vectors, from the packed panel on: scores lie [key][query], so that the softmax's maxima
-// and sums are taken down the rows without crossing lanes, and are then read as the left operand of the product with the values.
-// Keys and values are read in place, as rows: neither is packed where they are of the accumulator's type.
+// and sums are taken down the rows without crossing lanes, and are then an operand of the product with the values.
 #pragma once
 #include "few_queries.h"
-#include "tiles.h"
+#include "flash_products.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -30,30 +29,38 @@ AI3_INLINE int64_t forward_tile(const AttentionProblem& p) {
   return far && p.outer * p.batch * p.heads * ceil_div(p.queries, kLong) >= kTiles ? kLong : kTile<T>;
 }
 
-template <class T>
+// body.operator()<Products>()
+template <class T, class Body>
+AI3_INLINE auto with_products(const AttentionProblem& p, const Body& body) {
+  if constexpr (dtype_of<T> == DType::bf16 && AI3_VECTOR_BYTES == 64)
+    if (PairProducts::fit(p)) return body.template operator()<PairProducts>();
+  return body.template operator()<WideProducts<T>>();
+}
+template <class T, class Products>
 AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
   const int64_t tile = forward_tile<T>(p);
-  return cut_size<A>({checked_mul(tile, p.size), kKeys * P, p.has_mask ? kKeys * P : 0, checked_mul(tile, rel_columns(p)),
-                      checked_mul(tile, padded<A>(p.value_size)), tile, tile, p.dropout > 0 ? kKeys * P : 0,
-                      buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true)});
+  return checked_add(Products::size(p, tile),
+                     cut_size<A>({kKeys * P, p.has_mask ? kKeys * P : 0, checked_mul(tile, rel_columns(p)), tile, tile,
+                                  p.dropout > 0 ? kKeys * P : 0}));
 }
 template <class T>
 int64_t forward_bytes(const AttentionProblem& p) {
   using A = Acc<T>;
-  if (p.queries > kFew) return workspace_bytes<A>(checked_mul(p.threads, forward_size<T>(p)));
+  if (p.queries > kFew)
+    return with_products<T>(
+        p, [&]<class Products>() { return workspace_bytes<A>(checked_mul(p.threads, forward_size<T, Products>(p))); });
   const FewRows<A> of(p);
   return checked_add(workspace_bytes<A>(of.partials()), workspace_bytes<A>(checked_mul(p.threads, of.own())));
 }
 
-template <class T>
-void attend_in_tiles(const AttentionProblem& whole, const AttentionOperands& m, Workspace& workspace) {
+template <class T, class Products>
+void attend_by(const AttentionProblem& whole, const AttentionOperands& m, Workspace& workspace) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
-  if (whole.queries <= kFew) return attend_few<T>(whole, m, workspace);
-  const int64_t own = forward_size<T>(whole), tile = forward_tile<T>(whole), tiles = ceil_div(whole.queries, tile),
-                ld = padded<A>(whole.value_size), columns = rel_columns(whole);
+  const int64_t own = forward_size<T, Products>(whole), tile = forward_tile<T>(whole), tiles = ceil_div(whole.queries, tile),
+                columns = rel_columns(whole);
   A* const all = workspace.take<A>(whole.threads * own);
   auto keys_of_tile = [&](const AttentionProblem& p, int64_t n) {
     const int64_t first = n % tiles * tile;
@@ -67,39 +74,34 @@ void attend_in_tiles(const AttentionProblem& whole, const AttentionOperands& m, 
         const Positions<T> positions(p, m.own, at);
         const Dropout<A> dropout(p, m.dropout_seed);
         Cut<A> cut{all + thread * own};
-        A* const packed = cut.take(tile * p.size);
+        Products products(p, tile, cut);
         A* const scores = cut.take(kKeys * P);
         A* const added = cut.take(p.has_mask ? kKeys * P : 0);
         A* const rel = cut.take(tile * columns);
-        A* const sums = cut.take(tile * ld);
         A *const most = cut.take(tile), *const total = cut.take(tile);
         A* const kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
-        A* const of_keys = cut.take(buffer_of<T>(kKeys, p.size, false));
-        A* const of_values = cut.take(buffer_of<T>(kKeys, p.value_size, true));
         const int64_t first = n % tiles * tile, rows = smaller(tile, p.queries - first), panels = ceil_div(rows, P);
         const T *const query = m.query.read<T>() + at.of(p.query_at) + first * p.query_at.row,
                        *const key = m.key.read<T>() + at.of_kv(p.key_at), *const value = m.value.read<T>() + at.of_kv(p.value_at);
         const MaskRows<A> mask(p, m.mask, at);
         for (int64_t b = 0; b < panels; b++) {
           const int64_t queries = smaller(P, rows - b * P);
-          pack_rows(query + b * P * p.query_at.row, p.query_at.row, queries, p.size, p.scale, packed + b * P * p.size);
+          products.begin(b, query + b * P * p.query_at.row, queries);
           if (positions.rel_h) pack_rel(positions, first + b * P, queries, rel + b * P * columns);
         }
-        for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(sums + i, Vec<A>(A(0)));
         for (int64_t i = 0; i < panels * P; i++) most[i] = kHidden<A>, total[i] = 0;
         const Range seen = keys_of_tile(p, n);
         for (int64_t j = seen.begin; j < seen.end; j += kKeys) {
           const int64_t most_keys = smaller(kKeys, seen.end - j);
-          const RowsAt<A> k = rows_at(key + j * p.key_at.row, p.key_at.row, most_keys, p.size, false, of_keys),
-                          v = rows_at(value + j * p.value_at.row, p.value_at.row, most_keys, p.value_size, true, of_values);
+          products.read(key + j * p.key_at.row, value + j * p.value_at.row, most_keys);
           int finite = -1;  // not known
           for (int64_t b = 0; b < panels; b++) {
             const int64_t i = first + b * P, queries = smaller(P, p.queries - i),
                           keys = smaller(most_keys, keys_of(p, i + queries - 1) - j);
             if (keys <= 0 || first_key(p, i) >= j + keys) continue;
-            const bool diagonal = keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
+            const bool diagonal = keys < most_keys || keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
             if (mask && !reads_any(mask, i, queries, j, keys, added)) continue;
-            multiply_rows(k, keys, packed + b * P * p.size, p.size, scores);
+            products.score(b, keys, scores);
             if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
             if (positions) add_positions(p, positions, rel + b * P * columns, i, j, keys, scores);
             if (mask) add_mask(added, keys, scores);
@@ -110,31 +112,36 @@ void attend_in_tiles(const AttentionProblem& whole, const AttentionOperands& m, 
               dropout.template of_lanes<P>(n / tiles * p.queries + i, j, keys, kept);
               drop(kept, keys, scores);
             }
-            A* const to = sums + b * P * ld;
-            scale_rows(to, queries, p.value_size, scale);
-            if ((mask || diagonal) && finite < 0) finite = all_finite(v, most_keys, p.value_size);
+            products.rescale(b, queries, scale);
+            if ((mask || diagonal) && finite < 0) finite = products.finite(most_keys);
             if ((mask || diagonal) && !finite)
-              add_weighted_seen(queries, scores, v, keys, p.value_size, to,
-                                [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
+              products.add_seen(b, queries, keys, scores, [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
             else
-              add_weighted(queries, scores, v, keys, p.value_size, to);
+              products.add(b, queries, keys, scores);
           }
         }
         T* const output = m.output.write<T>() + at.of(p.output_at) + first * p.output_at.row;
         const A sink = sink_of<T>(m.own, at);
-        for (int64_t r = 0; r < rows; r++) {
-          const RowEnd<A> end(most[r], static_cast<double>(total[r]), sink);
-          const Vec<A> share(end.share);
-          for (int64_t c = 0; c < p.value_size; c += Vec<A>::width)
-            store_some(output + r * p.output_at.row + c, load(sums + r * ld + c) * share,
-                       smaller(Vec<A>::width, p.value_size - c));
-          if (m.logsumexp) m.logsumexp.write<A>()[n / tiles * p.queries + first + r] = end.logsumexp();
+        for (int64_t b = 0; b < panels; b++) {
+          const int64_t queries = smaller(P, rows - b * P);
+          alignas(64) A share[P] = {};
+          for (int64_t r = b * P; r < b * P + queries; r++) {
+            const RowEnd<A> end(most[r], static_cast<double>(total[r]), sink);
+            share[r - b * P] = end.share;
+            if (m.logsumexp) m.logsumexp.write<A>()[n / tiles * p.queries + first + r] = end.logsumexp();
+          }
+          products.end(b, queries, share, output + b * P * p.output_at.row);
         }
       },
       [&](int64_t n) {
         const AttentionProblem p = of_head(whole, m.own, HeadAt(whole, n / tiles));
         return static_cast<double>(larger(0, keys_of_tile(p, n).size()));
       });
+}
+template <class T>
+void attend_in_tiles(const AttentionProblem& p, const AttentionOperands& m, Workspace& workspace) {
+  if (p.queries <= kFew) return attend_few<T>(p, m, workspace);
+  with_products<T>(p, [&]<class Products>() { attend_by<T, Products>(p, m, workspace); });
 }
 
 }  // namespace

@@ -9,26 +9,26 @@ template <class A>
 AI3_INLINE int64_t padded(int64_t elements) {
   return round_up(elements, Vec<A>::width);
 }
-// Rows of the accumulator's type.
-template <class A>
+template <class T>
 struct RowsAt {
-  const A* data;
+  const T* data;
   int64_t stride;
 };
 // x * 0 is 0 unless x is not finite. Four sums, so that additions need not wait for each other.
-template <class A>
-[[gnu::noinline]] bool all_finite(const RowsAt<A>& rows, int64_t count, int64_t size) {
+template <class T>
+[[gnu::noinline]] bool all_finite(const RowsAt<T>& rows, int64_t count, int64_t size) {
+  using A = Acc<T>;
   constexpr int64_t width = Vec<A>::width;
   typename Vec<A>::Raw sums[4] = {};
   A rest = 0;
   for (int64_t r = 0; r < count; r++) {
-    const A* row = rows.data + r * rows.stride;
+    const T* row = rows.data + r * rows.stride;
     int64_t c = 0;
     for (; c + 4 * width <= size; c += 4 * width)
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) sums[i] += load(row + c + i * width).raw * typename Vec<A>::Raw{};
     for (; c + width <= size; c += width) sums[0] += load(row + c).raw * typename Vec<A>::Raw{};
-    for (; c < size; c++) rest += row[c] * A(0);
+    for (; c < size; c++) rest += widen(row[c]) * A(0);
   }
   const auto sum = sums[0] + sums[1] + (sums[2] + sums[3]);
   for (int l = 0; l < width; l++) rest += sum[l];
@@ -86,6 +86,10 @@ template <class A, bool queries_in_lanes = true>
         add_weighted_tile<A, queries_in_lanes, false>(q.size(), of_slab, from, keys, sums + q.begin * ld + c, ld);
     }
 }
+
+// to[row][column of the panel] (=, +=) rows * panel, of pairs of bfloat16, half of its columns or all: where has_pair_products().
+[[gnu::noinline]] void multiply_pair_rows(const bfloat16* rows, int64_t stride, int64_t count, const float* panel,
+                                          int64_t columns, int64_t pairs, float* to, bool add);
 
 #define AI3_ATTENTION_PRODUCTS_OF_(EXTERN, A)                                                            \
   EXTERN template bool all_finite<A>(const RowsAt<A>&, int64_t, int64_t);                                \

@@ -54,6 +54,21 @@ AI3_INLINE void store_rounded(bfloat16* to, Vec<float> left, Vec<float> right) {
   store(to, left), store(to + Vec<float>::width, right);
 #endif
 }
+// Both vectors narrowed, each lane of the first one beside the second one's.
+AI3_INLINE Vec<float> pairs_of(Vec<float> first, Vec<float> second) {
+#if AI3_VECTOR_BYTES == 64
+  typedef uint16_t Lanes __attribute__((vector_size(64)));
+  Lanes rounded;
+  asm("vcvtne2ps2bf16 %2, %1, %0" : "=v"(rounded) : "v"(second.raw), "v"(first.raw));
+  return detail::bit_cast<Vec<float>::Raw>(__builtin_shufflevector(rounded, rounded, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6,
+                                                                   22, 7, 23, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14,
+                                                                   30, 15, 31));
+#else
+  using detail::bit_cast, detail::round_to_bfloat16, detail::Words;
+  return bit_cast<Vec<float>::Raw>(round_to_bfloat16(bit_cast<Words>(first.raw)) | round_to_bfloat16(bit_cast<Words>(second.raw))
+                                                                                       << 16);
+#endif
+}
 AI3_INLINE Vec<float> add_pair_products([[maybe_unused]] Vec<float> a, [[maybe_unused]] Vec<float> b, Vec<float> sums) {
 #if AI3_VECTOR_BYTES == 64
   asm("vdpbf16ps %2, %1, %0" : "+v"(sums.raw) : "v"(a.raw), "v"(b.raw));
