@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ai3_ops import _torch
+from ai3_ops import _library, _torch
 
 
 class Spec(NamedTuple):
@@ -58,3 +58,11 @@ def fast_in(dtype: torch.dtype) -> bool:
     if dtype == torch.bfloat16:
         return bool(mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float16 and bool(mkldnn._is_mkldnn_fp16_supported())
+
+
+TILES = bool(_library.registry()["processor_has_matrix_tiles"])  # Intel's AMX
+
+
+def in_tiles(dtype: torch.dtype) -> bool:
+    """Whether it does so in matrix tiles, beside which our attention has not been measured."""
+    return TILES and dtype.itemsize == 2 and fast_in(dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ai3_ops import _library, _torch, registry
 from ai3_ops._torch import OpOverload
 from ai3_ops.calls.packs import SwitchedCall
-from ai3_ops.calls.spec import Spec, fast_in, weights_of
+from ai3_ops.calls.spec import TILES, Spec, fast_in, weights_of
 from ai3_ops.calls.ways import REMEMBERED
 from ai3_ops.operations import base
 from ai3_ops.operations.base import Dims
@@ -502,7 +502,6 @@ Conv2d.rules = {
 # A training step packs the weight of every call, which takes so many output pixels to pay.
 _PIXELS, _PIXELS_16_BITS = 1024, 4096
 _CHANNELS = 16  # with fewer there is little to gain
-_TILES = _library.registry()["processor_has_matrix_tiles"]
 _PRODUCTS = 2**21  # below, autograd's rules in Python take longer than kernels gain
 _WIDE_GROUP = 24  # channels
 _BYTES_OF_VECTOR = {"avx512": 64, "avx2": 32}.get(_library.registry()["level"], 0)
@@ -758,7 +757,7 @@ class Conv2dCall(SwitchedCall):
         for size, k, s in zip(input.shape[2:], kernel, strides, strict=True):
             pixels = pixels * ((size - 1) // s + 1 if k > 1 or s > 1 else size)
         if fast_in(dtype):
-            tiled = dtype == torch.bfloat16 and _TILES  # 16 times as many products in oneDNN as in Winograd's float32
+            tiled = dtype == torch.bfloat16 and TILES  # 16 times as many products in oneDNN as in Winograd's float32
             return not tiled and kernel == (3, 3) and strides == (1, 1) and pixels >= _PIXELS_16_BITS
         if dtype.itemsize == 2:  # PyTorch's kernels take tens of times as long
             return True

@@ -101,13 +101,15 @@ void attend_by(const AttentionProblem& whole, const AttentionOperands& m, Worksp
             if (keys <= 0 || first_key(p, i) >= j + keys) continue;
             const bool diagonal = keys < most_keys || keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
             if (mask && !reads_any(mask, i, queries, j, keys, added)) continue;
-            products.score(b, keys, scores);
+            const bool half = queries <= Vec<A>::width;  // a panel, whose other queries hold anything
+            products.score(b, keys, half, scores);
             if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
             if (positions) add_positions(p, positions, rel + b * P * columns, i, j, keys, scores);
             if (mask) add_mask(added, keys, scores);
             if (diagonal) hide_keys(p, i, j, keys, scores);
-            alignas(64) A scale[P];
-            soften(scores, keys, most + b * P, total + b * P, scale);
+            alignas(64) A scale[P] = {};
+            half ? soften<1>(scores, keys, most + b * P, total + b * P, scale)
+                 : soften<2>(scores, keys, most + b * P, total + b * P, scale);
             if (dropout) {
               dropout.template of_lanes<P>(n / tiles * p.queries + i, j, keys, kept);
               drop(kept, keys, scores);

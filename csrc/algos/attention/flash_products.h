@@ -36,7 +36,10 @@ class WideProducts {
     k = rows_at(key, p.key_at.row, count, p.size, false, of_keys);
     v = rows_at(value, p.value_at.row, count, p.value_size, true, of_values);
   }
-  void score(int64_t b, int64_t keys, A* scores) const { multiply_rows(k, keys, packed + b * P * p.size, p.size, scores); }
+  void score(int64_t b, int64_t keys, bool half, A* scores) const {
+    const A* const panel = packed + b * P * p.size;
+    half ? multiply_rows<A, true>(k, keys, panel, p.size, scores) : multiply_rows(k, keys, panel, p.size, scores);
+  }
   bool finite(int64_t count) const { return all_finite(v, count, p.value_size); }
   void rescale(int64_t b, int64_t queries, const A* scale) { scale_rows(sums + b * P * ld, queries, p.value_size, scale); }
   void add(int64_t b, int64_t queries, int64_t keys, A* weights) {
@@ -131,8 +134,8 @@ class PairProducts {
           __builtin_memcpy(of_values + (c + r) * kValuesRow + j, &square[r], sizeof(square[r]));
       }
   }
-  void score(int64_t b, int64_t keys, float* scores) const {
-    multiply_pair_rows(k, p.key_at.row, keys, packed + b * P * pairs, P, pairs, scores, false);
+  void score(int64_t b, int64_t keys, bool half, float* scores) const {
+    multiply_pair_rows(k, p.key_at.row, keys, packed + b * P * pairs, half ? width : P, pairs, scores, false);
     if (exact) return;
     const Vec<float> factor(static_cast<float>(p.scale));
     for (int64_t i = 0; i < keys * P; i += width) store(scores + i, load(scores + i) * factor);

@@ -35,16 +35,16 @@ template <class T>
   return rest == 0;
 }
 
-// to[row][column of the panel] = rows * panel.
-template <class A>
+// to[row][column of the panel] = rows * panel, or of its left half alone.
+template <class A, bool half = false>
 [[gnu::noinline]] void multiply_rows(const RowsAt<A>& rows, int64_t count, const A* panel, int64_t size, A* to) {
   constexpr int64_t P = kPanel<A>;
   alignas(64) const A zeros[P] = {};
   for (int64_t r = 0; r < count; r += kRows) {
     const int64_t n = smaller(kRows, count - r);
     const char* const next = reinterpret_cast<const char*>(rows.data + smaller(r + kRows, count - 1) * rows.stride);
-    multiply_tile<A, true>(n, StridedRows<A>{rows.data + r * rows.stride, rows.stride}, panel, size,
-                           Tile<A>{zeros, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
+    multiply_tile<A, true, half>(n, StridedRows<A>{rows.data + r * rows.stride, rows.stride}, panel, size,
+                                 Tile<A>{zeros, to + r * P, P, next, 0, {next, kRows * static_cast<int64_t>(sizeof(A))}});
   }
 }
 // sums[query] += weights(query, key) * rows[key], for R queries and two vectors of columns, or one; weights lie [key][query of a
@@ -94,6 +94,7 @@ template <class A, bool queries_in_lanes = true>
 #define AI3_ATTENTION_PRODUCTS_OF_(EXTERN, A)                                                            \
   EXTERN template bool all_finite<A>(const RowsAt<A>&, int64_t, int64_t);                                \
   EXTERN template void multiply_rows<A>(const RowsAt<A>&, int64_t, const A*, int64_t, A*);               \
+  EXTERN template void multiply_rows<A, true>(const RowsAt<A>&, int64_t, const A*, int64_t, A*);         \
   EXTERN template void add_weighted<A, true>(int64_t, const A*, const RowsAt<A>&, int64_t, int64_t, A*); \
   EXTERN template void add_weighted<A, false>(int64_t, const A*, const RowsAt<A>&, int64_t, int64_t, A*);
 // `EXTERN` is nothing in products.cpp.

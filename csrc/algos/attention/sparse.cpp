@@ -251,7 +251,7 @@ void attend_tile(const SparseTile<T>& t, const AttentionOperands& m, int64_t hea
           multiply_rows(RowsAt<A>{k.data + skipped * k.stride, k.stride}, keys.size(), w.packed + row * p.size, p.size, w.scores);
           t.apply(sight, keys, row, w.added, w.scores);
           alignas(64) A scale[P];
-          soften(w.scores, keys.size(), w.most + row, w.total + row, scale);
+          soften<2>(w.scores, keys.size(), w.most + row, w.total + row, scale);
           if (dropout) {
             t.kept_of(dropout, piece, keys, head, row, w.kept);
             drop(w.kept, keys.size(), w.scores);

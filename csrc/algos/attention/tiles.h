@@ -238,34 +238,39 @@ AI3_INLINE int64_t buffer_of(int64_t rows, int64_t size, bool whole) {
 
 // ---- Softmax ----------------------------------------------------------------------------------------------------------------
 // The softmax of one more tile of scores, [key][query of a panel]: they become exp(score - most), of the largest score so far,
-// and the sums so far are those of that one, as are the weighted sums of values after they are multiplied by `scale`.
-template <class A>
+// and the sums so far are those of that one, as are the weighted sums of values after they are multiplied by `scale`. Of the
+// first `vectors` of a panel: queries of the others are not looked at.
+template <int vectors, class A>
 AI3_INLINE void soften(A* scores, int64_t keys, A* most, A* total, A* scale) {
   constexpr int64_t P = kPanel<A>, width = Vec<A>::width;
   using V = Vec<A>;
-  V largest[2][2] = {{load(most), load(most + width)}, {V(kHidden<A>), V(kHidden<A>)}};
+  V largest[2][vectors];
+  for (int i = 0; i < vectors; i++) largest[0][i] = load(most + i * width), largest[1][i] = V(kHidden<A>);
   int64_t j = 0;
   for (; j + 2 <= keys; j += 2)
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) largest[i / 2][i % 2] = at_least(largest[i / 2][i % 2], load(scores + j * P + i * width));
+    for (int i = 0; i < 2 * vectors; i++) {
+      V& so_far = largest[i / vectors][i % vectors];
+      so_far = at_least(so_far, load(scores + (j + i / vectors) * P + i % vectors * width));
+    }
   if (j < keys)
-    for (int i = 0; i < 2; i++) largest[0][i] = at_least(largest[0][i], load(scores + j * P + i * width));
-  V shift[2], so_far[2], sums[2] = {V(A(0)), V(A(0))};  // of this tile apart: fewer additions round at the size of the whole
-  for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < vectors; i++) largest[0][i] = at_least(largest[0][i], load(scores + j * P + i * width));
+  V shift[vectors], so_far[vectors], sums[vectors];  // of this tile apart: fewer additions round at the size of the whole
+  for (int i = 0; i < vectors; i++) {
     const V now = at_least(largest[0][i], largest[1][i]);
-    shift[i] = or_zero(now);
+    shift[i] = or_zero(now), sums[i] = V(A(0));
     const V factor = exp_below(load(most + i * width) - shift[i]);
     store(most + i * width, now), store(scale + i * width, factor);
     so_far[i] = load(total + i * width) * factor;
   }
   for (j = 0; j < keys; j++)
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < vectors; i++) {
       const V e = exp_below(load(scores + j * P + i * width) - shift[i]);
       store(scores + j * P + i * width, e);
       sums[i] += e;
     }
-  for (int i = 0; i < 2; i++) store(total + i * width, so_far[i] + sums[i]);
+  for (int i = 0; i < vectors; i++) store(total + i * width, so_far[i] + sums[i]);
 }
 template <class A>
 AI3_INLINE void scale_rows(A* sums, int64_t rows, int64_t columns, const A* scale) {
