@@ -7,7 +7,7 @@
 // and sums are taken down the rows without crossing lanes, and are then an operand of the product with the values.
 #pragma once
 #include "few_queries.h"
-#include "flash_products.h"
+#include "tile_products.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -29,13 +29,6 @@ AI3_INLINE int64_t forward_tile(const AttentionProblem& p) {
   return far && p.outer * p.batch * p.heads * ceil_div(p.queries, kLong) >= kTiles ? kLong : kTile<T>;
 }
 
-// body.operator()<Products>()
-template <class T, class Body>
-AI3_INLINE auto with_products(const AttentionProblem& p, const Body& body) {
-  if constexpr (dtype_of<T> == DType::bf16 && AI3_VECTOR_BYTES == 64)
-    if (PairProducts::fit(p)) return body.template operator()<PairProducts>();
-  return body.template operator()<WideProducts<T>>();
-}
 template <class T, class Products>
 AI3_INLINE int64_t forward_size(const AttentionProblem& p) {
   using A = Acc<T>;
@@ -86,14 +79,14 @@ void attend_by(const AttentionProblem& whole, const AttentionOperands& m, Worksp
         const MaskRows<A> mask(p, m.mask, at);
         for (int64_t b = 0; b < panels; b++) {
           const int64_t queries = smaller(P, rows - b * P);
-          products.begin(b, query + b * P * p.query_at.row, queries);
+          products.begin(b, {query + b * P * p.query_at.row, p.query_at.row}, queries);
           if (positions.rel_h) pack_rel(positions, first + b * P, queries, rel + b * P * columns);
         }
         for (int64_t i = 0; i < panels * P; i++) most[i] = kHidden<A>, total[i] = 0;
         const Range seen = keys_of_tile(p, n);
         for (int64_t j = seen.begin; j < seen.end; j += kKeys) {
           const int64_t most_keys = smaller(kKeys, seen.end - j);
-          products.read(key + j * p.key_at.row, value + j * p.value_at.row, most_keys);
+          products.read({key + j * p.key_at.row, p.key_at.row}, {value + j * p.value_at.row, p.value_at.row}, most_keys);
           int finite = -1;  // not known
           for (int64_t b = 0; b < panels; b++) {
             const int64_t i = first + b * P, queries = smaller(P, p.queries - i),
@@ -102,7 +95,7 @@ void attend_by(const AttentionProblem& whole, const AttentionOperands& m, Worksp
             const bool diagonal = keys < most_keys || keys_of(p, i) < j + keys || first_key(p, i + queries - 1) > j;
             if (mask && !reads_any(mask, i, queries, j, keys, added)) continue;
             const bool half = queries <= Vec<A>::width;  // a panel, whose other queries hold anything
-            products.score(b, keys, half, scores);
+            products.score(b, {0, keys}, half, scores);
             if (p.softcap != 0) cap_scores(p.softcap, keys, scores);
             if (positions) add_positions(p, positions, rel + b * P * columns, i, j, keys, scores);
             if (mask) add_mask(added, keys, scores);
@@ -115,11 +108,11 @@ void attend_by(const AttentionProblem& whole, const AttentionOperands& m, Worksp
               drop(kept, keys, scores);
             }
             products.rescale(b, queries, scale);
-            if ((mask || diagonal) && finite < 0) finite = products.finite(most_keys);
+            if ((mask || diagonal) && finite < 0) finite = products.values_finite(most_keys);
             if ((mask || diagonal) && !finite)
-              products.add_seen(b, queries, keys, scores, [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
+              products.add_seen(b, queries, {0, keys}, scores, [&](int64_t r, int64_t c) { return sees(p, mask, i + r, j + c); });
             else
-              products.add(b, queries, keys, scores);
+              products.add(b, queries, {0, keys}, scores);
           }
         }
         T* const output = m.output.write<T>() + at.of(p.output_at) + first * p.output_at.row;
@@ -132,7 +125,7 @@ void attend_by(const AttentionProblem& whole, const AttentionOperands& m, Worksp
             share[r - b * P] = end.share;
             if (m.logsumexp) m.logsumexp.write<A>()[n / tiles * p.queries + first + r] = end.logsumexp();
           }
-          products.end(b, queries, share, output + b * P * p.output_at.row);
+          products.end(b, queries, share, [&](int64_t r) { return output + (b * P + r) * p.output_at.row; });
         }
       },
       [&](int64_t n) {

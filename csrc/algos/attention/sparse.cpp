@@ -1,7 +1,7 @@
 // The kernel of sparse patterns: tiles of queries as in flash.cpp, which pass over pieces of keys instead of all of them.
 #include "sparse.h"
 
-#include "tiles.h"
+#include "tile_products.h"
 
 namespace ai3::inline AI3_LEVEL {
 namespace {
@@ -69,14 +69,9 @@ AI3_INLINE int64_t tiles_of(const AttentionProblem& p, const SparsePattern& s) {
   return ceil_div(p.queries, kSparseRows);
 }
 
-template <class A>
-struct RowsOf {
-  const A* data;
-  int64_t stride;
-};
 // Rows `list[i]`, or those from `first` on where there is no list; listed ones are copied to the buffer.
 template <class T>
-AI3_INLINE RowsOf<T> rows_of(const T* from, int64_t stride, const int32_t* list, int64_t first, int64_t count, int64_t size,
+AI3_INLINE RowsAt<T> rows_of(const T* from, int64_t stride, const int32_t* list, int64_t first, int64_t count, int64_t size,
                              T* buffer) {
   if (!list) return {from + first * stride, stride};
   for (int64_t r = 0; r < count; r++)
@@ -170,118 +165,112 @@ struct SparseTile {
       for (int64_t l = 0; l < smaller(P, rows.size() - row); l++)
         dropout.of_row(first + query(row + l), key(piece, keys.begin + c), 1, to + c * P + l);
   }
-  // Those of a piece that one of a panel's queries may see.
+  // Those of a piece that one of a panel's queries may see, from an even one on.
   AI3_INLINE Range keys_of(const KeyPiece& piece, Range keys, int64_t row, int64_t queries) const {
     if (piece.band != KeyPiece::Band::inside) return keys;
-    const int64_t first = rows.begin + row;
-    return {larger(keys.begin, first - s.half), smaller(keys.end, first + queries + s.half)};
+    const int64_t first = rows.begin + row, skipped = larger(0, first - s.half - keys.begin);
+    return {keys.begin + skipped / 2 * 2, smaller(keys.end, first + queries + s.half)};
   }
 };
 
 // body(piece, tile of its keys, k, v) for all keys that a tile of queries may see.
 template <class T, class Buffers, class Body>
-AI3_INLINE void over_keys(const SparseTile<T>& t, const T* key, const T* value, bool whole_keys, const Buffers& w,
-                          const Body& body) {
+AI3_INLINE void over_keys(const SparseTile<T>& t, const T* key, const T* value, const Buffers& w, const Body& body) {
   const AttentionProblem& p = t.p;
   Pieces pieces(p, t.s, t.at, t.rows);
   for (KeyPiece piece; pieces.next(piece);)
     for (int64_t j = piece.begin; j < piece.end; j += kKeys) {
       const Range keys{j, smaller(j + kKeys, piece.end)};
       const int32_t* const list = piece.listed ? t.globals : nullptr;
-      const RowsOf<T> k = rows_of(key, p.key_at.row, list, j, keys.size(), p.size, w.listed_keys),
-                      v = rows_of(value, p.value_at.row, list, j, keys.size(), p.value_size, w.listed_values);
-      body(piece, keys, rows_at(k.data, k.stride, keys.size(), p.size, whole_keys, w.of_keys),
-           rows_at(v.data, v.stride, keys.size(), p.value_size, true, w.of_values));
+      body(piece, keys, rows_of(key, p.key_at.row, list, j, keys.size(), p.size, w.listed_keys),
+           rows_of(value, p.value_at.row, list, j, keys.size(), p.value_size, w.listed_values));
     }
 }
 
 // ---- Forward ----------------------------------------------------------------------------------------------------------------
-template <class T>
+template <class T, class Products>
 struct SparseForward {
   using A = Acc<T>;
   static constexpr int64_t P = kPanel<A>;
-  A *packed, *scores, *added, *kept, *sums, *most, *total, *of_keys, *of_values;
+  Products products;
+  A *scores, *added, *kept, *most, *total;
   T *listed_keys, *listed_values, *listed_queries;
 
   AI3_INLINE static int64_t own(const AttentionProblem& p, bool lists) {
-    return cut_size<A>({checked_mul(kSparseRows, p.size), kKeys * P, kKeys * P, p.dropout > 0 ? kKeys * P : 0,
-                        checked_mul(kSparseRows, padded<A>(p.value_size)), kSparseRows, kSparseRows,
-                        buffer_of<T>(kKeys, p.size, false), buffer_of<T>(kKeys, p.value_size, true),
-                        lists ? checked_mul(kKeys, p.size) : 0, lists ? checked_mul(kKeys, p.value_size) : 0,
-                        lists ? checked_mul(kSparseRows, p.size) : 0});
+    return checked_add(Products::size(p, kSparseRows),
+                       cut_size<A>({kKeys * P, kKeys * P, p.dropout > 0 ? kKeys * P : 0, kSparseRows, kSparseRows,
+                                    lists ? checked_mul(kKeys, p.size) : 0, lists ? checked_mul(kKeys, p.value_size) : 0,
+                                    lists ? checked_mul(kSparseRows, p.size) : 0}));
   }
-  AI3_INLINE SparseForward(const AttentionProblem& p, bool lists, A* from) {
-    Cut<A> cut{from};
-    packed = cut.take(kSparseRows * p.size), scores = cut.take(kKeys * P), added = cut.take(kKeys * P);
-    kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
-    sums = cut.take(kSparseRows * padded<A>(p.value_size)), most = cut.take(kSparseRows), total = cut.take(kSparseRows);
-    of_keys = cut.take(buffer_of<T>(kKeys, p.size, false)), of_values = cut.take(buffer_of<T>(kKeys, p.value_size, true));
+  AI3_INLINE SparseForward(const AttentionProblem& p, bool lists, Cut<A> cut) : products(p, kSparseRows, cut) {
+    scores = cut.take(kKeys * P), added = cut.take(kKeys * P), kept = cut.take(p.dropout > 0 ? kKeys * P : 0);
+    most = cut.take(kSparseRows), total = cut.take(kSparseRows);
     auto of_type = [&](int64_t count) { return reinterpret_cast<T*>(cut.take(lists ? count : 0)); };
     listed_keys = of_type(kKeys * p.size), listed_values = of_type(kKeys * p.value_size);
     listed_queries = of_type(kSparseRows * p.size);
   }
 };
 
-template <class T>
-void attend_tile(const SparseTile<T>& t, const AttentionOperands& m, int64_t head, const SparseForward<T>& w) {
+template <class T, class Products>
+void attend_tile(const SparseTile<T>& t, const AttentionOperands& m, int64_t head, SparseForward<T, Products> w) {
   using A = Acc<T>;
   constexpr int64_t P = kPanel<A>;
   const AttentionProblem& p = t.p;
-  const int64_t rows = t.rows.size(), panels = ceil_div(rows, P), ld = padded<A>(p.value_size);
-  const RowsOf<T> query = rows_of(m.query.read<T>() + t.at.of(p.query_at), p.query_at.row, t.listed_rows(), t.rows.begin, rows,
+  const int64_t rows = t.rows.size(), panels = ceil_div(rows, P);
+  const RowsAt<T> query = rows_of(m.query.read<T>() + t.at.of(p.query_at), p.query_at.row, t.listed_rows(), t.rows.begin, rows,
                                   p.size, w.listed_queries);
   for (int64_t b = 0; b < panels; b++)
-    pack_rows(query.data + b * P * query.stride, query.stride, smaller(P, rows - b * P), p.size, p.scale,
-              w.packed + b * P * p.size);
-  for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
+    w.products.begin(b, {query.data + b * P * query.stride, query.stride}, smaller(P, rows - b * P));
   for (int64_t i = 0; i < panels * P; i++) w.most[i] = kHidden<A>, w.total[i] = 0;
   const Dropout<A> dropout(p, m.dropout_seed);
-  over_keys(
-      t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), false, w,
-      [&](const KeyPiece& piece, Range all, const RowsAt<A>& k, const RowsAt<A>& v) {
-        int finite = -1;  // not known
-        for (int64_t b = 0; b < panels; b++) {
-          const int64_t row = b * P, queries = smaller(P, rows - row);
-          const Range keys = t.keys_of(piece, all, row, queries);
-          if (keys.size() <= 0) continue;
-          const auto sight = t.look(piece, keys, row, queries, w.added);
-          if (sight.none) continue;
-          const int64_t skipped = keys.begin - all.begin;
-          const RowsAt<A> some{v.data + skipped * v.stride, v.stride};
-          multiply_rows(RowsAt<A>{k.data + skipped * k.stride, k.stride}, keys.size(), w.packed + row * p.size, p.size, w.scores);
-          t.apply(sight, keys, row, w.added, w.scores);
-          alignas(64) A scale[P];
-          soften<2>(w.scores, keys.size(), w.most + row, w.total + row, scale);
-          if (dropout) {
-            t.kept_of(dropout, piece, keys, head, row, w.kept);
-            drop(w.kept, keys.size(), w.scores);
-          }
-          A* const to = w.sums + row * ld;
-          scale_rows(to, queries, p.value_size, scale);
-          if (sight.some() && finite < 0) finite = all_finite(v, all.size(), p.value_size);
-          if (sight.some() && !finite)
-            add_weighted_seen(queries, w.scores, some, keys.size(), p.value_size, to,
-                              [&](int64_t r, int64_t c) { return t.sees(sight, keys, row, w.added, r, c); });
-          else
-            add_weighted(queries, w.scores, some, keys.size(), p.value_size, to);
-        }
-      });
+  over_keys(t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), w,
+            [&](const KeyPiece& piece, Range all, const RowsAt<T>& k, const RowsAt<T>& v) {
+              w.products.read(k, v, all.size());
+              int finite = -1;  // not known
+              for (int64_t b = 0; b < panels; b++) {
+                const int64_t row = b * P, queries = smaller(P, rows - row);
+                const Range keys = t.keys_of(piece, all, row, queries);
+                if (keys.size() <= 0) continue;
+                const auto sight = t.look(piece, keys, row, queries, w.added);
+                if (sight.none) continue;
+                const Range of_tile{keys.begin - all.begin, keys.end - all.begin};
+                w.products.score(b, of_tile, false, w.scores);
+                t.apply(sight, keys, row, w.added, w.scores);
+                alignas(64) A scale[P];
+                soften<2>(w.scores, keys.size(), w.most + row, w.total + row, scale);
+                if (dropout) {
+                  t.kept_of(dropout, piece, keys, head, row, w.kept);
+                  drop(w.kept, keys.size(), w.scores);
+                }
+                w.products.rescale(b, queries, scale);
+                const bool hides = sight.some() || of_tile.end < all.size();  // some of the tile's keys from these on
+                if (hides && finite < 0) finite = w.products.values_finite(all.size());
+                if (hides && !finite)
+                  w.products.add_seen(b, queries, of_tile, w.scores,
+                                      [&](int64_t r, int64_t c) { return t.sees(sight, keys, row, w.added, r, c); });
+                else
+                  w.products.add(b, queries, of_tile, w.scores);
+              }
+            });
   T* const output = m.output.write<T>() + t.at.of(p.output_at);
-  for (int64_t r = 0; r < rows; r++) {
-    const Token token = t.token(r);
-    if (token == Token::global) continue;
-    const int64_t i = t.query(r);
-    const bool seen = w.total[r] != 0 && token != Token::padded;
-    const Vec<A> share(seen ? 1 / w.total[r] : A(0));
-    for (int64_t c = 0; c < p.value_size; c += Vec<A>::width) {
-      const Vec<A> sum = load(w.sums + r * ld + c);
-      store_some(output + i * p.output_at.row + c, token == Token::padded ? Vec<A>(A(0)) : sum * share,
-                 smaller(Vec<A>::width, p.value_size - c));
+  auto output_of = [&](int64_t r) { return output + t.query(r) * p.output_at.row; };
+  for (int64_t b = 0; b < panels; b++) {
+    const int64_t queries = smaller(P, rows - b * P);
+    alignas(64) A share[P] = {};
+    for (int64_t l = 0; l < queries; l++) {
+      const int64_t r = b * P + l;
+      const Token token = t.token(r);
+      const bool seen = w.total[r] != 0 && token != Token::padded;
+      share[l] = seen ? 1 / w.total[r] : A(0);
+      if (m.logsumexp && token != Token::global)
+        m.logsumexp.write<A>()[head * p.queries + t.query(r)] =
+            seen ? w.most[r] + static_cast<A>(__builtin_log(static_cast<double>(w.total[r]))) : kHidden<A>;
     }
-    if (m.logsumexp)
-      m.logsumexp.write<A>()[head * p.queries + i] =
-          seen ? w.most[r] + static_cast<A>(__builtin_log(static_cast<double>(w.total[r]))) : kHidden<A>;
+    w.products.end(b, queries, share,
+                   [&](int64_t l) { return t.token(b * P + l) == Token::global ? nullptr : output_of(b * P + l); });
   }
+  for (int64_t r = 0; r < rows; r++)
+    if (t.token(r) == Token::padded) __builtin_memset(output_of(r), 0, static_cast<size_t>(p.value_size) * sizeof(T));
 }
 
 // ---- Gradients --------------------------------------------------------------------------------------------------------------
@@ -362,7 +351,7 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
   constexpr int64_t P = kPanel<A>;
   const AttentionProblem& p = t.p;
   const int64_t rows = t.rows.size(), panels = ceil_div(rows, P), ld = padded<A>(p.size), value_ld = padded<A>(p.value_size);
-  const RowsOf<T> query = rows_of(m.query.read<T>() + t.at.of(p.query_at), p.query_at.row, t.listed_rows(), t.rows.begin, rows,
+  const RowsAt<T> query = rows_of(m.query.read<T>() + t.at.of(p.query_at), p.query_at.row, t.listed_rows(), t.rows.begin, rows,
                                   p.size, w.listed_queries),
                   grad = rows_of(m.grad_output.read<T>() + t.at.of(p.output_at), p.output_at.row, t.listed_rows(), t.rows.begin,
                                  rows, p.value_size, w.listed_grads);
@@ -399,8 +388,10 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
   }
   for (int64_t i = 0; i < panels * P * ld; i += Vec<A>::width) store(w.sums + i, Vec<A>(A(0)));
   const Dropout<A> dropout(p, m.dropout_seed);
-  over_keys(t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), true, w,
-            [&](const KeyPiece& piece, Range whole, const RowsAt<A>& k, const RowsAt<A>& v) {
+  over_keys(t, m.key.read<T>() + t.at.of_kv(p.key_at), m.value.read<T>() + t.at.of_kv(p.value_at), w,
+            [&](const KeyPiece& piece, Range whole, const RowsAt<T>& key, const RowsAt<T>& value) {
+              const RowsAt<A> k = rows_at(key.data, key.stride, whole.size(), p.size, true, w.of_keys),
+                              v = rows_at(value.data, value.stride, whole.size(), p.value_size, true, w.of_values);
               int finite = -1;  // not known
               A *of_keys = w.grad_keys + whole.begin * ld, *of_values = w.grad_values + whole.begin * value_ld;
               if (piece.listed) {
@@ -466,18 +457,24 @@ void differentiate_tile(const SparseTile<T>& t, const AttentionGradients& m, int
 }  // namespace
 
 int64_t sparse_workspace(const AttentionProblem& p, bool lists) {
-  return with_type(p.dtype,
-                   [&]<class T>() { return workspace_bytes<Acc<T>>(checked_mul(p.threads, SparseForward<T>::own(p, lists))); });
+  return with_type(p.dtype, [&]<class T>() {
+    return with_products<T>(p, [&]<class Products>() {
+      return workspace_bytes<Acc<T>>(checked_mul(p.threads, SparseForward<T, Products>::own(p, lists)));
+    });
+  });
 }
 void attend_sparse(const AttentionProblem& p, const AttentionOperands& m, const SparsePattern& s, bool lists,
                    Workspace& workspace) {
   with_type(p.dtype, [&]<class T>() {
-    using A = Acc<T>;
-    const int64_t own = SparseForward<T>::own(p, lists), tiles = tiles_of(p, s);
-    A* const all = workspace.take<A>(p.threads * own);
-    parallel_for(p.threads, p.outer * p.batch * p.heads * tiles, [&](int64_t n, int thread) {
-      const SparseTile<T> tile(p, s, m.mask, n / tiles, n % tiles);
-      if (tile.rows.size() > 0) attend_tile(tile, m, n / tiles, SparseForward<T>(p, lists, all + thread * own));
+    with_products<T>(p, [&]<class Products>() {
+      using A = Acc<T>;
+      using Forward = SparseForward<T, Products>;
+      const int64_t own = Forward::own(p, lists), tiles = tiles_of(p, s);
+      A* const all = workspace.take<A>(p.threads * own);
+      parallel_for(p.threads, p.outer * p.batch * p.heads * tiles, [&](int64_t n, int thread) {
+        const SparseTile<T> tile(p, s, m.mask, n / tiles, n % tiles);
+        if (tile.rows.size() > 0) attend_tile(tile, m, n / tiles, Forward(p, lists, Cut<A>{all + thread * own}));
+      });
     });
   });
 }
