@@ -766,7 +766,7 @@ class Conv2dCall(SwitchedCall):
             return False
         if min(channels, weight.shape[0]) < _CHANNELS:
             enough = channels > 1 and weight.shape[0] >= _FILTERS and products >= _PRODUCTS_OF_FEW
-            return enough and kernel != (1, 1)
+            return enough and kernel != (1, 1) and pixels >= _PIXELS
         return products >= _PRODUCTS if kernel == (1, 1) else pixels >= _PIXELS
 
 
