@@ -67,11 +67,14 @@ def rows() -> Iterator[Row]:
         ("long", (1, 4, 4096, 64)), ("longer", (1, 2, 16384, 64)),
     ):  # fmt: skip
         pairs = shape[0] * shape[1] * shape[2] ** 2
-        for dtype in (torch.float32, torch.bfloat16) if shape[2] < 16384 else (torch.float32,):
-            q, k, v = (t.to(dtype) for t in _tensors(*shape))
-            flops = _flops(pairs, shape[3]) if dtype == torch.float32 else 0.0
-            label = name if dtype == torch.float32 else f"{name}, bfloat16,"
-            yield Row(f"{label} {shape}", partial(sdpa, q, k, v), partial(_flash, q, k, v), flops)
+        wide = _tensors(*shape)
+        ours = partial(_flash, *wide)
+        yield Row(f"{name} {shape}", partial(sdpa, *wide), ours, _flops(pairs, shape[3]))
+        if shape[2] >= 16384:
+            continue
+        tensors = [t.bfloat16() for t in wide]
+        yield Row(f"{name}, bfloat16, {shape}", partial(sdpa, *tensors), partial(_flash, *tensors))
+        yield Row("the same, beside flash in float32", ours, partial(_flash, *tensors))
     for length in (512, 1024):
         q, k, v = _tensors(1, 8, length, 64)
         name, flops = f"causal (1, 8, {length}, 64)", _flops(4 * length * (length + 1), 64)
@@ -86,12 +89,16 @@ def rows() -> Iterator[Row]:
         like = torch.randn(shape)
         both = (_with_gradients(f, tensors, like) for f in (sdpa, _flash))
         yield Row(f"forward and backward {shape}", *both, 3.5 * _flops(shape[1] * shape[2] ** 2, 64))
+        tensors = [t.detach().bfloat16().requires_grad_() for t in tensors]
+        both = (_with_gradients(f, tensors, like.bfloat16()) for f in (sdpa, _flash))
+        yield Row(f"forward and backward, bfloat16, {shape}", *both)
     for heads in (8, 2):
         q, k, v = torch.randn(1, 8, 1, 128), *(torch.randn(1, heads, 4096, 128) for _ in range(2))
         call = {"enable_gqa": heads != 8}
         name = f"one query, 4,096 keys, 8 heads on {heads}, 128"
-        read = k.nbytes + v.nbytes
-        yield Row(name, partial(sdpa, q, k, v, **call), partial(_flash, q, k, v, **call), bytes=read)
+        for tensors in ((q, k, v), [t.bfloat16() for t in (q, k, v)]):
+            both, read = (partial(f, *tensors, **call) for f in (sdpa, _flash)), sum(t.nbytes for t in tensors[1:])
+            yield Row(name if tensors[0].dtype == torch.float32 else f"{name}, bfloat16", *both, bytes=read)
     q, k, v = _tensors(1, 2, 4096, 64)
     flops, sinks = _flops(2 * 4096**2, 64), torch.randn(2)
     name = "(1, 2, 4096, 64) beside the composed form"
