@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from ai3_ops import _library, _torch
 
+PAIRS: bool = _library.registry()["pair_products"]  # whether our kernels multiply pairs of bfloat16 in one instruction
+TILES: bool = _library.registry()["processor_has_matrix_tiles"]  # Intel's AMX
+
 
 class Spec(NamedTuple):
     """A tensor without its values."""
@@ -53,16 +56,17 @@ def weights_of(m: nn.Module) -> tuple[Any, Any]:
 
 @_torch.constant_when_compiled  # Dynamo would look into a cache's function, and warn
 def fast_in(dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies pairs of 16 bits on this processor, through oneDNN."""
+    """Whether PyTorch computes in these 16 bits here, through oneDNN, which multiplies pairs of them where the processor does."""
     mkldnn: Any = torch.ops.mkldnn
     if dtype == torch.bfloat16:
         return bool(mkldnn._is_mkldnn_bf16_supported())
     return dtype == torch.float16 and bool(mkldnn._is_mkldnn_fp16_supported())
 
 
-TILES = bool(_library.registry()["processor_has_matrix_tiles"])  # Intel's AMX
+def leads_in(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's attention is not known to be slower in 16 bits: it is where our kernels multiply pairs, too.
 
-
-def in_tiles(dtype: torch.dtype) -> bool:
-    """Whether it does so in matrix tiles, beside which our attention has not been measured."""
-    return TILES and dtype.itemsize == 2 and fast_in(dtype)
+    Where it alone does, ours widen; beside its matrix tiles nothing has been compared.
+    """
+    compared = dtype == torch.bfloat16 and PAIRS and not TILES
+    return dtype.itemsize == 2 and not compared and fast_in(dtype)

@@ -16,7 +16,7 @@ from ai3_ops import registry
 from ai3_ops._torch import OpOverload, has_constant_sizes, is_exporting
 from ai3_ops.calls.call import UNMEASURED, Call
 from ai3_ops.calls.plan import CallPlan
-from ai3_ops.calls.spec import fast_in, in_tiles
+from ai3_ops.calls.spec import PAIRS, leads_in
 from ai3_ops.operations import base, multihead, of_transformers, patterns, windows
 from ai3_ops.operations.base import Dims, Operation
 from ai3_ops.operations.case import BadCall, Case, Draw
@@ -707,7 +707,7 @@ class AttentionCall(Call):
         return operator(*args, **own)
 
     def gains(self, args: tuple[Any, ...]) -> bool:
-        """Where there is enough to compute; not where PyTorch multiplies 16 bits in tiles."""
+        """Where there is enough to compute, and PyTorch does not lead in its dtype."""
         query, key = args[:2]
         heads, queries, keys = query.shape[:-2].numel(), query.shape[-2], key.shape[-2]
         grouped = args[7] and query.shape[:-2] != key.shape[:-2]
@@ -718,7 +718,7 @@ class AttentionCall(Call):
         few = queries <= _FEW
         return (
             like.device.type == "cpu"
-            and not in_tiles(like.dtype)
+            and not leads_in(like.dtype)
             and heads * queries * keys >= (_SCORES_OF_FEW if few else _SCORES)
             and not (few and keys < (_KEYS_OF_GROUPS if grouped and queries > 2 else _KEYS_OF_FEW))
         )
@@ -743,8 +743,8 @@ class AttentionCall(Call):
         """Where there is more to compute than the rules of gradients take, and the mask has none."""
         mask, dropout = args[3:5]
         needed, many = mask is not None and mask.requires_grad, args[0].shape[:-2].numel() >= _MANY_HEADS
-        slow = dropout or (args[0].dtype == torch.bfloat16 and fast_in(torch.bfloat16))  # in PyTorch
-        least = _SCORES_OF_SLOW if slow else _SCORES_OF_MANY if many else _SCORES_IN_TRAINING
+        slow = dropout or (args[0].dtype == torch.bfloat16 and PAIRS)
+        least = _SCORES_OF_SLOW_STEPS if slow else _SCORES_OF_MANY if many else _SCORES_IN_TRAINING
         several = args[0].shape[-2] > _FEW
         return several and self.gains(args) and not needed and scores_of(args[0], args[1]) >= least
 
@@ -768,7 +768,7 @@ _FEW, _SCORES_OF_FEW = 4, 2**14  # queries that pass once over the keys (decodin
 _KEYS_OF_FEW = 2**7  # fewer were not measured
 _KEYS_OF_GROUPS = 2**12  # from so many on four queries of grouped heads gain, whose product PyTorch's library does well
 _MANY_HEADS, _SCORES_OF_MANY = 32, 2**18  # of all batches: short sequences, of which few are not faster in training
-_SCORES_OF_SLOW = 2**17  # where PyTorch is slow in training: in dropout, step by step, and bfloat16
+_SCORES_OF_SLOW_STEPS = 2**17  # PyTorch trains slowly with dropout, computed step by step, and in bfloat16
 
 
 def scores_of(query: Tensor, key: Tensor) -> int:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ai3_ops._torch import has_constant_sizes
+
 
 def project(m: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Query, key and value of all heads, (N, length, E); the same input twice is multiplied once, and split without a copy."""
@@ -112,6 +114,8 @@ def _left(m: Any, call: Any, query: Tensor, key: Tensor, value: Tensor, need_wei
         return ""
     if need_weights:
         return "PyTorch is faster where the weights are asked for"
+    if torch.compiler.is_compiling() and not has_constant_sizes((query, key)):
+        return ""
     length, keys = (t.shape[1 if m.batch_first and batched else 0] for t in (query, key))
     batch = query.shape[0 if m.batch_first else 1] if batched else 1
     return call.why_sizes_left(query, batch * m.num_heads, length, keys)

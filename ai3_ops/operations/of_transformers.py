@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops._torch import is_cast
-from ai3_ops.calls.spec import in_tiles
+from ai3_ops.calls.spec import leads_in
 
 
 class Entry(NamedTuple):
@@ -48,11 +48,11 @@ def _weights_are_asked_for() -> bool:
     return "attentions" in recorded()
 
 
-def _in_tiles(hidden: Tensor) -> bool:
-    """Whether PyTorch multiplies 16 bits in tiles there."""
+def _leads_in(hidden: Tensor) -> bool:
+    """Whether PyTorch leads in their dtype, or autocast's."""
     cast = torch.is_autocast_enabled("cpu") and is_cast(hidden.dtype)
     dtype = torch.get_autocast_dtype("cpu") if cast else hidden.dtype
-    return in_tiles(dtype)
+    return leads_in(dtype)
 
 
 def _dropout(module: Any) -> float:
@@ -168,7 +168,7 @@ def _sam_slower(m: Any, hidden: Tensor, trains: bool) -> str:
     """Both passes gain over long sequences alone, of which the class makes all scores more than once."""
     batch, height, width, _ = hidden.shape
     tokens, scores = height * width, batch * m.num_attention_heads * (height * width) ** 2
-    if _in_tiles(hidden):
+    if _leads_in(hidden):
         return _FASTER
     if trains:
         return "" if tokens >= 1600 and scores >= 2**23 else f"{_FASTER}, in training"

@@ -222,11 +222,11 @@ def test_sams_classes_of_pytorchs_function_drop_nothing(kind):
     assert rows(swapped)[0]["torch_calls"] == 0
 
 
-def test_sams_training_in_tiles_is_the_classes(monkeypatch):
+def test_sams_training_where_pytorch_leads_is_the_classes(monkeypatch):
     entry, hidden = ENTRIES["transformers.models.sam.modeling_sam:SamVisionAttention"], torch.empty(2, 40, 40, 32)
     layer = sam("eager").vision_encoder.layers[0].attn
     assert not entry.slower(layer, hidden, True)
-    monkeypatch.setattr("ai3_ops.operations.of_transformers.in_tiles", lambda dtype: True)
+    monkeypatch.setattr("ai3_ops.operations.of_transformers.leads_in", lambda dtype: True)
     assert entry.slower(layer, hidden.bfloat16(), True)
 
 

@@ -87,6 +87,7 @@ template <class A, bool queries_in_lanes = true>
     }
 }
 
+extern template bool all_finite<bfloat16>(const RowsAt<bfloat16>&, int64_t, int64_t);
 // to[row][column of the panel] (=, +=) rows * panel, of pairs of bfloat16, half of its columns or all: where has_pair_products().
 [[gnu::noinline]] void multiply_pair_rows(const bfloat16* rows, int64_t stride, int64_t count, const float* panel,
                                           int64_t columns, int64_t pairs, float* to, bool add);

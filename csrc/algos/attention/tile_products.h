@@ -77,15 +77,17 @@ class PairProducts {
                            kValuesRow = (kKeys / (2 * width) + 1) * 2 * width;  // a whole number of vectors
   const AttentionProblem& p;
   const int64_t pairs = p.size / 2;
-  const bool exact = scale_is_exact(p.scale);
+  // The scale: queries take its power of two, in which nothing is rounded, scores the rest, from 1 up to 2.
+  const float before = power_of_two(p.scale), after = static_cast<float>(p.scale / static_cast<double>(before));
   float *const packed, *const sums;
   bfloat16* const of_values;
   RowsAt<bfloat16> k = {}, v = {};
 
-  // Whether products with it are not rounded: then those of queries are packed.
-  static bool scale_is_exact(double scale) {
+  static float power_of_two(double scale) {
+    constexpr int kMost = 16;  // so that few queries become subnormal
     int exponent = 0;
-    return __builtin_frexp(scale, &exponent) == 0.5 && exponent > -16 && exponent < 16;
+    __builtin_frexp(scale, &exponent);
+    return static_cast<float>(__builtin_ldexp(1, static_cast<int>(larger(-kMost, smaller(kMost, exponent - 1)))));
   }
 
  public:
@@ -101,28 +103,10 @@ class PairProducts {
         of_values(reinterpret_cast<bfloat16*>(cut.take(p.value_size * (kValuesRow / 2)))) {}
 
   void begin(int64_t b, const RowsAt<bfloat16>& query, int64_t queries) {
-    const Vec<float> factor(exact ? static_cast<float>(p.scale) : 1.f);
     float* const to = packed + b * P * pairs;
-    for (int64_t q = 0; q < P; q += width)
-      for (int64_t c = 0; c < pairs; c += width) {
-        Vec<float> square[width];
-#pragma GCC unroll 16
-        for (int64_t r = 0; r < width; r++) {
-          square[r] = Vec<float>(0.f);
-          if (q + r >= queries) continue;
-          const bfloat16* const row = query.data + (q + r) * query.stride + 2 * c;
-          const int64_t rest = p.size - 2 * c;
-          const Vec<float> left = load_some(row, smaller(width, rest)),
-                           right = rest > width ? load_some(row + width, smaller(width, rest - width)) : Vec<float>(0.f);
-          bfloat16 rounded[2 * width];
-          store_rounded(rounded, left * factor, right * factor);
-          __builtin_memcpy(&square[r], rounded, sizeof(rounded));
-        }
-        transpose(square);
-#pragma GCC unroll 16
-        for (int64_t r = 0; r < width; r++)
-          if (r < pairs - c) store(to + (c + r) * P + q, square[r]);
-      }
+    if (queries <= width)  // the half that the packing leaves out
+      for (int64_t i = width; i < P * pairs; i += P) store(to + i, Vec<float>(0.f));
+    pack_pair_panels(query.data, p.size, queries, query.stride, to, P * pairs, before);
     for (int64_t i = 0; i < P * p.value_size; i += width) store(sums + b * P * p.value_size + i, Vec<float>(0.f));
   }
   void read(const RowsAt<bfloat16>& key, const RowsAt<bfloat16>& value, int64_t count) {
@@ -134,9 +118,9 @@ class PairProducts {
 #pragma GCC unroll 16
         for (int64_t r = 0; r < width; r++) {
           const int64_t row = j + 2 * r;
-          const bfloat16* const first = v.data + row * v.stride + c;
           square[r] = Vec<float>(0.f);
           if (row >= count) continue;
+          const bfloat16* const first = v.data + row * v.stride + c;
           detail::Words pair = detail::bit_cast<detail::Words>(load_some(first, columns).raw) >> 16;
           if (row + 1 < count) pair |= detail::bit_cast<detail::Words>(load_some(first + v.stride, columns).raw);
           square[r] = Vec<float>(detail::bit_cast<Vec<float>::Raw>(pair));
@@ -151,9 +135,10 @@ class PairProducts {
   void score(int64_t b, Range keys, bool half, float* scores) const {
     multiply_pair_rows(k.data + keys.begin * k.stride, k.stride, keys.size(), packed + b * P * pairs, half ? width : P, pairs,
                        scores, false);
-    if (exact) return;
-    const Vec<float> factor(static_cast<float>(p.scale));
-    for (int64_t i = 0; i < keys.size() * P; i += width) store(scores + i, load(scores + i) * factor);
+    if (after == 1) return;
+    const Vec<float> factor(after);
+    for (int64_t j = 0; j < keys.size(); j++)
+      for (int64_t c = 0; c < (half ? width : P); c += width) store(scores + j * P + c, load(scores + j * P + c) * factor);
   }
   void rescale(int64_t b, int64_t, const float* scale) {
     const Vec<float> left = load(scale), right = load(scale + width);

@@ -360,22 +360,31 @@ void pack_panels(const T* b, int64_t k, int64_t columns, int64_t k_stride, int64
 }
 
 // Packs the columns of b, `column_stride` apart and contiguous in k, as pairs of bfloat16 along k, an odd last one with 0: panels
-// of ceil(k / 2) steps, which PairRows multiply.
+// of ceil(k / 2) steps, which PairRows multiply. Elements times `factor`.
 template <class T>
-void pack_pair_panels(const T* b, int64_t k, int64_t columns, int64_t column_stride, float* panels, int64_t panel_stride) {
+void pack_pair_panels(const T* b, int64_t k, int64_t columns, int64_t column_stride, float* panels, int64_t panel_stride,
+                      float factor = 1) {
   constexpr int width = Vec<float>::width, P = kPanel<float>;
+  const Vec<float> by(factor);
   for (int64_t c = 0; c < columns; c += width, panels += c % P ? width : panel_stride - width)
     for (int64_t i = 0; i < k; i += 2 * width) {
+      const int64_t rest = k - i;
       Vec<float> square[width];
+#pragma GCC unroll 16
       for (int j = 0; j < width; j++) {
-        bfloat16 pairs[2 * width] = {};
+        square[j] = Vec<float>(0.f);
+        if (c + j >= columns) continue;
         const T* from = b + (c + j) * column_stride + i;
-        if (c + j < columns)
-          for (int64_t e = 0; e < smaller(2 * width, k - i); e++) narrow(widen(from[e]), pairs[e]);
+        const Vec<float> left = load_some(from, smaller(width, rest)),
+                         right = rest > width ? load_some(from + width, smaller(width, rest - width)) : Vec<float>(0.f);
+        bfloat16 pairs[2 * width];
+        store_rounded(pairs, left * by, right * by);
         __builtin_memcpy(&square[j], pairs, sizeof(pairs));
       }
       transpose(square);
-      for (int64_t j = 0; j < smaller(width, ceil_div(k - i, 2)); j++) store(panels + (i / 2 + j) * P, square[j]);
+#pragma GCC unroll 16
+      for (int j = 0; j < width; j++)
+        if (2 * j < rest) store(panels + (i / 2 + j) * P, square[j]);
     }
   if (const int64_t rest = columns % P; rest > 0 && rest <= width)  // the second half of the last panel
     for (int64_t i = 0; i < ceil_div(k, 2); i++) store(panels + i * P, Vec<float>(0.f));

@@ -310,6 +310,7 @@ std::string describe_parameters(const Entry& e) {
 const char* registry_as_json() {
   static thread_local std::string json;
   json = std::string("{\"level\":\"") + level() + "\",\"onednn_wide_vector\":" + std::to_string(onednn_wide_vector()) +
+         ",\"pair_products\":" + (level_has_pair_products() ? "true" : "false") +
          ",\"matrix_tiles\":" + (level_has_matrix_tiles() ? "true" : "false") +
          ",\"processor_has_matrix_tiles\":" + (processor_has_matrix_tiles() ? "true" : "false") + ",\"operations\":{";
   bool first_operation = true;
@@ -409,7 +410,7 @@ AI3_EXPORT int ai3_machine(int threads, int again, double* flops, double* bytes,
     return *flops = m.flops, *bytes = m.bytes, 1;
   });
 }
-// JSON: {"level": ..., "onednn_wide_vector": int, "matrix_tiles": bool (whether they are used),
+// JSON: {"level": ..., "onednn_wide_vector": int, "pair_products", "matrix_tiles": bool (whether kernels use them),
 // "processor_has_matrix_tiles": bool, "operations": {name: {"sizes": "<names>", "algorithms": {name: {"CPU": {...},
 // "CUDA": {...}}}}}}. Valid until the next call from the same thread.
 AI3_EXPORT const char* ai3_registry(char* error, int64_t size) {
