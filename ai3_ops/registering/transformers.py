@@ -29,7 +29,10 @@ def register_transformers(algorithm: str | Algorithm = "default", name: str = "a
     that it saves its work. `softcap` (Gemma 2) and `s_aux`, the sinks of gpt-oss, are computed, and their gradients. Attention
     weights are not returned. ImportError without transformers.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ModuleNotFoundError as error:
+        raise ImportError("ai3_ops.register_transformers needs transformers (pip install transformers)") from error
 
     if any(word in name for word in ("flash", "sdpa", "eager", "flex", "/", "|")):
         raise ValueError(f"ai3_ops.register_transformers: the name {name!r} means something else to transformers")

@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -151,6 +151,8 @@ def assigned(
     if not isinstance(selectors, Mapping):
         _check_form(selectors, "")
         every = selectors is None or (isinstance(selectors, str) and selectors in WORDS)
+        if not every:
+            _check_bare(selectors)
         selectors = {"*" if every else "conv2d": selectors}
     chosen: dict[int, tuple[tuple[int, int], Choice]] = {}
     for order, (key, value) in enumerate(selectors.items()):
@@ -368,12 +370,32 @@ def _candidates(value: Any, operation: str, *, exact: bool) -> tuple[Algorithm |
     return tuple(found)
 
 
+def _named(value: Any) -> Iterator[str]:
+    """The algorithms' names in one, an Algorithm or a preference."""
+    for one in value if isinstance(value, Preference) else (value,):
+        if not _leaves_alone(one) and one != "auto":
+            yield from [one] if isinstance(one, str) else one.names
+
+
+def _check_bare(value: Any) -> None:
+    """ValueError where what is given without an operation, so for conv2d, is another operation's."""
+    if not isinstance(value, (str, Algorithm, Preference)):
+        return
+    for name in _named(value):
+        operations = sorted({a.operation for a in registry.algorithms() if a.name == name})
+        if operations and "conv2d" not in operations:
+            raise ValueError(
+                f"{name!r} is an algorithm of {' and '.join(operations)}, and what is given alone is one of conv2d's: "
+                f"name the operation, as in {{{operations[0]!r}: {value!r}}}"
+            )
+
+
 def _check_names(value: Any, key: str) -> None:
     names = {a.name for a in registry.algorithms()}
+    for name in _named(value):
+        if name not in names:
+            raise ValueError(f"selector {key!r}: no algorithm {name!r}{near(name, [*names, 'torch'])}")
     for one in value if isinstance(value, Preference) else (value,):
-        for name in [] if _leaves_alone(one) or one == "auto" else [one] if isinstance(one, str) else one.names:
-            if name not in names:
-                raise ValueError(f"selector {key!r}: no algorithm {name!r}{near(name, [*names, 'torch'])}")
         for pattern in one.exclude if isinstance(one, Algorithm) else ():
             if not fnmatch.filter(names, pattern):
                 raise ValueError(f"selector {key!r}: exclude: no algorithm {pattern!r}{near(pattern, names)}")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import ai3_ops
+from ai3_ops.calls import spec
 from ai3_ops.checking.calling import allocated
 
 METHODS = ("math", "flash")
@@ -414,3 +415,25 @@ def test_few_queries_of_many_chunks_keep_the_log_sum_exp_and_nan():
         output = torch.ops.ai3.attention_flash(q, k, v, mask)
     assert output[..., 0, :].isfinite().all()
     assert output[..., 1, :].isnan().all()
+
+
+# bfloat16 -----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+def test_default_takes_16_bits_where_pytorch_does_not_lead(monkeypatch, pairs, tiles, fast):
+    monkeypatch.setattr(spec, "PAIRS", pairs)
+    monkeypatch.setattr(spec, "TILES", tiles)
+    monkeypatch.setattr(spec, "fast_in", lambda dtype: fast)
+    monkeypatch.setattr("ai3_ops.operations.attention.PAIRS", pairs)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensors = (*made((1, 4, 200, 16), (1, 4, 200, 16), (1, 4, 200, 16), dtype=dtype),)  # 160,000 scores
+        swapped = ai3_ops.swap(Decodes(), "default", tensors)
+        ours = dtype == torch.float32 or not fast or (dtype == torch.bfloat16 and pairs and not tiles)
+        with torch.no_grad():
+            near(swapped(*tensors), Decodes()(*(t.double() for t in tensors)), 1e-5 if dtype == torch.float32 else 1e-2)
+        assert ai3_ops.explain(swapped).layers[0].torch_calls == (not ours)
+        tensors[0].requires_grad_()
+        swapped(*tensors).float().sum().backward()
+        trains = ours and dtype == torch.bfloat16 and pairs
+        assert ai3_ops.explain(swapped).layers[0].torch_calls == (not ours) + (not trains)

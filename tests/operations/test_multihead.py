@@ -141,3 +141,15 @@ def test_default_leaves_small_ones_to_pytorchs_fast_path():
     (layer,) = used(swapped)
     assert (layer["calls"], layer["torch_calls"]) == (2, 1)
     assert ai3_ops.unswap(swapped)(x, x, x)[0].shape == (1, 5, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exports_of_default_keep_lengths_open(dtype):
+    x = torch.randn(2, 200, 64, dtype=dtype)
+    model = nn.TransformerEncoderLayer(64, 4, 96, dropout=0.0, batch_first=True).to(dtype).eval()
+    swapped = ai3_ops.swap(model, "default", x)
+    sizes = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=4096)}
+    program = torch.export.export(swapped, (x,), dynamic_shapes=(sizes,)).module()
+    for shape in ((2, 200, 64), (1, 7, 64), (3, 300, 64)):
+        y = torch.randn(shape, dtype=dtype)
+        torch.testing.assert_close(program(y), model(y), atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
