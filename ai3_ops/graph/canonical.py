@@ -622,7 +622,25 @@ def _view(net: Network, node: fx.Node, x: Any, *_: Any) -> fx.Node | None:
         return x
     if len(shape) == 4 and x.meta["batched"] and node.meta["batched"] and sizes == (shape[0], math.prod(shape[1:])):
         return net.step(node, steps.flatten, x, layers=node.meta["layers"])
-    return _reshaped(net, node, x, node)
+    return _linear_of_rows(net, node, x) or _reshaped(net, node, x, node)
+
+
+def _linear_of_rows(net: Network, node: Any, x: Any) -> fx.Node | None:
+    """A linear layer of the rows of a batch in one list, as nn.MultiheadAttention has it, that are parted again after it.
+
+    Of rows as they are, a reshape need not know both the batch and a length, which other inputs may change.
+    """
+    if x.target is not steps.linear or len(x.users) > 1 or len(x.meta["shape"]) != 2:
+        return None
+    listed, *rest = x.args
+    if listed.target is not steps.reshape or len(node.meta["shape"]) < 3 or not _known(listed, listed.args[0], node):
+        return None
+    of, lead = listed.args[0], len(node.meta["shape"]) - 1
+    if any(of.meta[key][:lead] != node.meta[key][:lead] for key in ("shape", "scales")):
+        return None
+    shape, scales = ((*node.meta[key][:lead], listed.meta[key][-1]) for key in ("shape", "scales"))
+    rows = of if of.meta["shape"] == shape else net.step(node, steps.reshape, of, open_sizes(shape, scales), layers=())
+    return net.step(node, steps.linear, rows, *rest, layers=x.meta["layers"])
 
 
 def _reshaped(net: Network, before: fx.Node, x: fx.Node, like: fx.Node) -> fx.Node | None:

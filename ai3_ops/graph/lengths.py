@@ -78,6 +78,9 @@ def _opened(network: Network, node: Node, values: dict[fx.Node, Any]) -> Node:
         changed[d] for d, e in zip(own, new, strict=True) if d != e
     ):
         return _moved(network, node, own, new, values)
+    if len(own) < len(read) and any(changed[d] for e, d in enumerate(own) if d != e):
+        node.args = _without_ones(network, node, own, values), *node.args[1:]  # which are in the way of others' places
+        return _opened(network, node, values)
     stays = [d < len(read) and size == read[d] for d, size in enumerate(made)]  # with the dimension in its place
     sizes = [0 if stays[d] and changed[d] else -1 if k else n for d, (n, k) in enumerate(made)]
     if _fits(sizes, there, made):
@@ -111,25 +114,38 @@ def _fits(sizes: list[int], there: tuple[int, ...], made: list[tuple[int, int]])
     return not more and (rest == n or of_batch != 1)
 
 
+def _step(
+    network: Network, node: Node, values: dict[fx.Node, Any], function: Any, x: fx.Node, numbers: list[int]
+) -> fx.Node:
+    """A new step before a node, unless it would leave what it reads as it is."""
+    if function is steps.permute and numbers == [*range(len(numbers))]:
+        return x
+    made = network.step(node, function, x, tuple(numbers), layers=node.meta["layers"])
+    values[made] = call(made, values.__getitem__)
+    return made
+
+
+def _without_ones(
+    network: Network, node: Node, own: list[int], values: dict[fx.Node, Any], behind: Sequence[int] = ()
+) -> fx.Node:
+    """What a reshape reads without its dimensions of one element, but for those `behind` the `own` others."""
+    x = node.args[0]
+    kept = [-1 if x.meta["scales"][d] else 0 for d in own]
+    x = _step(
+        network, node, values, steps.permute, x, [*own, *(d for d in range(len(x.meta["shape"])) if d not in own)]
+    )
+    return _step(network, node, values, steps.reshape, x, [*kept, *behind])
+
+
 def _moved(network: Network, node: Node, own: list[int], new: list[int], values: dict[fx.Node, Any]) -> Node:
     """Dimensions of one element that come and go: those are behind the others for a while, which keep their places.
 
     `own` and `new`: where the others are in what a reshape reads, and in what it makes.
     """
-    x, layers, rank = node.args[0], node.meta["layers"], len(node.meta["shape"])
-
-    def step(function: Any, x: fx.Node, numbers: list[int]) -> fx.Node:
-        if function is steps.permute and numbers == [*range(len(numbers))]:
-            return x
-        made = network.step(node, function, x, tuple(numbers), layers=layers)
-        values[made] = call(made, values.__getitem__)
-        return made
-
-    kept = [-1 if x.meta["scales"][d] else 0 for d in own]
-    x = step(steps.permute, x, [*own, *(d for d in range(len(x.meta["shape"])) if d not in own)])
-    x = step(steps.reshape, x, [*kept, *[1] * (rank - len(new))])
+    rank = len(node.meta["shape"])
+    x = _without_ones(network, node, own, values, [1] * (rank - len(new)))
     order = [*new, *(d for d in range(rank) if d not in new)]
-    x = step(steps.permute, x, [order.index(d) for d in range(rank)])
+    x = _step(network, node, values, steps.permute, x, [order.index(d) for d in range(rank)])
     node.replace_all_uses_with(x)
     network.graph.erase_node(node)
     return x

@@ -204,8 +204,9 @@ class Planned(nn.Module):
                 return plan
         if not self._ai3_original:
             raise ValueError(
-                f"ai3_ops.optimize: {what}: optimize again, with inputs of these sizes in a list of example_inputs, or with "
-                "keep_original=True, which plans anew"
+                f"ai3_ops.optimize: {what}: optimize again, with inputs of these sizes in a list of "
+                "example_inputs, or call the module that optimize returned with keep_original=True, which plans anew; a file "
+                "has no original"
             )
         with _planning:
             if (known := self._ai3_plans.get(key) or self._ai3_known.get(key)) is not None:

@@ -107,6 +107,39 @@ def test_lengths_run_by_one_program(positions, padded, nothing_anew, monkeypatch
     assert {id(plan) for plan in fast._ai3_plans.values()} == {id(fast._ai3_first)}
 
 
+class SelfAttends(nn.Module):
+    """PyTorch's module, which lists the rows of all lengths and batches for its products."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.attention, self.norm = nn.MultiheadAttention(16, 2, batch_first=True, **options), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_multihead_attention_of_any_length(batch, bias, nothing_anew, tmp_path):
+    model = seeded(SelfAttends(bias=bias))
+    fast = check(model, torch.randn(batch, 9, 16))
+    ai3_ops.save(fast, tmp_path / "model.ai3")
+    loaded = ai3_ops.load(tmp_path / "model.ai3")
+    nothing_anew()
+    for length, other in ((12, 1), (5, 3), (2, 2), (40, 1)):
+        for each in (fast, loaded):
+            agree(each, model, torch.randn(other, length, 16))
+
+
+def test_pytorchs_encoder_of_any_length(nothing_anew):
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = seeded(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
+    fast = check(model, torch.randn(2, 9, 16))
+    nothing_anew()
+    for length, batch in ((12, 1), (5, 3), (40, 2)):
+        agree(fast, model, torch.randn(batch, length, 16))
+
+
 def test_numbers_beside_a_length_in_the_channels_place(nothing_anew):
     model = seeded(Heads())
     fast = check(model, torch.randn(2, 8, 16))
