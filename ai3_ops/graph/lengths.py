@@ -78,7 +78,8 @@ def _opened(network: Network, node: Node, values: dict[fx.Node, Any]) -> Node:
         changed[d] for d, e in zip(own, new, strict=True) if d != e
     ):
         return _moved(network, node, own, new, values)
-    if len(own) < len(read) and any(changed[d] for e, d in enumerate(own) if d != e):
+    apart = len(own) < len(read) and sum(k > 0 for _, k in read) <= 1
+    if apart and any(changed[d] for e, d in enumerate(own) if d != e):
         node.args = _without_ones(network, node, own, values), *node.args[1:]  # which are in the way of others' places
         return _opened(network, node, values)
     stays = [d < len(read) and size == read[d] for d, size in enumerate(made)]  # with the dimension in its place

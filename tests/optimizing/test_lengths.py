@@ -131,6 +131,26 @@ def test_multihead_attention_of_any_length(batch, bias, nothing_anew, tmp_path):
             agree(each, model, torch.randn(other, length, 16))
 
 
+class ListsRows(nn.Module):
+    """Rows in one list for a product, which are parted as they were, or into heads as well."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.heads, self.up = heads, nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = F.relu(x).unflatten(-1, (4, 4)) if self.heads else F.relu(x)
+        return F.relu(self.up(y.reshape(-1, 16)).view(y.shape)).flatten(2)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+def test_rows_in_one_list(heads):
+    model = seeded(ListsRows(heads))
+    fast = check(model, torch.randn(2, 9, 16))
+    for shape in ((2, 9, 16), (5, 9, 16), (3, 12, 16)):
+        agree(fast, model, torch.randn(shape))
+
+
 def test_pytorchs_encoder_of_any_length(nothing_anew):
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = seeded(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False))
