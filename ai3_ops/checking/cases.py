@@ -88,8 +88,7 @@ def _reference(operation: str, case: Case, dtype: torch.dtype, fill: str, algori
     rules = OPERATIONS[operation]
     definition = rules.definition(algorithm)
     x = [None if v is None else v.contiguous() for v in widened(tensors(case, dtype, "cpu", fill))]
-    magnitude = [v.abs() if v is not None and v.is_floating_point() else v for v in x]
-    given = (arranged(operation, t, case.arguments) for t in (x, magnitude))
+    given = (arranged(operation, t, case.arguments) for t in (x, rules.magnitudes(x)))
     exact, sums = (definition(*made, **rules.own_operands(algorithm, made)) for made in given)
     return exact, sums
 
@@ -132,6 +131,8 @@ def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: T
         gamma = k * unit / (1 - k * unit)
         reference_too = 2 if dtype == torch.float64 else 1
         return reference_too * gamma * magnitude + (0 if dtype == torch.float64 else stored)
+    if OPERATIONS[info.operation].rounding == "weights" and dtype == torch.bfloat16:
+        stored += torch.finfo(dtype).eps / 2 * magnitude
     bound = info.error_bound or 2e-2
     if dtype == torch.float64 and info.accuracy == "bounded":
         bound *= torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps

@@ -641,6 +641,8 @@ def _linear_of_rows(net: Network, node: Any, x: Any) -> fx.Node | None:
     if (math.prod(of.meta["shape"][:lead]), node.meta["shape"][-1]) != (listed.meta["shape"][0], x.meta["shape"][-1]):
         return None  # rows are parted into more than there were
     shape, scales = ((*node.meta[key][:lead], listed.meta[key][-1]) for key in ("shape", "scales"))
+    if sum(map(bool, scales)) > 1:
+        return None
     rows = of if of.meta["shape"] == shape else net.step(node, steps.reshape, of, open_sizes(shape, scales), layers=())
     return net.step(node, steps.linear, rows, *rest, layers=x.meta["layers"])
 

@@ -58,6 +58,7 @@ class Attention(Operation):
     name = "attention"
     aten = staticmethod(_by_definition)
     autocast = True
+    rounding = "weights"
 
     def problem(
         self,
@@ -298,6 +299,11 @@ class Attention(Operation):
             "full_kv_num_blocks": (row % 2).clamp_max(each), "full_kv_indices": (near[:, :1] + 2) % max(blocks, 1),
         }  # fmt: skip
         return options | {name: t.to(query.device) for name, t in lists.items()}
+
+    def magnitudes(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of the values: weights are what they are."""
+        query, key, value, *rest = values
+        return [query, key, None if value is None else value.abs(), *rest]
 
     def terms(self, case: Case) -> int:
         """Products of a score and of an output."""

@@ -78,7 +78,8 @@ class Tested:
     aten: ClassVar[Callable[..., Tensor]]  # the function that it replaces
     cases: ClassVar[Sequence[Case]] = ()  # every branch of the methods, at the smallest sizes that reach it
     layers: ClassVar[Sequence[Case]] = ()  # of networks
-    # What the output's rounding is: of sums of products (exact on integers), of means (also of the division), or there is none.
+    # What the output's rounding is: of sums of products (exact on integers), of means (also of the division), of sums by
+    # weights that may be rounded to bfloat16 before, or there is none.
     rounding: ClassVar[str] = "none"
     statistics: ClassVar[tuple[int, ...]] = ()  # places of tensors that have no gradients, as running means
     signed_zeros: ClassVar[bool] = True  # of zeros come zeros of the same signs as ATen's
@@ -86,6 +87,10 @@ class Tested:
     def definition(self, algorithm: str) -> Callable[..., Tensor]:
         """What an algorithm computes, in PyTorch's functions: where it approximates, by its own definition."""
         return type(self).aten
+
+    def magnitudes(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Of a case's tensors, those of which the definition sums the magnitudes of the output's terms."""
+        return [v.abs() if v is not None and v.is_floating_point() else v for v in values]
 
     def own_options(self, algorithm: str) -> dict[str, Any]:
         """Of an algorithm's own parameters those with which it is tested; True in the place of a tensor."""

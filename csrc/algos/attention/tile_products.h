@@ -103,10 +103,7 @@ class PairProducts {
         of_values(reinterpret_cast<bfloat16*>(cut.take(p.value_size * (kValuesRow / 2)))) {}
 
   void begin(int64_t b, const RowsAt<bfloat16>& query, int64_t queries) {
-    float* const to = packed + b * P * pairs;
-    if (queries <= width)  // the half that the packing leaves out
-      for (int64_t i = width; i < P * pairs; i += P) store(to + i, Vec<float>(0.f));
-    pack_pair_panels(query.data, p.size, queries, query.stride, to, P * pairs, before);
+    pack_pair_panels(query.data, p.size, queries, query.stride, packed + b * P * pairs, P * pairs, before);
     for (int64_t i = 0; i < P * p.value_size; i += width) store(sums + b * P * p.value_size + i, Vec<float>(0.f));
   }
   void read(const RowsAt<bfloat16>& key, const RowsAt<bfloat16>& value, int64_t count) {
