@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ai3_ops import registry
+from ai3_ops.calls.spec import PAIRS
 from ai3_ops.operations.case import Case, Draw
 from ai3_ops.operations.conv2d import conv as conv
 from ai3_ops.problem import Problem
@@ -131,7 +132,8 @@ def allowed(info: AlgorithmInfo, k: int, dtype: torch.dtype, fill: str, exact: T
         gamma = k * unit / (1 - k * unit)
         reference_too = 2 if dtype == torch.float64 else 1
         return reference_too * gamma * magnitude + (0 if dtype == torch.float64 else stored)
-    if OPERATIONS[info.operation].rounding == "weights" and dtype == torch.bfloat16:
+    rounds_weights = OPERATIONS[info.operation].rounding == "weights" and (PAIRS or info.device == "cuda")
+    if rounds_weights and dtype == torch.bfloat16:
         stored += torch.finfo(dtype).eps / 2 * magnitude
     bound = info.error_bound or 2e-2
     if dtype == torch.float64 and info.accuracy == "bounded":
